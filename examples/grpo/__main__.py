@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from grpo.config import Config, parse
 from grpo.report import Report, save_page, save_plot
 from grpo.trainer import Trainer
-from grpo.worker import Worker
+from grpo.worker import Worker, counts_of, warm_up
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.model.weights import load_model
@@ -49,11 +49,21 @@ async def run(config: Config) -> float:
     # The template is the tiny model's own: a loaded machine must not end the run.
     renderer = Renderer.from_pretrained(directory)
     backend = LocalBackend(model, tokenizer=renderer.tokenizer)
-    trainer, worker = Trainer(config, model), Worker(config, renderer, backend=backend)
-    if checkpoint.exists():
+    trainer = Trainer(config, model, renderer.tokenizer)
+    worker = Worker(config, renderer, backend=backend)
+    begins = not checkpoint.exists()
+    if not begins:
         trainer.load(checkpoint)
     report = Report(config, trainer.step)
     with report.display:
+        if begins and config.warm_up:
+            clock = Clock()
+            with clock.part("train"):
+                loss = warm_up(config, trainer, renderer)
+            report.add(
+                {"step": 0, "loss": loss, "held_out": await worker.held_out(), "rollouts": 0, **clock.parts}
+            )
+            trainer.save(checkpoint)
         while trainer.step < config.steps:
             clock, number = Clock(), trainer.step
             with clock.part("rollout"):
@@ -71,7 +81,13 @@ async def run(config: Config) -> float:
                 clock.parts[f"{part}_s"] for part in ("rollout", "train")
             )
             report.add(
-                {"step": trainer.step, "rollouts": trainer.step * len(trajectories), **seen, **clock.parts}
+                {
+                    "step": trainer.step,
+                    "rollouts": trainer.step * len(trajectories),
+                    **seen,
+                    **counts_of(trajectories),
+                    **clock.parts,
+                }
             )
             if number == 0 or trainer.step == config.steps:
                 name = "early" if number == 0 else "late"

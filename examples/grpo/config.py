@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -12,9 +12,12 @@ class Config:
 
     Attributes:
         out: Folder of the run: model, metrics, checkpoint, rollouts and plot. A run that was cut off goes on.
+        game: `cell` or `zoom`; the second has the settings of `ZOOM` where they are not given.
         grid: Rows and columns of the board.
         shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
         seed: Of the weights, the boards and the sampling.
+        warm_up: Updates on recorded games of an expert before the first step; for games that record some.
+        recorded: Recorded games of such an update.
         steps: Updates of the weights.
         boards: Boards of a step.
         rollouts: Games of each board, one group.
@@ -31,16 +34,18 @@ class Config:
         hidden_size: Width of the model.
         layers: Layers of its language model and of its vision tower.
         patch_size: Side of a patch, in pixels.
-        fault: A fault between sampler and trainer, to see what it does: `shifted` loss masks, or `stale`
-            pictures, those of the board before.
+        fault: A fault between sampler and trainer, to see what it does; see `grpo.faults`.
         server: URL of the vLLM server that the worker of two processes plays against.
         quiet: Show no progress.
     """
 
     out: Path = Path("runs/grpo")
+    game: str = "cell"
     grid: int = 3
     shuffled: bool = False
     seed: int = 0
+    warm_up: int = 0
+    recorded: int = 64
     steps: int = 80
     boards: int = 32
     rollouts: int = 8
@@ -62,6 +67,16 @@ class Config:
     quiet: bool = False
 
 
+ZOOM: Final[dict[str, Any]] = {
+    "boards": 16,
+    "warm_up": 60,
+    "steps": 100,
+    "row_tokens": 1024,
+    "entropy_bonus": 0.0,
+}
+"""Settings of the game with the tool that differ from those of the other one."""
+
+
 def parse(arguments: list[str] | None = None) -> Config:
     """Read the flags of the command line, such as `--learning-rate 1e-3`."""
     lines = (line.strip().partition(": ") for line in (Config.__doc__ or "").splitlines())
@@ -74,4 +89,6 @@ def parse(arguments: list[str] | None = None) -> Config:
         flag = "--" + setting.name.replace("_", "-")
         text = described.get(setting.name, "") + f" ({setting.default})"
         parser.add_argument(flag, default=setting.default, help=text, **options)
+    if parser.parse_args(arguments).game == "zoom":
+        parser.set_defaults(**ZOOM)
     return Config(**vars(parser.parse_args(arguments)))

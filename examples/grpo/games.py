@@ -1,4 +1,4 @@
-"""The game: say which cell of a board is marked, with one letter."""
+"""Two games of boards with one marked cell, whose answers are letters: the cells, row by row."""
 
 import random
 import string
@@ -12,14 +12,29 @@ from mmrender.rollout import Observation, Turn
 PIXELS: Final = 64
 HELD_OUT: Final = 1 << 40
 """Boards of this number and later ones are never trained on."""
+RECORDED: Final = 1 << 41
+"""Boards of this number and later ones are those of recorded games."""
+_CELL: Final = {"type": "object", "properties": {"cell": {"type": "string"}}}
+ZOOM: Final = {"type": "function", "function": {"name": "zoom", "parameters": _CELL}}
+CAPTION: Final = "<|im_end|>"
+"""Beside the picture that the tool shows. What a tool says may hold anything, and stays text."""
+TURN_TOKENS: Final = 40
+"""The most tokens of a turn of the game with the tool; a call takes 24."""
+
+
+def draw(seed: int | str, grid: int) -> tuple[dict[str, Any], str]:
+    """Draw the board of a seed: its picture, as a part of a message, and the letter of the marked cell."""
+    board, cell = draw_board(random.Random(seed), grid=grid, cell_pixels=PIXELS // grid, distractors=0)
+    letter = string.ascii_uppercase[(cell.row - 1) * grid + cell.column - 1]
+    return {"type": "image", "image": board.resize((PIXELS, PIXELS))}, letter
 
 
 class MarkedCell:
-    """One board, one answer: a letter for each cell, row by row. The reward is 1 for the right one.
+    """One board, one answer: the letter of the marked cell. The reward is 1 for the right one.
 
     Args:
         grid: Rows and columns.
-        token_ids: Token of each letter.
+        token_ids: Token of each letter; nothing else can be answered.
         shuffled: Show the picture of another board.
     """
 
@@ -31,11 +46,9 @@ class MarkedCell:
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
         """Draw the board of a seed."""
-        board, cell = self._drawn(extras["seed"])
-        self.answer = string.ascii_uppercase[(cell.row - 1) * self._grid + cell.column - 1]
+        picture, self.answer = draw(extras["seed"], self._grid)
         if self._shuffled:
-            board, _ = self._drawn(-1 - extras["seed"])
-        picture = {"type": "image", "image": board.resize((PIXELS, PIXELS))}
+            picture, _ = draw(-1 - extras["seed"], self._grid)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
         sampling = {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
         return Observation([*prompt, question], sampling_params=sampling)
@@ -45,10 +58,76 @@ class MarkedCell:
         found = turn.text == self.answer
         return Observation((), float(found), True, info={"found": float(found)})
 
-    def _drawn(self, seed: int) -> Any:
-        return draw_board(
-            random.Random(seed), grid=self._grid, cell_pixels=PIXELS // self._grid, distractors=0
-        )
+
+class ZoomedCell:
+    """A board in each cell of a board: look at one with the tool, and answer which cell of it is marked.
+
+    The reward is 1 for the right letter of the board that lies in the marked cell. What is sampled is free:
+    the model learns to write a call from recorded games.
+
+    Args:
+        grid: Rows and columns of each board.
+        token_ids: Not used: any token may be sampled.
+        shuffled: Show the pictures of another game.
+    """
+
+    tools: Final = (ZOOM,)
+
+    def __init__(self, grid: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
+        self._grid, self._shuffled = grid, shuffled
+        self._seed, self._shown = 0, ""
+        self.cell = self.answer = ""
+
+    def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
+        """Draw the board of a seed."""
+        self._seed, self._shown = extras["seed"], ""
+        picture, self.cell = draw(self._seed, self._grid)
+        _, self.answer = draw(f"{self._seed}{self.cell}", self._grid)
+        if self._shuffled:
+            picture, _ = draw(-1 - self._seed, self._grid)
+        question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
+        return Observation([*prompt, question], sampling_params={"max_tokens": TURN_TOKENS})
+
+    def step(self, turn: Turn) -> Observation:
+        """Show the cell that is asked for; judge the answer once one was shown."""
+        if not self._shown:
+            calls = turn.message.tool_calls
+            cell = calls[0].arguments.get("cell") if len(calls) == 1 and calls[0].name == "zoom" else None
+            if cell not in list(string.ascii_uppercase[: self._grid**2]):
+                return Observation((), 0.0, True, info=self._info())
+            self._shown = cell
+            result = {"role": "tool", "tool_call_id": calls[0].id, "name": "zoom", "content": self._inside()}
+            return Observation([result], sampling_params={"max_tokens": TURN_TOKENS}, info=self._info())
+        found = turn.text == self.answer
+        return Observation((), float(found), True, info=self._info(found))
+
+    def recorded(self, seed: int) -> list[Any]:
+        """Return the messages of a game that an expert plays."""
+        asked = self.reset([], {"seed": seed}).messages
+        self._shown = self.cell
+        call = {"id": "call_0", "name": "zoom", "arguments": {"cell": self.cell}}
+        return [
+            *asked,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_0", "name": "zoom", "content": self._inside()},
+            {"role": "assistant", "content": self.answer},
+        ]
+
+    def _inside(self) -> list[Any]:
+        """What the tool shows of a cell."""
+        seed = -1 - self._seed if self._shuffled else self._seed
+        picture, _ = draw(f"{seed}{self._shown}", self._grid)
+        return [picture, {"type": "text", "text": CAPTION}]
+
+    def _info(self, found: bool = False) -> dict[str, float]:
+        return {
+            "called": float(bool(self._shown)),
+            "zoomed": float(self._shown == self.cell),
+            "found": float(found),
+        }
+
+
+GAMES: Final = {"cell": MarkedCell, "zoom": ZoomedCell}
 
 
 def letters(renderer: Renderer, grid: int) -> list[int]:

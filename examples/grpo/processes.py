@@ -1,9 +1,11 @@
-"""Train in two processes: a worker that plays against a vLLM server, and a trainer that it ships to.
+"""Train in two processes: a worker that plays against a server, and a trainer that it ships to.
 
 Usage, while a vLLM with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1` serves RUN/model as `tiny`:
 
     python -m grpo.processes trainer --out RUN --boards 8 --rollouts 4
     python -m grpo.processes worker --out RUN --boards 8 --rollouts 4 --server http://127.0.0.1:8000
+
+With `--server local` the worker samples from a model of its own, which reads the same files of weights.
 
 The trainer writes weights and names them in RUN/latest.json; the worker reads them into the paused server,
 plays the games of that step, and ships them. Either may be killed and started again at any time. A step is
@@ -18,14 +20,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from grpo.config import Config, parse
 from grpo.report import Report
 from grpo.trainer import Trainer
-from grpo.worker import Worker
+from grpo.worker import Worker, counts_of, warm_up
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
+from mmrender.client.local import LocalBackend
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.model.weights import load_model
@@ -40,10 +43,12 @@ def build(config: Config) -> Path:
     """Build the model that a run begins with, if it is not there."""
     directory = config.out / "model"
     if not directory.exists():
+        written = config.out / "model.new"
+        shutil.rmtree(written, ignore_errors=True)
         sizes: dict[str, Any] = {
             name: getattr(config, name) for name in ("seed", "hidden_size", "layers", "patch_size")
         }
-        build_tiny_model(directory, **sizes)
+        build_tiny_model(written, **sizes).rename(directory)
     return directory
 
 
@@ -54,15 +59,20 @@ def address_of(config: Config) -> str:
 
 async def train(config: Config) -> None:
     """Train on what comes, step by step."""
-    model = load_model(build(config), "float32", "cpu", purpose="the example")
-    trainer, checkpoint = Trainer(config, model), config.out / "checkpoint.pt"
+    directory = build(config)
+    renderer = Renderer.from_pretrained(directory)
+    model = load_model(directory, "float32", "cpu", purpose="the example")
+    trainer, checkpoint = Trainer(config, model, renderer.tokenizer), config.out / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
+    elif config.warm_up:
+        warm_up(config, trainer, renderer)
+        trainer.save(checkpoint)
     report = Report(config, trainer.step)
     count = config.boards * config.rollouts
     async with Receiver(address_of(config), ack="explicit", window_messages=2 * count) as receiver:
+        publish(config, trainer)
         while trainer.step < config.steps:
-            publish(config, trainer)
             games: dict[tuple[int, int], Any] = {}
             left_out = 0
             while len(games) < count:
@@ -75,40 +85,70 @@ async def train(config: Config) -> None:
                 else:
                     games[key] = message
             trajectories = [games[key].value for key in sorted(games)]
-            versions = {span.version for one in trajectories for span in one.steps[-1].weight_versions}
+            versions = {
+                span.version for one in trajectories for step in one.steps for span in step.weight_versions
+            }
             if config.audit_every and trainer.step % config.audit_every == 0:
                 trainer.audit(trajectories[:: config.rollouts])
             seen = trainer.update(trajectories)
+            seen |= {"left_out": left_out, **counts_of(trajectories)}
+            named = {"weights": sorted(versions), "games": sorted(games)}
+            # A line without its checkpoint is dropped when the run goes on.
+            report.add({"step": trainer.step, "rollouts": trainer.step * count, **seen, **named})
             trainer.save(checkpoint)
             for message in games.values():
                 message.ack()
-            counts = {"games": len(games), "left_out": left_out, "weights": sorted(versions)}
-            report.add({"step": trainer.step, "rollouts": trainer.step * count, **seen, **counts})
-    publish(config, trainer)
+            publish(config, trainer)
 
 
 def publish(config: Config, trainer: Trainer) -> None:
     """Write the weights as a model directory, and name them."""
     folder = config.out / "weights" / str(trainer.step)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(config.out / "model", folder)
-    save_file(trainer.model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    if not folder.exists():  # else a server may be reading them
+        written = config.out / "weights.new"
+        shutil.rmtree(written, ignore_errors=True)
+        shutil.copytree(config.out / "model", written)
+        save_file(trainer.model.state_dict(), written / "model.safetensors", metadata={"format": "pt"})
+        folder.parent.mkdir(exist_ok=True)
+        written.rename(folder)
     latest = config.out / "latest.json"
     latest.with_suffix(".new").write_text(json.dumps({"step": trainer.step, "path": str(folder.resolve())}))
     latest.with_suffix(".new").replace(latest)
-    shutil.rmtree(config.out / "weights" / str(trainer.step - _KEPT), ignore_errors=True)
+    for old in (config.out / "weights").iterdir():
+        if int(old.name) <= trainer.step - _KEPT:
+            shutil.rmtree(old)
+
+
+class LocalModel:
+    """A model of the worker's own, whose weights are read as a server reads them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.backend = LocalBackend(directory)
+
+    async def load_weights(self, path: str, *, weight_version: str) -> None:
+        """Read weights from a directory."""
+        weights = load_file(Path(path) / "model.safetensors")
+        await asyncio.to_thread(self.backend.update_weights, weights.items(), weight_version)
 
 
 async def play(config: Config) -> None:
-    """Play the games of each step against the server, and ship them."""
-    renderer = Renderer.from_pretrained(build(config))
-    engine = HTTPEngine(VLLMBackend(), HTTPTransport(config.server), model="tiny")
-    server = InferenceEngineClient([engine], renderer=renderer)
-    worker = Worker(config, renderer, server, model="tiny")
+    """Play the games of each step, and ship them."""
+    directory = build(config)
+    renderer = Renderer.from_pretrained(directory)
+    server: Any
+    if config.server == "local":
+        server = LocalModel(directory)
+        worker = Worker(config, renderer, backend=server.backend)
+    else:
+        engine = HTTPEngine(VLLMBackend(), HTTPTransport(config.server), model="tiny")
+        server = InferenceEngineClient([engine], renderer=renderer)
+        worker = Worker(config, renderer, server, model="tiny")
     played, latest = -1, config.out / "latest.json"
-    while not latest.exists():  # the trainer listens before it names weights
+    while not latest.exists():  # then the trainer listens before it names weights
         await asyncio.sleep(0.1)
-    async with Sender(address_of(config)) as sender:
+    sender = Sender(address_of(config))
+    try:
+        await sender.connect(timeout=None)
         while True:
             named = json.loads(latest.read_text())
             if named["step"] >= config.steps:
@@ -116,15 +156,23 @@ async def play(config: Config) -> None:
             if named["step"] == played:
                 await asyncio.sleep(0.05)
                 continue
-            step = named["step"]
-            await server.pause_generation("wait")
-            await server.load_weights(named["path"], weight_version=f"step-{step}")
-            await server.resume_generation()
-            for trajectory in await worker.train_rollouts(step):
+            await load(server, named["path"], f"step-{named['step']}")
+            for trajectory in await worker.train_rollouts(named["step"]):
                 await sender.send(trajectory)
-            played = step
-        await sender.flush()
-    await server.teardown()
+            played = named["step"]
+    finally:
+        # What the trainer wanted, it has acknowledged before it named the last weights.
+        await sender.aclose(timeout=0)
+
+
+async def load(server: Any, path: str, version: str) -> None:
+    """Read weights into a server that is paused meanwhile, or into a model of this process."""
+    if isinstance(server, LocalModel):
+        await server.load_weights(path, weight_version=version)
+        return
+    await server.pause_generation("wait")
+    await server.load_weights(path, weight_version=version)
+    await server.resume_generation()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,12 @@ class Report:
 
     def __init__(self, config: Config, step: int) -> None:
         self._file = config.out / "metrics.jsonl"
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        # A kill may have cut the last line.
+        lines = self._file.read_text().split("\n")[:-1] if self._file.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= step]
-        self._file.write_text("".join(line + "\n" for line in kept))
+        written = self._file.with_suffix(".new")
+        written.write_text("".join(line + "\n" for line in kept))
+        written.replace(self._file)
         self.last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
         self._bar: Any = None
         if not config.quiet:
@@ -63,9 +66,10 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
     (reward, divergence), (entropy, time) = figure.subplots(2, 2)
     for number, run in enumerate(runs):
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        tested = [row for row in rows if "held_out" in row]
+        rows = [row for row in rows if "reward" in row]
         color, played = f"C{number}", [row["rollouts"] for row in rows]
         reward.plot(played, [row["reward"] for row in rows], color=color, linewidth=0.7, alpha=0.6)
-        tested = [row for row in rows if "held_out" in row]
         line = {"marker": "o", "markersize": 3, "label": f"{run.name}, held out, greedy"}
         reward.plot(
             [row["rollouts"] for row in tested], [row["held_out"] for row in tested], color=color, **line

@@ -9,7 +9,7 @@ which is 1 where they agree (Espeholt et al., "IMPALA", 2018).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,17 @@ import numpy as np
 import torch
 
 from grpo.config import Config
+from grpo.faults import fault_of
 from mmrender.audit import TrainerModel, audit
-from mmrender.spans import MediaItem, MultiModalData
-from mmrender.training import ModelFamily, collate, first_fit_decreasing, token_entropy, token_logprobs
+from mmrender.model.tokenizer import Tokenizer
+from mmrender.training import (
+    ModelFamily,
+    TrainingBatch,
+    collate,
+    first_fit_decreasing,
+    token_entropy,
+    token_logprobs,
+)
 from mmrender.training.batch import importance_weights
 from mmrender.trajectory import TrainingSample, Trajectory
 
@@ -31,18 +39,32 @@ class Trainer:
     Args:
         config: The run's.
         model: A Transformers model.
+        tokenizer: Its tokenizer, which only a fault needs.
 
     Attributes:
-        step: Updates so far.
+        step: Updates so far, those on recorded games left out.
+        model: The model.
+        family: How it is given a batch.
     """
 
-    def __init__(self, config: Config, model: Any) -> None:
+    def __init__(self, config: Config, model: Any, tokenizer: Tokenizer) -> None:
         self.step = 0
-        self._shown: list[MediaItem] = []
         self.model = model
+        self.family = ModelFamily.from_config(model.config)
         self._config = config
-        self._family = ModelFamily.from_config(model.config)
+        self._fault = fault_of(config.fault, tokenizer)
         self._optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0.0)
+
+    def imitate(self, batch: TrainingBatch) -> float:
+        """Take one step on recorded games; return their loss in nats a token."""
+        count, total = int(batch.loss_mask.sum()), 0.0
+        for micro_batch in self._micro_batches(batch):
+            logprobs = token_logprobs(self.model(**micro_batch.model_inputs()).logits, micro_batch)
+            loss = -logprobs[micro_batch.loss_mask].sum() / count
+            loss.backward()
+            total += float(loss.detach())
+        self._take_step()
+        return total
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """Take one step on the games of a step; return what it saw.
@@ -51,12 +73,12 @@ class Trainer:
         `difference` the largest one.
         """
         config = self._config
-        samples = [self._faulty(sample) for sample in with_advantages(trajectories)]
+        samples = [self._fault(sample) for sample in with_advantages(trajectories)]
         rows = first_fit_decreasing([len(sample) for sample in samples], config.row_tokens)
-        batch = collate(samples, self._family, pad_token_id=0, rows=rows)
+        batch = collate(samples, self.family, pad_token_id=0, rows=rows)
         count = int(batch.loss_mask.sum())
         seen: defaultdict[str, float] = defaultdict(float)
-        for micro_batch in batch.micro_batches(max(config.micro_batch_tokens, batch.width)):
+        for micro_batch in self._micro_batches(batch):
             logits = self.model(**micro_batch.model_inputs()).logits
             logprobs = token_logprobs(logits, micro_batch)
             weights = importance_weights(logprobs, micro_batch, most=config.most_weight)
@@ -67,12 +89,20 @@ class Trainer:
             seen["kl"] += float(parted.sum()) / count
             seen["entropy"] += float(entropy.detach().sum()) / count
             seen["difference"] = max(seen["difference"], float(parted.abs().max()))
-        seen["gradient"] = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0))
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        seen["gradient"] = self._take_step()
         self.step += 1
         rewards = [reward_of(trajectory) for trajectory in trajectories]
         return {"reward": sum(rewards) / len(rewards), "tokens": float(sum(map(len, samples))), **seen}
+
+    def _micro_batches(self, batch: TrainingBatch) -> Iterable[TrainingBatch]:
+        return batch.micro_batches(max(self._config.micro_batch_tokens, batch.width))
+
+    def _take_step(self) -> float:
+        """Change the weights by the gradients that were accumulated; return the norm that these had."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
 
     def audit(self, trajectories: Sequence[Trajectory]) -> None:
         """Compare what sampler and trainer say of some games, which these weights sampled.
@@ -80,26 +110,10 @@ class Trainer:
         Raises:
             SystemExit: They differ by more than arithmetic explains; the message is the finding.
         """
-        samples = [self._faulty(sample) for one in trajectories for sample in one.samples()]
+        samples = [self._fault(sample) for one in trajectories for sample in one.samples()]
         report = audit(samples, TrainerModel(self.model), tolerance=self._config.tolerance, explain=1)
         if not report.ok:
             raise SystemExit(f"sampler and trainer differ before step {self.step}:\n{report.text()}")
-
-    def _faulty(self, sample: TrainingSample) -> TrainingSample:
-        """Return the sample with the fault that the settings ask for."""
-        if self._config.fault == "shifted":
-            mask, logprobs = np.roll(sample.loss_mask, -1), np.zeros(len(sample), np.float32)
-            if sample.logprobs is not None:
-                logprobs = np.roll(sample.logprobs, -1)
-            advantages = None if sample.advantages is None else np.roll(sample.advantages, -1)
-            return replace(sample, loss_mask=mask, logprobs=logprobs, advantages=advantages, allowed=())
-        if self._config.fault == "stale":
-            (item,) = sample.multi_modal_data.mm_items["image"]
-            if not self._shown or item.identity != self._shown[-1].identity:
-                self._shown = [*self._shown[-1:], item]
-            ranges = sample.multi_modal_data.mm_placeholders["image"]
-            return replace(sample, multi_modal_data=MultiModalData.of([(ranges[0], self._shown[0])]))
-        return sample
 
     def save(self, path: Path) -> None:
         """Write weights, optimiser and step; a run that is killed meanwhile keeps what was there."""

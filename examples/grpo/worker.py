@@ -1,12 +1,15 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from grpo.config import Config
-from grpo.games import HELD_OUT, MarkedCell, letters
+from grpo.games import GAMES, HELD_OUT, RECORDED, letters
+from grpo.trainer import Trainer, reward_of
 from mmrender import Renderer
 from mmrender.rollout import RendererClient, TrajectoryID, VLMGenerator
+from mmrender.training import Collator
 from mmrender.trajectory import Trajectory
 
 
@@ -22,8 +25,10 @@ class Worker:
 
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
         self._config = config
-        game = partial(MarkedCell, config.grid, letters(renderer, config.grid), shuffled=config.shuffled)
-        sampler = RendererClient(renderer, client, **options)
+        game = partial(
+            GAMES[config.game], config.grid, letters(renderer, config.grid), shuffled=config.shuffled
+        )
+        sampler = RendererClient(renderer, client, forbid_media_tokens=True, **options)
         concurrency = config.boards * config.rollouts
         self._generator = VLMGenerator(sampler, {"game": game}, max_concurrency=concurrency, failures="raise")
 
@@ -44,7 +49,7 @@ class Worker:
         """Play the boards that are never trained on greedily; return the share of right answers."""
         games = [(HELD_OUT + board, 0) for board in range(self._config.held_out)]
         played = await self._play(games, temperature=0.0)
-        return sum(float(each.steps[-1].reward or 0.0) for each in played) / len(played)
+        return sum(map(reward_of, played)) / len(played)
 
     async def _play(self, games: list[tuple[int, int]], **sampling: Any) -> list[Trajectory]:
         played = await self._generator.roll_out(
@@ -59,3 +64,38 @@ class Worker:
         for trajectory, (board, game) in zip(played, games, strict=True):
             trajectory.extra |= {"group": board, "game": game}
         return played
+
+
+def warm_up(config: Config, trainer: Trainer, renderer: Renderer) -> float:
+    """Train on recorded games of an expert; return the loss of the last update, in nats a token."""
+    game = GAMES[config.game](config.grid, (), shuffled=config.shuffled)
+    collator = Collator(
+        trainer.family, pad_token_id=0, renderer=renderer, packed=True, max_length=config.row_tokens
+    )
+    loss = 0.0
+    for update in range(config.warm_up):
+        first = RECORDED + (config.seed << 20) + update * config.recorded
+        seeds = range(first, first + config.recorded)
+        games = [{"messages": game.recorded(seed), "tools": game.tools} for seed in seeds]
+        loss = trainer.imitate(collator.batch(games))
+    return loss
+
+
+def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Count what is done once: turns, those that were bridged, pictures that were shown, and that are held.
+
+    Also means of what the game says of itself.
+    """
+    steps = [step for trajectory in trajectories for step in trajectory.steps]
+    means = {
+        name: sum(each.extra["info"][name] for each in trajectories) / len(trajectories)
+        for name in trajectories[0].extra["info"]
+    }
+    return {
+        "turns": len(steps),
+        "later_turns": len(steps) - len(trajectories),
+        "bridged": sum(step.extra["why_rendered"] is None for step in steps),
+        "pictures": sum(len(trajectory.steps[-1].media) for trajectory in trajectories),
+        "items": sum(len(trajectory.items) for trajectory in trajectories),
+        **means,
+    }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from grpo.__main__ import run  # noqa: E402
-from grpo.config import Config, parse  # noqa: E402
-from grpo.trainer import with_advantages  # noqa: E402
+from grpo.config import ZOOM, Config, parse  # noqa: E402
+from grpo.faults import encoded_again  # noqa: E402
+from grpo.games import CAPTION, ZoomedCell  # noqa: E402
+from grpo.report import Report  # noqa: E402
+from grpo.trainer import reward_of, with_advantages  # noqa: E402
+from grpo.worker import Worker, counts_of  # noqa: E402
+from mmrender import Renderer, build_training_sample  # noqa: E402
 from mmrender.trajectory import Trajectory  # noqa: E402
+from rollout_cases import ScriptedBackend  # noqa: E402
 
 SMALL = Config(
     grid=2,
@@ -47,6 +54,8 @@ def test_settings_are_flags():
     assert parse(["--grid", "4", "--shuffled", "--learning-rate", "1e-3"]) == replace(
         Config(), grid=4, shuffled=True, learning_rate=1e-3
     )
+    assert parse(["--game", "zoom"]) == replace(Config(), game="zoom", **ZOOM)
+    assert parse(["--boards", "5", "--game", "zoom"]).boards == 5
 
 
 def test_a_run_shows_what_it_did(whole):
@@ -70,6 +79,59 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(whole, tmp_path):
     assert [row["reward"] for row in rows_of(config)] == [row["reward"] for row in rows_of(whole)]
     for name, value in weights_of(whole).items():
         torch.testing.assert_close(weights_of(config)[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path):
+    lines = ['{"step": 1}\n', '{"step": 2}\n', '{"step": 3}\n', '{"ste']
+    for kept in range(4):
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+        Report(replace(SMALL, out=tmp_path), kept)
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:kept])
+
+
+def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_right_answer(whole):
+    renderer, dice = Renderer.from_pretrained(whole.out / "model"), random.Random(0)
+    config = replace(SMALL, game="zoom", boards=8, rollouts=4)
+
+    def say(request):
+        if len(request.multi_modal_data.mm_items["image"]) == 2:
+            return dice.choice("ABCDE")
+        asked = {"name": "zoom", "arguments": {"cell": dice.choice("ABCDE")}}
+        return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
+
+    games = asyncio.run(Worker(config, renderer, backend=ScriptedBackend(renderer, say)).train_rollouts(0))
+    counts = counts_of(games)
+    assert counts["later_turns"] == counts["bridged"] == counts["turns"] - len(games) > 0
+    assert counts["items"] == counts["pictures"] == counts["turns"]
+    for game in games:
+        expert, said = ZoomedCell(2, ()), [step.messages[-1] for step in game.steps]
+        recorded = build_training_sample(renderer, expert.recorded(game.extra["group"]), tools=expert.tools)
+        pictures = [span.item.identity for span in recorded.media_spans]
+        shown = [span.item.identity for span in game.steps[-1].media]
+        cell = said[0]["tool_calls"][0]["function"]["arguments"]
+        cell = (json.loads(cell) if isinstance(cell, str) else cell)["cell"]
+        assert len(shown) == len(game.steps) == (1 if cell == "E" else 2)
+        assert (shown == pictures) == (cell == expert.cell)
+        assert reward_of(game) == (len(said) == 2 and said[1]["content"] == expert.answer)
+    assert 0 < sum(map(reward_of, games)) < len(games)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_recorded_is_encoded_again_as_it_was_but_for_what_a_tool_said(whole, seed):
+    renderer, game = Renderer.from_pretrained(whole.out / "model"), ZoomedCell(3, ())
+    sample = build_training_sample(renderer, game.recorded(seed), tools=game.tools)
+    same = encoded_again(sample, tokenizer=renderer.tokenizer, sampled=True)
+    assert np.array_equal(same.token_ids, sample.token_ids)
+    assert np.array_equal(same.loss_mask, sample.loss_mask)
+    parsed = encoded_again(sample, tokenizer=renderer.tokenizer, sampled=False)
+    special = renderer.tokenizer.token_id(CAPTION)
+    assert np.sum(parsed.token_ids == special) == np.sum(sample.token_ids == special) + 1
+    assert np.array_equal(parsed.token_ids[parsed.loss_mask], sample.token_ids[sample.loss_mask])
+    for before, after in zip(sample.media_spans, parsed.media_spans, strict=True):
+        assert before.item is after.item
+        assert set(parsed.token_ids[after.start : after.stop]) == set(
+            sample.token_ids[before.start : before.stop]
+        )
 
 
 def test_an_audit_ends_a_run_with_its_finding(tmp_path):
