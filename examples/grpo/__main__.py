@@ -59,10 +59,8 @@ async def run(config: Config) -> float:
         if begins and config.warm_up:
             clock = Clock()
             with clock.part("train"):
-                loss = warm_up(config, trainer, renderer)
-            report.add(
-                {"step": 0, "loss": loss, "held_out": await worker.held_out(), "rollouts": 0, **clock.parts}
-            )
+                seen = await warm_up(config, trainer, worker)
+            report.add({"step": 0, "rollouts": 0, **seen, **clock.parts})
             trainer.save(checkpoint)
         while trainer.step < config.steps:
             clock, number = Clock(), trainer.step

@@ -16,7 +16,8 @@ class Config:
         grid: Rows and columns of the board.
         shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
         seed: Of the weights, the boards and the sampling.
-        warm_up: Updates on recorded games of an expert before the first step; for games that record some.
+        warm_up: The most updates on recorded games of an expert before the first step, for `zoom`.
+        warm_up_until: Share of held-out boards at which these end, so that something is left to learn.
         recorded: Recorded games of such an update.
         steps: Updates of the weights.
         boards: Boards of a step.
@@ -45,7 +46,8 @@ class Config:
     shuffled: bool = False
     seed: int = 0
     warm_up: int = 0
-    recorded: int = 64
+    warm_up_until: float = 0.5
+    recorded: int = 32
     steps: int = 80
     boards: int = 32
     rollouts: int = 8
@@ -68,9 +70,10 @@ class Config:
 
 
 ZOOM: Final[dict[str, Any]] = {
+    "grid": 2,
     "boards": 16,
-    "warm_up": 60,
-    "steps": 100,
+    "warm_up": 400,
+    "learning_rate": 1e-3,
     "row_tokens": 1024,
     "entropy_bonus": 0.0,
 }

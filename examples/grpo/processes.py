@@ -66,7 +66,8 @@ async def train(config: Config) -> None:
     if checkpoint.exists():
         trainer.load(checkpoint)
     elif config.warm_up:
-        warm_up(config, trainer, renderer)
+        worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
+        await warm_up(config, trainer, worker)
         trainer.save(checkpoint)
     report = Report(config, trainer.step)
     count = config.boards * config.rollouts

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from grpo.config import Config
 from grpo.games import GAMES, HELD_OUT, RECORDED, letters
@@ -11,6 +11,9 @@ from mmrender import Renderer
 from mmrender.rollout import RendererClient, TrajectoryID, VLMGenerator
 from mmrender.training import Collator
 from mmrender.trajectory import Trajectory
+
+_WARM_UP_CHECK: Final = 10
+"""Updates on recorded games between plays of the held-out boards."""
 
 
 class Worker:
@@ -21,10 +24,13 @@ class Worker:
         renderer: Of the model.
         client: The server that samples; None where `backend` is a model in this process.
         options: Further options of `RendererClient`, such as `backend`.
+
+    Attributes:
+        renderer: The renderer.
     """
 
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
-        self._config = config
+        self.renderer, self._config = renderer, config
         game = partial(
             GAMES[config.game], config.grid, letters(renderer, config.grid), shuffled=config.shuffled
         )
@@ -66,19 +72,23 @@ class Worker:
         return played
 
 
-def warm_up(config: Config, trainer: Trainer, renderer: Renderer) -> float:
-    """Train on recorded games of an expert; return the loss of the last update, in nats a token."""
+async def warm_up(config: Config, trainer: Trainer, worker: Worker) -> dict[str, float]:
+    """Train on recorded games of an expert, until the model plays well enough; return what was seen."""
     game = GAMES[config.game](config.grid, (), shuffled=config.shuffled)
     collator = Collator(
-        trainer.family, pad_token_id=0, renderer=renderer, packed=True, max_length=config.row_tokens
+        trainer.family, pad_token_id=0, renderer=worker.renderer, packed=True, max_length=config.row_tokens
     )
-    loss = 0.0
+    seen = {"loss": 0.0, "held_out": await worker.held_out(), "updates": 0}
     for update in range(config.warm_up):
+        if seen["held_out"] >= config.warm_up_until:
+            break
         first = RECORDED + (config.seed << 20) + update * config.recorded
         seeds = range(first, first + config.recorded)
         games = [{"messages": game.recorded(seed), "tools": game.tools} for seed in seeds]
-        loss = trainer.imitate(collator.batch(games))
-    return loss
+        seen |= {"loss": trainer.imitate(collator.batch(games)), "updates": update + 1}
+        if (update + 1) % _WARM_UP_CHECK == 0 or update + 1 == config.warm_up:
+            seen["held_out"] = await worker.held_out()
+    return seen
 
 
 def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
