@@ -51,7 +51,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     Args:
         engines: Engines with different names; requests and control calls go to these.
-        router: An engine at a router's URL, in front of `engines`: all requests go there instead.
+        router: Where all requests go instead: the URL of a router in front of `engines`, asked as they are,
+            or an engine of its own. Control calls go to `engines`.
         renderer: Renders conversations and decodes completions. Without one only token ids are sampled from,
             OpenAI requests go to the engines' own routes, and an abort is returned to their callers.
         retries: How often and how soon failed requests are repeated.
@@ -63,14 +64,15 @@ class InferenceEngineClient(InferenceEngineInterface):
         name: Name of this client where it is an engine of another one.
 
     Raises:
-        InputError: There is no engine, or two have one name.
+        InputError: There is no engine, or two have one name. A router's URL is given for engines that are no
+            `HTTPEngine`, or that differ in backend or model.
     """
 
     def __init__(
         self,
         engines: Sequence[InferenceEngineInterface],
         *,
-        router: InferenceEngineInterface | None = None,
+        router: InferenceEngineInterface | str | None = None,
         renderer: RendererProtocol | None = None,
         retries: RetryPolicy | None = None,
         attempt_timeout: float | None = None,
@@ -82,7 +84,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.name = name
         self.renderer = renderer
         self.engines = list(engines)
-        self.router = router
+        self.router = router = _at_router(router, engines) if isinstance(router, str) else router
         self._retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
@@ -113,8 +115,12 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Targets of requests, with what is in flight and why one is down; for metrics."""
-        return self._pool.targets
+        """Targets of requests, with what is in flight and why one is down; for metrics.
+
+        Where there is a router, it comes first, and the engines behind it follow.
+        """
+        pool = self._pool
+        return pool.targets if pool.targets is pool.replicas else [*pool.targets, *pool.replicas]
 
     def tp_size(self) -> int:
         """Ranks that share each layer, equal on all engines."""
@@ -340,6 +346,21 @@ class InferenceEngineClient(InferenceEngineInterface):
             closing = {*self._pool.replicas, *self._pool.targets}
             for _, error in await failures(closing, lambda engine: engine.teardown()):
                 raise error
+
+
+def _at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEngine:
+    servers = [engine for engine in engines if isinstance(engine, HTTPEngine)]
+    kinds = {f"{engine.backend.name} {engine.model}" for engine in servers}
+    others = {type(engine).__name__ for engine in engines} - {type(engine).__name__ for engine in servers}
+    if len(kinds) != 1 or others:
+        raise InputError(
+            "a router's URL does not say how these engines are asked",
+            where="router",
+            expected="HTTPEngine objects of one backend and model",
+            got=", ".join(sorted(kinds | others)),
+            remedy="Give router=HTTPEngine(...)",
+        )
+    return servers[0].behind(url)
 
 
 def common(what: str, values: Mapping[str, Result]) -> Result:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.generation import BackendName, as_transport, resolve_backend
+from mmrender.client.generation import BackendName, as_transport, resolve_backend, server_root
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.reply import decode_as
 from mmrender.client.server_facts import prompt_limit
@@ -33,6 +33,8 @@ from mmrender.errors import (
 from mmrender.protocols import RendererProtocol
 
 SESSION_HEADER: Final = "X-Session-ID"
+_SESSION_HEADERS: Final = (SESSION_HEADER, "X-SMG-Routing-Key")
+"""By these routers hold a session: vllm-router and Ray Serve by the first, SGLang's gateway by the second."""
 _PATHS: Final = {"chat_completion": "/v1/chat/completions", "completion": "/v1/completions"}
 _ONCE: Final = ("init_weight_update_communicator", "update_named_weights")
 """Calls that must not be repeated where the connection breaks."""
@@ -94,6 +96,18 @@ class HTTPEngine(InferenceEngineInterface):
         self._routes = table
         self._paused: bool | None = False
 
+    def behind(self, router: str) -> "HTTPEngine":
+        """Return the engine at the URL of a router that stands before servers like this one.
+
+        It is asked as this server is, with the same keys and time limits.
+        """
+        from mmrender.client.http import HTTPTransport
+
+        server: Server = router
+        if isinstance(self.transport, HTTPTransport):
+            server = replace(self.transport.config, base_url=server_root(router))
+        return HTTPEngine(self.backend, server, model=self.model, renderer=self.renderer, routes=self._routes)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_paused": False}
 
@@ -106,9 +120,7 @@ class HTTPEngine(InferenceEngineInterface):
         known: Mapping[str, Any] = {}
         if self.renderer is not None and request.vocab_size is None:
             known = known_tokens(self.renderer, request.multi_modal_data)
-        headers = dict(request.extra_headers)
-        if session_id is not None:
-            headers[SESSION_HEADER] = str(session_id)
+        headers = {**request.extra_headers, **_headers_of(session_id)}
         sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
         return await self.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
@@ -134,9 +146,7 @@ class HTTPEngine(InferenceEngineInterface):
         """Body and headers of a payload, the session among the latter."""
         body, headers = dict(payload["json"]), dict(payload.get("headers") or {})
         session = body.pop("session_id", None)
-        if session is not None:
-            headers[SESSION_HEADER] = str(session)
-        return {**body, "model": self.model}, headers
+        return {**body, "model": self.model}, {**headers, **_headers_of(session)}
 
     # --- control ---
 
@@ -252,6 +262,11 @@ class HTTPEngine(InferenceEngineInterface):
         """Close the engine's own connections of this event loop; the server runs on."""
         for transport in self._own:
             await transport.aclose()
+
+
+def _headers_of(session: Hashable | None) -> dict[str, str]:
+    """Headers by which routers hold a session to one server."""
+    return {} if session is None else dict.fromkeys(_SESSION_HEADERS, str(session))
 
 
 def _own_transport(server: Server) -> Transport:

@@ -33,6 +33,7 @@ BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBacken
 GENERATE = "POST /inference/v1/generate"
 OK = lambda asked: {}  # noqa: E731
 PARAMS = {"max_tokens": 5}
+HELD = {"X-Session-ID": "s", "X-SMG-Routing-Key": "s"}
 
 
 def run(coroutine):
@@ -248,7 +249,7 @@ def test_requests_carry_the_engines_model_and_the_session():
     first, second = backend.requests
     assert (first.model, first.prompt_ids, first.multi_modal_data) == ("m", [5, 6], images)
     assert (second.prompt_ids, second.sampling_params) == ([7], {"max_tokens": 3})
-    assert (first.extra_headers, second.extra_headers) == ({"X-Session-ID": "s"}, {})
+    assert (first.extra_headers, second.extra_headers) == (HELD, {})
     assert first.request_id != second.request_id
     assert output["response_ids"] == [[1, 2], [1, 2]]
     assert output["responses"] is None
@@ -271,7 +272,7 @@ def test_all_requests_go_to_a_router_and_control_calls_to_the_engines():
     assert len(backend.requests) == 1
     paths = [[asked.path for asked in each.asked] for each in transports]
     assert paths == [["/pause", "/resume"], ["/pause", "/resume"], []]
-    assert [replica.name for replica in client.replicas] == ["http://router"]
+    assert [replica.name for replica in client.replicas] == ["http://router", "http://one", "http://two"]
 
 
 def test_dynamo_without_known_ends_refuses_pauses_by_abort():
@@ -307,7 +308,7 @@ def test_chat_is_passed_on_with_the_engines_model_name():
     body = {"model": "public", "messages": [], "session_id": "s"}
     assert run(engine.chat_completion({"json": body, "headers": {"x-a": "b"}})) == {"choices": [1]}
     assert transport.asked[0].json == {"model": "m", "messages": []}
-    assert transport.asked[0].headers == {"x-a": "b", "X-Session-ID": "s"}
+    assert transport.asked[0].headers == {"x-a": "b", **HELD}
     assert body["session_id"] == "s"
 
 
