@@ -390,7 +390,7 @@ class _TokenStream:
         self._text = plain(text)
         self._spans: Sequence[Span] = text.spans
         self._next_span = 0
-        self._cuts = cuts
+        self._cuts = (*cuts, len(text) + 1)  # no position reaches the last
         self._next_cut = 0
         self._position = 0
         self._covered = 0
@@ -452,9 +452,7 @@ class _TokenStream:
                 origin = self._spans[self._next_span][2]
                 if origin.is_content and self._writer.rules[origin.author] != "parse":
                     self._guarded = origin
-            if self._next_cut < len(self._cuts):
-                end = min(end, self._cuts[self._next_cut])
-            position = end
+            position = min(end, self._cuts[self._next_cut])
         self._pieces.append(self._text[begin:stop])
         self._length += stop - begin
         self._position = stop
@@ -462,7 +460,7 @@ class _TokenStream:
     def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
         """Begin a stretch at `offset` of the run; answer there the wanted positions up to `position`."""
         self._edges.append(_Edge(offset, message, kind, -1))
-        while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
+        while self._cuts[self._next_cut] <= position:
             self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))
             self._next_cut += 1
 
@@ -493,7 +491,7 @@ class _TokenStream:
                 self._lay(self._encoded(text, placed=True), edges)
             self._pieces, self._length, self._edges = [], 0, []
             self._guarded, self._covered = None, self._position
-        while self._next_cut < len(self._cuts) and self._cuts[self._next_cut] <= position:
+        while self._cuts[self._next_cut] <= position:
             wanted = self._cuts[self._next_cut]
             self.out.cuts[wanted] = Cut(len(self.out.ids), wanted >= self._covered)
             self._next_cut += 1

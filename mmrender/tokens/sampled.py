@@ -91,17 +91,19 @@ def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]
     result: list[TokenSpan] = []
     first = 0
     for span in spans:
-        position = span.start
+        position, end, owner, kind, _ = span
         while first < len(ranges) and ranges[first][1] <= position:
             first += 1
         index = first
-        while index < len(ranges) and ranges[index][0] < span.stop:
+        while index < len(ranges) and ranges[index][0] < end:
             start, stop, message = ranges[index]
-            low, high = max(start, position), min(stop, span.stop)
+            low, high = max(start, position), min(stop, end)
             if position < low:
-                result.append(span._replace(start=position, stop=low))
-            result.append(TokenSpan(low, high, message, span.kind, True))
+                result.append(TokenSpan(position, low, owner, kind, False))
+            result.append(TokenSpan(low, high, message, kind, True))
             position, index = high, index + 1
-        if position < span.stop:
-            result.append(span._replace(start=position))
+        if position == span.start:
+            result.append(span)
+        elif position < end:
+            result.append(TokenSpan(position, end, owner, kind, False))
     return result
