@@ -30,7 +30,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers docs package import-time parity families bench learn speed-page soak faults fuzz clean \
+.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families bench learn speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -54,6 +54,9 @@ demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures a
 
 test: $(MAIN_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+
+blocks: $(MAIN_STAMP) ## list the code blocks of README, guides and docstrings, and which of them run
+	$(BIN)/python tests/doc_pages.py
 
 check: lint types layers docs package ## run every static check and prove the package
 

@@ -1,16 +1,22 @@
-"""Code blocks of the README, the guides and docstrings, and what they find when they run: files and servers."""
+"""Code blocks of the README, the guides and docstrings, and what they find when they run: files and servers.
+
+`python tests/doc_pages.py` lists them: how many a page has, how many run, and where; the rest with the reason.
+"""
 
 import ast
 import asyncio
+import importlib.util
 import inspect
 import io
 import re
 import shutil
+import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pybase64
@@ -26,6 +32,16 @@ ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 60
 _CONTROLS = ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version")
 FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+
+
+def load_script(path: str) -> ModuleType:
+    """Import a file of the repository that lies in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def documents() -> Iterator[Path]:
@@ -47,14 +63,53 @@ def code_blocks(path: Path) -> list[tuple[int, str]]:
 PAGES = {str(path.relative_to(ROOT)): blocks for path in documents() if (blocks := code_blocks(path))}
 
 
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "docs/index.md": "test_readme.py",
+    "docs/quickstart.md": "test_readme.py",
+    "docs/client.md": "test_client_page.py",
+    "docs/training.md": "test_training_page.py",
+    "docs/audit.md": "test_pages.py, with a rollout to audit",
+    "docs/rollout.md": "test_pages.py, with what it ends in",
+}
+"""Pages whose code has more to show than that it runs, and what runs it."""
+LEFT_OUT = {
+    "docs/vllm.md": ("llm.generate", "a vLLM in this process; tests/integration runs the like"),
+    "mmrender/training/collator.py": ("Trainer(", "accelerate; test_training_page.py runs the like"),
+    "docs/use-datasets.md": (
+        "multiprocessing_context",
+        "workers that are spawned from a file; test_datasets.py runs the like",
+    ),
+    "docs/use-ray.md": ("/shared/samples", "a cluster; test_ray.py runs the like"),
+    "mmrender/integrations/ray.py": ("ray.data", "a cluster; test_ray.py runs the like"),
+}
+"""What names the blocks of a page that are not run, and what they need."""
+LIBRARIES = {
+    name: found[1]
+    for name in PAGES
+    if (found := re.fullmatch(r"(?:docs/use-|mmrender/integrations/)(\w+)\.(?:md|py)", name))
+    and found[1] != "transformers"
+}
+"""Pages of libraries that need not be installed beside the tests; `make integration-NAME` has each."""
+
+
+def missing_for(name: str) -> str:
+    """Why the code of a library's page cannot run here; empty where it can."""
+    library = LIBRARIES.get(name, "")
+    packages = ("trl", "accelerate", "datasets", "torchvision") if library == "trl" else (library,)
+    absent = [each for each in packages if each and importlib.util.find_spec(each) is None]
+    return f"needs {', '.join(absent)}; `make integration-{library}` has it" if absent else ""
+
+
 class Page:
     """Runs code blocks one after another in one namespace and one event loop, as a notebook does."""
 
     def __init__(self, name: str, given: dict[str, Any]) -> None:
         self.name, self.names = name, {"__name__": name, **given}
 
-    def run(self, *, leave_out: str = "") -> dict[str, Any]:
-        """Run every block of the page without those that name `leave_out`; return the names that they leave."""
+    def run(self) -> dict[str, Any]:
+        """Run every block of the page but those that are left out; return the names that they leave."""
+        leave_out, _ = LEFT_OUT.get(self.name, ("", ""))
         with tempfile.TemporaryDirectory() as scratch, asyncio.Runner() as runner:
             for line, code in PAGES[self.name]:
                 if leave_out and leave_out in code:
@@ -137,3 +192,21 @@ def serving(renderer: Renderer) -> MemoryTransport:
         **{f"POST /{control}": {} for control in _CONTROLS},
     }
     return MemoryTransport(routes)
+
+
+def listing() -> str:
+    """The blocks of each page, how many of them run here, and where; then why the others do not."""
+    lines, blocks, run = [f"{'blocks':>6} {'run':>4}  page"], 0, 0
+    for name, found in PAGES.items():
+        word, need = LEFT_OUT.get(name, ("", ""))
+        skipped = [code for _, code in found if word and word in code]
+        why = missing_for(name) or (f"{len(skipped)} left out: needs {need}" if skipped else "")
+        count = 0 if missing_for(name) else len(found) - len(skipped)
+        where = ELSEWHERE.get(name, "test_pages.py")
+        lines.append(f"{len(found):>6} {count:>4}  {name}: {why or where}")
+        blocks, run = blocks + len(found), run + count
+    return "\n".join([*lines, f"{blocks:>6} {run:>4}  in all"])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(listing() + "\n")

@@ -1,4 +1,4 @@
-"""MkDocs hook: API pages of the public names, and the page of errors, made from what the sources hold.
+"""MkDocs hook: API pages of the public names, errors and the wire, made from what the sources hold.
 
 A public name is one that a package's `__init__.pyi` lists. The sources are parsed, never imported.
 """
@@ -50,6 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page.uri, content=page.markdown))
     files.append(File.generated(config, "api/index.md", content=index()))
     files.append(File.generated(config, "errors.md", content=errors_page()))
+    files.append(File.generated(config, "wire.md", content=wire_page()))
     return files
 
 
@@ -83,6 +84,26 @@ def index() -> str:
     """The overview: every page with the first line of its docstring."""
     rows = [f"| [`{page.name}`]({page.name}.md) | {page.summary} |" for page in pages()]
     return "\n".join(["# API", "", "| module | what it is |", "|---|---|", *rows, ""])
+
+
+WIRE = {"wire": "Messages", "arrays": "Arrays", "shared": "Shared arrays", "files": "Record files"}
+
+
+def wire_page() -> str:
+    """The specification: what the modules that write and read the wire say of it."""
+    lines = [
+        "# Wire specification",
+        "",
+        "![A message as frames, and as one buffer](images/diagram-wire.svg)",
+        "",
+    ]
+    for name, heading in WIRE.items():
+        tree = ast.parse((ROOT / "codecs" / "mmcodecs" / f"{name}.py").read_text("utf-8"))
+        lines += [f"## {heading}", "", ast.get_docstring(tree) or "", ""]
+    lines.append(
+        "`tests/data/wire` holds test vectors; `examples/read_frames.py` reads it with msgpack and numpy."
+    )
+    return "\n".join([*lines, ""])
 
 
 def errors_page() -> str:

@@ -59,9 +59,12 @@ def main(name: str, folder: Path, *options: str) -> int:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "codecs")]),
         "OMP_NUM_THREADS": "1",
     }
-    test = f"tests/integrations/test_{name}.py"
+    tests = [
+        f"tests/integrations/test_{name}.py",
+        "tests/unit/test_pages.py::test_the_code_of_a_library_runs",
+    ]
     return subprocess.run(
-        [python, "-m", "pytest", "-q", "-rs", "-p", "no:asyncio", test],
+        [python, "-m", "pytest", "-q", "-rs", "-p", "no:asyncio", *tests],
         cwd=ROOT,
         env=environment,
         check=False,

@@ -4,39 +4,20 @@ import ast
 import asyncio
 import builtins
 import ssl
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from doc_pages import PAGES, Page, lay_out, stand_in
+from doc_pages import ELSEWHERE, LEFT_OUT, LIBRARIES, PAGES, Page, lay_out, missing_for, stand_in
 from mmrender.audit import TrainerModel
 from mmrender.client.local import LocalBackend
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment
 from mmrender.trajectory import Trajectory, save_trajectories
 
-ELSEWHERE = {
-    "README.md": "test_readme.py",
-    "docs/index.md": "test_readme.py",
-    "docs/quickstart.md": "test_readme.py",
-    "docs/audit.md": "below, with a rollout to audit",
-    "docs/rollout.md": "below, with what it ends in",
-    "docs/client.md": "test_client_page.py",
-    "docs/training.md": "test_training_page.py",
-}
-"""Pages whose code has more to show than that it runs, and what runs it."""
-
-LEFT_OUT = {"docs/vllm.md": "llm.generate", "mmrender/training/collator.py": "Trainer("}
-"""Blocks that need a vLLM in this process, or accelerate; tests/integration and test_training_page.py run the like."""
-
-LIBRARIES = {
-    name
-    for name in PAGES
-    if name.startswith(("docs/use-", "mmrender/integrations/")) and name != "docs/use-transformers.md"
-}
-"""Pages of libraries that are not installed beside the tests; `make integration-*` tests what they show."""
-OWN = sorted(PAGES.keys() - ELSEWHERE.keys() - LIBRARIES)
+OWN = sorted(PAGES.keys() - ELSEWHERE.keys() - LIBRARIES.keys())
 
 
 @pytest.fixture
@@ -47,7 +28,7 @@ def run(tmp_path, monkeypatch, renderer, tiny_model):
     # No certificates are made for a page: only how they are named is shown.
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", lambda *_: None)
     monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **__: None)
-    return lambda name, **given: Page(name, given).run(leave_out=LEFT_OUT.get(name, ""))
+    return lambda name, **given: Page(name, given).run()
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".md")])
@@ -152,6 +133,21 @@ def test_the_code_of_a_library_defines_what_it_names(name):
     assert named <= defined
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
+def test_the_code_of_a_library_runs(name, run, monkeypatch):
+    """TRL's trainers for one step, and without a GPU, which their settings ask for."""
+    if reason := missing_for(name):
+        pytest.skip(reason)
+    if LIBRARIES[name] == "trl":
+        import trl
+
+        for settings in ("SFTConfig", "GRPOConfig"):
+            smaller = partial(getattr(trl, settings), use_cpu=True, bf16=False, max_steps=1)
+            monkeypatch.setattr(trl, settings, smaller)
+    run(name)
+
+
 def test_every_page_runs_somewhere():
-    assert set(ELSEWHERE) <= set(PAGES)
+    assert {*ELSEWHERE, *LIBRARIES, *LEFT_OUT} <= set(PAGES)
     assert sum(map(len, PAGES.values())) > 60

@@ -1,25 +1,12 @@
 """README's and the guide's figures are those of a run, as the script writes them."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from doc_pages import ROOT, load_script
 
 
 def test_tables_are_what_the_script_writes() -> None:
-    script = load("tools/speed_page.py")
+    script = load_script("tools/speed_page.py")
     kept = json.loads(script.FIGURES.read_text("utf-8"))
     for page, text in script.PAGES.items():
         written = page.read_text("utf-8")
@@ -30,7 +17,7 @@ def test_tables_are_what_the_script_writes() -> None:
 
 
 def test_a_figure_says_what_was_reached() -> None:
-    figure = load("benchmarks/figures.py").Figure(
+    figure = load_script("benchmarks/figures.py").Figure(
         "text",
         {"mmrender": 2.0, "reference": 13.0},
         ("a copy", 1.0),

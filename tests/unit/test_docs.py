@@ -1,0 +1,43 @@
+"""Links of the README and the guides lead somewhere, and what commands make for them is what they make."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from doc_pages import ROOT, load_script
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MADE = {"errors.md", "wire.md", "api/index.md"}
+"""Pages that `tools/docs_pages.py` makes with the site."""
+FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+
+
+def anchors(text: str) -> set[str]:
+    """What headings are linked by, as MkDocs and GitHub name them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text("utf-8"))
+    for target, anchor in LINK.findall(text):
+        if re.match(r"[a-z]+:", target) or target in MADE:
+            continue
+        place = page.parent / target if target else page
+        assert place.exists(), f"{page.name}: {target}"
+        if anchor and place.suffix == ".md":
+            assert anchor in anchors(place.read_text("utf-8")), f"{page.name}: {target}#{anchor}"
+
+
+def test_pictures_are_shown_somewhere() -> None:
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.name not in text] == []
+
+
+def test_diagrams_are_what_the_script_draws() -> None:
+    for path, svg in load_script("tools/diagrams.py").files().items():
+        assert path.read_text("utf-8") == svg, "run: python tools/diagrams.py"
