@@ -8,6 +8,7 @@ SOAK_SECONDS ?= 600
 BENCH_JSON ?= bench.json
 OUT ?= runs/learn
 SEED ?= 0
+KILLS ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families bench learn speed-page soak faults fuzz clean \
+.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families bench learn learn-vllm speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -162,6 +163,10 @@ $(LIBRARIES:%=integration-%): integration-%: $(MAIN_STAMP)
 
 learn: $(MAIN_STAMP) ## train a small model on pictures until it plays a game, into OUT; SEED and LEARN="--flag" change it
 	PYTHONPATH=examples $(BIN)/python -m grpo --out $(OUT) --seed $(SEED) $(LEARN)
+
+learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM in two processes, which are killed KILLS times
+	PYTHONPATH=examples:tests OMP_NUM_THREADS=1 $(BIN)/python tests/learn_faults.py --out $(OUT) --kills $(KILLS) --seed $(SEED) \
+		-- --grid 2 --boards 16 --steps 40 --learning-rate 1e-3 $(LEARN)
 
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)

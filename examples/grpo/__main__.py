@@ -59,7 +59,7 @@ async def run(config: Config) -> float:
         if begins and config.warm_up:
             clock = Clock()
             with clock.part("train"):
-                seen = await warm_up(config, trainer, worker)
+                seen = await warm_up(config, trainer, worker, report.show)
             report.add({"step": 0, "rollouts": 0, **seen, **clock.parts})
             trainer.save(checkpoint)
         while trainer.step < config.steps:

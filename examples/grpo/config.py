@@ -14,6 +14,7 @@ class Config:
         out: Folder of the run: model, metrics, checkpoint, rollouts and plot. A run that was cut off goes on.
         game: `cell` or `zoom`; the second has the settings of `ZOOM` where they are not given.
         grid: Rows and columns of the board.
+        pixels: Side of a picture.
         shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
         seed: Of the weights, the boards and the sampling.
         warm_up: The most updates on recorded games of an expert before the first step, for `zoom`.
@@ -43,6 +44,7 @@ class Config:
     out: Path = Path("runs/grpo")
     game: str = "cell"
     grid: int = 3
+    pixels: int = 64
     shuffled: bool = False
     seed: int = 0
     warm_up: int = 0

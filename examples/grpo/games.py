@@ -9,7 +9,6 @@ from find_cell import draw_board
 from mmrender import Renderer
 from mmrender.rollout import Observation, Turn
 
-PIXELS: Final = 64
 HELD_OUT: Final = 1 << 40
 """Boards of this number and later ones are never trained on."""
 RECORDED: Final = 1 << 41
@@ -22,11 +21,11 @@ TURN_TOKENS: Final = 40
 """The most tokens of a turn of the game with the tool; a call takes 24."""
 
 
-def draw(seed: int | str, grid: int) -> tuple[dict[str, Any], str]:
+def draw(seed: int | str, grid: int, pixels: int) -> tuple[dict[str, Any], str]:
     """Draw the board of a seed: its picture, as a part of a message, and the letter of the marked cell."""
-    board, cell = draw_board(random.Random(seed), grid=grid, cell_pixels=PIXELS // grid, distractors=0)
+    board, cell = draw_board(random.Random(seed), grid=grid, cell_pixels=pixels // grid, distractors=0)
     letter = string.ascii_uppercase[(cell.row - 1) * grid + cell.column - 1]
-    return {"type": "image", "image": board.resize((PIXELS, PIXELS))}, letter
+    return {"type": "image", "image": board.resize((pixels, pixels))}, letter
 
 
 class MarkedCell:
@@ -34,21 +33,24 @@ class MarkedCell:
 
     Args:
         grid: Rows and columns.
+        pixels: Side of a picture.
         token_ids: Token of each letter; nothing else can be answered.
         shuffled: Show the picture of another board.
     """
 
     tools = None
 
-    def __init__(self, grid: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
-        self._grid, self._token_ids, self._shuffled = grid, token_ids, shuffled
+    def __init__(
+        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
+    ) -> None:
+        self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
         self.answer = ""
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
         """Draw the board of a seed."""
-        picture, self.answer = draw(extras["seed"], self._grid)
+        picture, self.answer = draw(extras["seed"], self._grid, self._pixels)
         if self._shuffled:
-            picture, _ = draw(-1 - extras["seed"], self._grid)
+            picture, _ = draw(-1 - extras["seed"], self._grid, self._pixels)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
         sampling = {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
         return Observation([*prompt, question], sampling_params=sampling)
@@ -67,24 +69,27 @@ class ZoomedCell:
 
     Args:
         grid: Rows and columns of each board.
+        pixels: Side of a picture.
         token_ids: Not used: any token may be sampled.
         shuffled: Show the pictures of another game.
     """
 
     tools: Final = (ZOOM,)
 
-    def __init__(self, grid: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
-        self._grid, self._shuffled = grid, shuffled
+    def __init__(
+        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
+    ) -> None:
+        self._grid, self._pixels, self._shuffled = grid, pixels, shuffled
         self._seed, self._shown = 0, ""
         self.cell = self.answer = ""
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
         """Draw the board of a seed."""
         self._seed, self._shown = extras["seed"], ""
-        picture, self.cell = draw(self._seed, self._grid)
-        _, self.answer = draw(f"{self._seed}{self.cell}", self._grid)
+        picture, self.cell = draw(self._seed, self._grid, self._pixels)
+        _, self.answer = draw(f"{self._seed}{self.cell}", self._grid, self._pixels)
         if self._shuffled:
-            picture, _ = draw(-1 - self._seed, self._grid)
+            picture, _ = draw(-1 - self._seed, self._grid, self._pixels)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
         return Observation([*prompt, question], sampling_params={"max_tokens": TURN_TOKENS})
 
@@ -116,7 +121,7 @@ class ZoomedCell:
     def _inside(self) -> list[Any]:
         """What the tool shows of a cell."""
         seed = -1 - self._seed if self._shuffled else self._seed
-        picture, _ = draw(f"{seed}{self._shown}", self._grid)
+        picture, _ = draw(f"{seed}{self._shown}", self._grid, self._pixels)
         return [picture, {"type": "text", "text": CAPTION}]
 
     def _info(self, found: bool = False) -> dict[str, float]:

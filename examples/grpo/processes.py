@@ -63,13 +63,15 @@ async def train(config: Config) -> None:
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")
     trainer, checkpoint = Trainer(config, model, renderer.tokenizer), config.out / "checkpoint.pt"
-    if checkpoint.exists():
+    begins = not checkpoint.exists()
+    if not begins:
         trainer.load(checkpoint)
-    elif config.warm_up:
-        worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
-        await warm_up(config, trainer, worker)
-        trainer.save(checkpoint)
     report = Report(config, trainer.step)
+    if begins and config.warm_up:
+        worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
+        seen = await warm_up(config, trainer, worker, report.show)
+        report.add({"step": 0, "rollouts": 0, **seen})
+        trainer.save(checkpoint)
     count = config.boards * config.rollouts
     async with Receiver(address_of(config), ack="explicit", window_messages=2 * count) as receiver:
         publish(config, trainer)

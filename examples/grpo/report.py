@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from mmrender import Renderer
 from mmrender.trajectory import Trajectory
 from mmrender.view import Page
 
-SHOWN = ("reward", "held_out", "entropy", "kl", "tokens_per_s")
+SHOWN = ("updates", "loss", "reward", "held_out", "entropy", "kl", "tokens_per_s")
 PARTS = ("rollout", "train", "audit", "evaluate")
 
 
@@ -46,9 +46,13 @@ class Report:
         self.last = {**self.last, **row}
         with self._file.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        self.show(self.last)
+
+    def show(self, seen: Mapping[str, Any]) -> None:
+        """Show metrics."""
         if self._bar is not None:
-            shown = [f"{name} {self.last[name]:.3g}" for name in SHOWN if name in self.last]
-            self._bar.update(self._task, completed=row["step"], shown="  ".join(shown))
+            shown = [f"{name} {seen[name]:.3g}" for name in SHOWN if name in seen]
+            self._bar.update(self._task, completed=seen.get("step", 0), shown="  ".join(shown))
 
 
 def save_page(path: Path, trajectories: Sequence[Trajectory], renderer: Renderer) -> None:

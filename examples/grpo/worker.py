@@ -1,6 +1,6 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -32,7 +32,11 @@ class Worker:
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
         self.renderer, self._config = renderer, config
         game = partial(
-            GAMES[config.game], config.grid, letters(renderer, config.grid), shuffled=config.shuffled
+            GAMES[config.game],
+            config.grid,
+            config.pixels,
+            letters(renderer, config.grid),
+            shuffled=config.shuffled,
         )
         sampler = RendererClient(renderer, client, forbid_media_tokens=True, **options)
         concurrency = config.boards * config.rollouts
@@ -72,9 +76,11 @@ class Worker:
         return played
 
 
-async def warm_up(config: Config, trainer: Trainer, worker: Worker) -> dict[str, float]:
+async def warm_up(
+    config: Config, trainer: Trainer, worker: Worker, show: Callable[[dict[str, float]], None]
+) -> dict[str, float]:
     """Train on recorded games of an expert, until the model plays well enough; return what was seen."""
-    game = GAMES[config.game](config.grid, (), shuffled=config.shuffled)
+    game = GAMES[config.game](config.grid, config.pixels, shuffled=config.shuffled)
     collator = Collator(
         trainer.family, pad_token_id=0, renderer=worker.renderer, packed=True, max_length=config.row_tokens
     )
@@ -88,6 +94,7 @@ async def warm_up(config: Config, trainer: Trainer, worker: Worker) -> dict[str,
         seen |= {"loss": trainer.imitate(collator.batch(games)), "updates": update + 1}
         if (update + 1) % _WARM_UP_CHECK == 0 or update + 1 == config.warm_up:
             seen["held_out"] = await worker.held_out()
+        show(seen)
     return seen
 
 

@@ -104,7 +104,7 @@ def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_r
     assert counts["later_turns"] == counts["bridged"] == counts["turns"] - len(games) > 0
     assert counts["items"] == counts["pictures"] == counts["turns"]
     for game in games:
-        expert, said = ZoomedCell(2, ()), [step.messages[-1] for step in game.steps]
+        expert, said = ZoomedCell(2, 64), [step.messages[-1] for step in game.steps]
         recorded = build_training_sample(renderer, expert.recorded(game.extra["group"]), tools=expert.tools)
         pictures = [span.item.identity for span in recorded.media_spans]
         shown = [span.item.identity for span in game.steps[-1].media]
@@ -118,7 +118,7 @@ def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_r
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_recorded_is_encoded_again_as_it_was_but_for_what_a_tool_said(whole, seed):
-    renderer, game = Renderer.from_pretrained(whole.out / "model"), ZoomedCell(3, ())
+    renderer, game = Renderer.from_pretrained(whole.out / "model"), ZoomedCell(3, 64)
     sample = build_training_sample(renderer, game.recorded(seed), tools=game.tools)
     same = encoded_again(sample, tokenizer=renderer.tokenizer, sampled=True)
     assert np.array_equal(same.token_ids, sample.token_ids)
