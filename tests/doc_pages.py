@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shutil
 import sys
@@ -45,16 +46,20 @@ def load_script(path: str) -> ModuleType:
 
 
 def documents() -> Iterator[Path]:
-    """Every file that may show code: the README, the guides, and modules."""
+    """Every file that may show code: the README, the guides, notebooks, and modules."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").glob("**/*.md"))
+    yield from sorted((ROOT / "examples").glob("*.ipynb"))
     for package in ("mmrender", "codecs/mmcodecs"):
         yield from sorted((ROOT / package).glob("**/*.py"))
 
 
 def code_blocks(path: Path) -> list[tuple[int, str]]:
-    """Line and code of each Python block of a file, in order."""
+    """Line and code of each Python block of a file, or of each code cell of a notebook, in order."""
     text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        return [(1, "".join(cell["source"])) for cell in cells]
     return [
         (text[: found.start()].count("\n") + 2, textwrap.dedent(found[2])) for found in FENCE.finditer(text)
     ]

@@ -1,5 +1,6 @@
 """Links of the README and the guides lead somewhere, and what commands make for them is what they make."""
 
+import json
 import re
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_pictures_are_shown_somewhere() -> None:
     text = "".join(page.read_text("utf-8") for page in PAGES)
     assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.name not in text] == []
+
+
+def test_notebooks_are_kept_without_output() -> None:
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        for cell in json.loads(path.read_text("utf-8"))["cells"]:
+            assert not cell.get("outputs"), path.name
+            assert cell.get("execution_count") is None, path.name
 
 
 def test_diagrams_are_what_the_script_draws() -> None:

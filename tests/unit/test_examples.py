@@ -1,5 +1,6 @@
 """The examples run: each is a program of at most 120 lines that a reader starts from."""
 
+import asyncio
 import json
 import shutil
 import urllib.request
@@ -8,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from mmrender.client.local import LocalBackend
+from mmrender.messages import Message
+from mmrender.rollout import RendererClient, Turn
+from mmrender.testing.guided import guided_params
 from mmrender.testing.scripted_engine import ScriptedEngine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -54,6 +59,24 @@ def test_an_audit_of_a_broken_set_up(tiny_model, tmp_path, capsys):
     assert sound.ok
     assert not unsound.ok
     assert "encoded again" in (tmp_path / "audit.html").read_text("utf-8")
+
+
+def test_a_custom_environment_with_tool_images(tiny_model, renderer, photo, capsys):
+    """With a model that is guided to look until its turns are over."""
+    import look_closer
+
+    call = {"name": "look", "arguments": {"left": 0.5, "top": 1}}
+    guided = guided_params(renderer, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+    sampling = {"max_tokens": 64, "temperature": 1.0, "seed": 1, **guided}
+    client = RendererClient(renderer, backend=LocalBackend(tiny_model), sampling_params=sampling)
+    first, second = asyncio.run(look_closer.play(client, str(photo), 2, failures="raise"))
+    assert [len(first), len(second)] == [4, 4]
+    assert len(set(first.steps[-1].multi_modal_data.mm_hashes["image"])) == 2
+    assert capsys.readouterr().out.count("4 turns, 4 images, reward 0.00") == 2
+    game = look_closer.LookCloser()
+    game.reset([], {"photo": photo, "question": "?", "answer": "cow"})
+    seen = game.step(Turn(Message(role="assistant", content="A cow.")))
+    assert (seen.done, seen.reward, seen.info) == (True, 1.0, {"right": 1.0})
 
 
 def test_serving(renderer):

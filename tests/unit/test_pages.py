@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch, renderer, tiny_model):
     return lambda name, **given: Page(name, given).run()
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".md")])
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith((".md", ".ipynb"))])
 def test_the_code_of_a_page_runs(name, run):
     run(name)
 
