@@ -415,6 +415,8 @@ def show_group(rows: list[dict[str, Any]]) -> None:
                 "ms",
                 "faster",
                 "again, ms",
+                "processor time, ms",
+                "processor time again, ms",
                 "peak sender",
                 "peak receiver",
             ],
