@@ -74,6 +74,7 @@ layers: $(MAIN_STAMP) ## imports run one way (import-linter)
 
 docs: $(MAIN_STAMP) ## build the documentation into site/, and check the pages that commands write
 	$(BIN)/python tools/profiles_page.py --check
+	$(BIN)/python tools/scale_page.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 package: $(MAIN_STAMP) ## build, install with core dependencies only, and render there
@@ -156,10 +157,13 @@ integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that run
 	fi
 
 # Each library is installed by itself, on top of .venv.
-LIBRARIES := renderers transformers trl datasets ray pytest
+LIBRARIES := renderers transformers trl datasets ray pytest router
 .PHONY: $(LIBRARIES:%=integration-%)
 $(LIBRARIES:%=integration-%): integration-%: $(MAIN_STAMP)
 	$(BIN)/python tools/libraries.py $* .venv-libraries/$*
+
+# It drives vLLM, too.
+integration-router: $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm)
 
 learn: $(MAIN_STAMP) ## train a small model on pictures until it plays a game, into OUT; SEED and LEARN="--flag" change it
 	PYTHONPATH=examples $(BIN)/python -m grpo --out $(OUT) --seed $(SEED) $(LEARN)

@@ -1,0 +1,134 @@
+"""Write docs/scale.md: what a fleet moves on each link, from what one rollout was measured to cost.
+
+    python tools/scale_page.py [--check]
+
+`benchmarks/bench_scale.py --json docs/scale.json` measures. The text between the two marks of the page is
+replaced; `--check` writes nothing and exits with 1 where the page is not what it would write.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, FIGURES = DOCS / "scale.md", DOCS / "scale.json"
+BEGIN, END = "<!-- written by tools/scale_page.py -->\n", "<!-- end -->\n"
+
+ENVIRONMENTS, TURN_SECONDS = 1000, 10.0
+WORKERS, ENGINES, ENGINES_A_HOST = 8, 64, 8
+CORES = 64
+"""Of each worker host; the receiver is one process."""
+WORKER_LINK, ENGINE_LINK, TRAINER_LINK = 25e9 / 8, 100e9 / 8, 100e9 / 8
+"""Bytes a second of the network of one host."""
+ACCELERATORS, ACCELERATOR_LINK = 8, 25e9
+"""Of the trainer's host, and bytes a second to each."""
+
+
+class Load(NamedTuple):
+    """What one turn of all environments puts on one link, and its limit a second, in bytes or cores."""
+
+    link: str
+    mode: str
+    amount: float
+    limit: float
+    is_time: bool = False
+
+    @property
+    def shortest(self) -> float:
+        """Seconds that a turn must last for the link to keep up."""
+        return self.amount / self.limit
+
+    @property
+    def row(self) -> str:
+        """Cells: link, mode, rate at the assumed turn, share of the limit, shortest turn."""
+        rate = self.amount / TURN_SECONDS
+        shown = f"{rate:,.1f} cores" if self.is_time else f"{rate / 1e9:,.2f} GB/s"
+        limit = f"{self.limit:,.0f} cores" if self.is_time else f"{self.limit / 1e9:,.1f} GB/s"
+        share, shortest = f"{rate / self.limit:.1%}", f"{self.shortest:.2g} s"
+        return f"| {self.link} | {self.mode} | {shown} | {limit} | {share} | {shortest} |"
+
+
+def loads(figures: dict[str, Any]) -> Iterator[Load]:
+    """Yield the loads of every link, whole fleet, in each mode."""
+    turns = figures["turns"]
+    trajectory = figures["trajectory"]
+    shipped = ENVIRONMENTS * trajectory["bytes"] / turns
+    for mode, found in figures["requests"].items():
+        sent = ENVIRONMENTS * found["bytes"] / turns
+        yield Load("workers, out", f"`{mode}`", sent + shipped, WORKERS * WORKER_LINK)
+        yield Load("engines, in", f"`{mode}`", sent, ENGINES / ENGINES_A_HOST * ENGINE_LINK)
+        seconds = ENVIRONMENTS * (found["seconds"] / turns + figures["image_seconds"])
+        yield Load("workers' processors", f"`{mode}`", seconds, WORKERS * CORES, is_time=True)
+    yield Load("trainer, in", "trajectories", shipped, TRAINER_LINK)
+    one = ENVIRONMENTS * trajectory["seconds"] / turns
+    yield Load("one receiver process", "trajectories", one, 1, is_time=True)
+    limit = ACCELERATORS * ACCELERATOR_LINK
+    yield Load("trainer to accelerators", "levels", shipped, limit)
+    floats = ENVIRONMENTS * figures["float32_bytes"] / turns
+    yield Load("trainer to accelerators", "float32", floats, limit)
+
+
+def written(figures: dict[str, Any]) -> str:
+    """Tables and the links that saturate first."""
+    found = sorted(loads(figures), key=lambda load: -load.shortest)
+    common = [load for load in found if not load.mode.startswith("`")]
+    first = []
+    for mode in figures["requests"]:
+        worst, second = sorted(
+            [load for load in found if load.mode == f"`{mode}`"] + common, key=lambda load: -load.shortest
+        )[:2]
+        first.append(
+            f"- `{mode}`: {worst.link}, at turns shorter than {worst.shortest:.2g} s; then {second.link}, at "
+            f"{second.shortest:.2g} s."
+        )
+    machine = figures["machine"]
+
+    def milliseconds(rollout: float) -> float:
+        return 1e3 * rollout / float(figures["turns"])
+
+    lines = [
+        f"\nOne rollout, measured on {machine['cpu']}, Python {machine['python']}: {figures['turns']} turns, "
+        f"{figures['pictures']}.\n",
+        "| | MB | processor, ms a turn |",
+        "|---|---|---|",
+        *[
+            f"| requests, `{mode}` | {cost['bytes'] / 1e6:,.0f} | {milliseconds(cost['seconds']):.1f} |"
+            for mode, cost in figures["requests"].items()
+        ],
+        f"| a new image rendered, in every mode | - | {1e3 * figures['image_seconds']:.1f} |",
+        f"| trajectory over TCP, both ends | {figures['trajectory']['bytes'] / 1e6:,.0f} | "
+        f"{milliseconds(figures['trajectory']['seconds']):.1f} |",
+        f"| its images as float32 | {figures['float32_bytes'] / 1e6:,.0f} | - |",
+        f"\nThe fleet, at {TURN_SECONDS:g} s a turn, the most loaded first:\n",
+        "| link | mode | load | limit | share | shortest turn |",
+        "|---|---|---|---|---|---|",
+        *[load.row for load in found],
+        "\nWhat saturates first:\n",
+        *first,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    page = PAGE.read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    expected = before + BEGIN + written(json.loads(FIGURES.read_text("utf-8"))) + "\n" + END
+    expected += rest.partition(END)[2]
+    if not options.check:
+        PAGE.write_text(expected, "utf-8")
+        return 0
+    if page != expected:
+        print("docs/scale.md is not what tools/scale_page.py writes", file=sys.stderr)
+    return int(page != expected)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
