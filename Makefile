@@ -116,7 +116,7 @@ $(BENCH_STAMP): $(PARITY_STAMP)
 bench: $(BENCH_STAMP) ## one table against the reference, peers and physical limits; QUICK=1 takes three minutes
 	$(PARITY_VENV)/bin/python benchmarks/run.py $(if $(QUICK),--quick) --json $(BENCH_JSON)
 
-speed-page: $(MAIN_STAMP) ## write the figures of `make bench` into README.md and docs/, with the plots of growth
+speed-page: $(MAIN_STAMP) ## write the figures of `make bench` into docs/, with the plots of growth
 	$(BIN)/python tools/speed_page.py $(BENCH_JSON)
 
 # Chromium comes from the system: apt-get install chromium. axe-core, which judges accessibility, comes from npm.

@@ -1,10 +1,10 @@
-"""Write the figures of one run of the benchmarks into README.md and docs/.
+"""Write the figures of one run of the benchmarks into docs/.
 
     make bench > TABLE.txt          # or: python benchmarks/run.py --json speed.json
     python tools/speed_page.py speed.json
 
-Tables between the marks of README.md and docs/speed.md are replaced, the plots of growth drawn anew, and the
-figures that they show kept in docs/speed.json.
+Tables between the marks of docs/compare.md and docs/speed.md are replaced, plots of growth drawn anew, and
+the figures that they show kept in docs/speed.json.
 """
 
 import json
@@ -152,7 +152,7 @@ def with_text(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-PAGES = {ROOT / "README.md": short_tables, ROOT / "docs" / "speed.md": whole_table}
+PAGES = {ROOT / "docs" / "compare.md": short_tables, ROOT / "docs" / "speed.md": whole_table}
 
 
 def draw(name: str, lines: Sequence[Line], file: Path) -> None:

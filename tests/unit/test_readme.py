@@ -67,7 +67,7 @@ def stand_in_for_the_server(monkeypatch, directory):
 def test_the_code_of_a_page_runs(page, run_page, tiny_model):
     found = run_page(page, tiny_model, weights=True)
     assert len(found["rendered"]) > 200
-    if page == "README.md":
+    if page == "docs/quickstart.md":
         assert len(found["samples"]) == 1
         assert found["trajectory"].steps[2].extra["why_rendered"] is None
         assert float((found["ours"] - found["batch"].logprobs)[found["batch"].loss_mask].abs().max()) < 1e-3
@@ -92,7 +92,7 @@ def test_the_figures_of_the_readme_are_those_of_the_model(run_page, shared_model
     }
 
 
-def test_the_strip_of_the_readme_is_what_view_prints(run_page, shared_models):
+def test_the_strip_of_the_guide_is_what_view_prints(run_page, shared_models):
     from rich.console import Console
 
     rendered = run_page("README.md", shared_models / "qwen3_vl")["rendered"]
@@ -100,5 +100,5 @@ def test_the_strip_of_the_readme_is_what_view_prints(run_page, shared_models):
     with console.capture() as capture:
         console.print(token_strip(rendered), "", message_table(rendered), sep="\n")
     shown = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-    (block,) = [block for block in blocks("README.md", "text") if "⟨image" in block]
+    (block,) = [block for block in blocks("docs/view.md", "text") if "⟨image" in block]
     assert [line for line in block.splitlines() if line.strip()] == shown

@@ -1,4 +1,4 @@
-"""README's and the guide's figures are those of a run, as the script writes them."""
+"""The guides' figures are those of a run, as the script writes them."""
 
 import json
 
