@@ -32,6 +32,8 @@ CONTAINERS = {
 """Name of each container format to FFmpeg, by what its first bytes are described as."""
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 """Codecs that are decoded."""
+_THREADS = 4
+"""Threads that decode one video, each with a frame of its own; FFmpeg itself would take all cores."""
 _TOLERATED = Fraction(1, 100)
 """Share by which a frame rate that a container announces may differ from that of its frames."""
 
@@ -77,9 +79,9 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
         )
     deadline = time.monotonic() + policy.decode_timeout
     try:
-        with av.open(
-            io.BytesIO(data), format=CONTAINERS[kind], options={"protocol_whitelist": ""}
-        ) as container:
+        # FFmpeg decodes first frames to learn what headers leave out: the last two are options of that.
+        options = {"protocol_whitelist": "", "threads": "1", "max_pixels": str(policy.max_pixels)}
+        with av.open(io.BytesIO(data), format=CONTAINERS[kind], options=options) as container:
             yield Decoder(container, policy, deadline)
     except MediaError:
         raise
@@ -115,7 +117,7 @@ class Decoder:
             )
         self._check_size(context.width, context.height)
         context.options = {"max_pixels": str(policy.max_pixels), "err_detect": "explode"}
-        context.thread_type = "AUTO"
+        context.thread_type, context.thread_count = "AUTO", _THREADS
         self._packets = self._scan()
         count, seconds = self._packets.number, self._packets.seconds
         fps = self._stream.average_rate or self._stream.guessed_rate

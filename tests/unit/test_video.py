@@ -1,6 +1,8 @@
 """Videos: sources and their limits, sampling, pixels and expansions as the reference gives them."""
 
 import importlib.util
+import re
+import resource
 import shutil
 import struct
 import sys
@@ -235,6 +237,19 @@ def test_limits_hold_for_a_small_file_that_becomes_large(
     with pytest.raises(MediaLimitError, match=problem):
         item_of(processor, VideoPart(data), MediaPolicy(**policy))
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_forged_size_of_a_frame_takes_no_memory(which: int) -> None:
+    data = bytearray(encoded_video(frames_of(12, 32, 48), codec="libvpx", container="webm"))
+    keys = [found.end() for found in re.finditer(rb"\x9d\x01\x2a", data)]
+    struct.pack_into("<HH", data, keys[which], 9000, 9000)
+    policy = MediaPolicy(max_pixels=10**6)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(MediaError), open_video(VideoPart(bytes(data)), policy, WHERE) as video:
+        list(video.sample().images)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert taken < 50_000  # kilobytes, of 120,000 that such a frame takes
 
 
 def test_no_file_that_names_others_is_opened() -> None:
