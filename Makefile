@@ -131,6 +131,7 @@ $(BROWSER_STAMP): $(MAIN_STAMP)
 browser: $(BROWSER_STAMP) ## test the page of tokens in headless Chromium
 	MMRENDER_TIERS=browser $(BIN)/python -m pytest -q tests/browser
 
+screenshots: MODEL ?= $(wildcard ../shared/models/qwen3_vl)
 screenshots: $(BROWSER_STAMP) ## make the pictures of docs/images; MODEL=DIR shows another model's tokens
 	$(BIN)/python tools/screenshots.py $(if $(MODEL),--model $(MODEL))
 

@@ -172,6 +172,9 @@ def diff(
     from mmrender.view.data import shared_length
     from mmrender.view.terminal import difference
 
+    if first == second == "-":
+        remedy = "Name a file for one of them"
+        raise InputError("standard input is read once, not twice", where="-", remedy=remedy)
     renderer = _load(model, image_backend)
     pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
     names = (first, second) if first != second else (f"{first} (1)", f"{second} (2)")

@@ -263,7 +263,7 @@ Act = Callable[[Any], Any]
 
 def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], Act]]:
     """Yield name, page, options of the browser's window and what is done in it."""
-    wide, narrow = {"width": 1360, "height": 820}, {"width": 400, "height": 800}
+    wide, narrow = {"width": 1120, "height": 720}, {"width": 400, "height": 800}
 
     def away(page: Any) -> None:
         page.mouse.move(700, 1)
@@ -292,8 +292,8 @@ def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], A
     yield "light", pages["conversation"], {"viewport": wide}, patch
     yield "dark", pages["conversation"], {"viewport": wide, "color_scheme": "dark"}, token
     yield "narrow", pages["conversation"], {"viewport": narrow}, answer
-    yield "rollout", pages["rollout"], {"viewport": {"width": 1440, "height": 900}}, numbers
-    yield "diff", pages["retokenized"], {"viewport": {"width": 1360, "height": 560}}, away
+    yield "rollout", pages["rollout"], {"viewport": {"width": 1280, "height": 820}}, numbers
+    yield "diff", pages["retokenized"], {"viewport": {"width": 1120, "height": 500}}, away
     small = {"viewport": {"width": 824, "height": 480}}
     for name in ("retokenized", "dropped"):
         yield name, pages[name], small, lambda page: page.locator("#panes")

@@ -201,6 +201,7 @@ UNNAMED = "InputError: --model: the server's model is not named - expected the n
         (chat_about("half.png"), "render chat.json", "MediaDecodeError: messages[0].content[0]: "),
         (None, "parity MODEL --images none", "InputError: none: no such folder"),
         (None, "demo --server http://127.0.0.1:1", UNNAMED),
+        (None, "diff - - -m MODEL", "InputError: -: standard input is read once, not twice. Name a file"),
     ],
 )
 def test_an_error_is_one_line(run, folder, tiny_model, chat, arguments, line):
