@@ -396,10 +396,13 @@ function start() {
   const tokens = sum((sequence) => sequence.length);
   const sampled = sum((sequence) => sequence.spans.reduce((total, [begin, end, , , is]) => total + (is ? end - begin : 0), 0));
   const trained = sum((sequence) => sequence.trained?.reduce((total, one) => total + one, 0) || 0);
-  const media = Object.keys(data.media).length;
+  const media = (modality) => {
+    const found = Object.values(data.media).filter((item) => item.modality === modality).length;
+    return found && `${number(found)} ${modality}${found === 1 ? "" : "s"}`;
+  };
   place("summary").textContent = [
     `${number(tokens)} tokens`, sampled && `${number(sampled)} sampled`, trained && `${number(trained)} trained on`,
-    media && `${number(media)} ${media === 1 ? "image" : "images"}`,
+    media("image"), media("video"),
   ].filter(Boolean).join(", ");
   if (sequences.length > 1) {
     for (const sequence of sequences) {

@@ -15,13 +15,13 @@ import numpy.typing as npt
 from mmrender.audit.report import AuditReport, sampled_runs
 from mmrender.content import normalize_messages
 from mmrender.errors import MMRenderError
-from mmrender.media.item import encoded_image
+from mmrender.media.item import PatchItem, encoded_image
 from mmrender.messages import ImagePart
 from mmrender.renderer import Renderer
 from mmrender.spans import MediaItem, MediaSpan
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import Branch, TrainingSample, Trajectory
-from mmrender.view.pictures import thumbnails, token_grid
+from mmrender.view.pictures import shown_frames, thumbnails, token_grid
 from mmrender.view.text import Decode, token_texts, visible
 
 Data: TypeAlias = dict[str, Any]
@@ -115,7 +115,10 @@ class Document:
 def _shown_item(item: MediaItem) -> Data:
     height, width = item.size
     pictures = thumbnails(item)
+    seconds = item.times if isinstance(item, PatchItem) else ()
     return {
+        "frames": len(seconds),
+        "seconds": [seconds[frame] for frame in shown_frames(len(seconds))],
         "modality": item.modality,
         "height": height,
         "width": width,

@@ -47,6 +47,12 @@ def thumbnails(item: MediaItem) -> list[str]:
     return urls
 
 
+def shown_frames(count: int) -> list[int]:
+    """Return which of so many frames are shown: evenly chosen, the first and the last among them."""
+    chosen: list[int] = np.linspace(0, count - 1, min(count, _MOST)).round().astype(int).tolist()
+    return chosen
+
+
 def _pictures(item: MediaItem) -> list[Image.Image]:
     if isinstance(item, PatchItem):
         return _of_planes(item.frames)
@@ -63,8 +69,8 @@ def _pictures(item: MediaItem) -> list[Image.Image]:
 
 
 def _of_planes(planes: npt.NDArray[Any]) -> list[Image.Image]:
-    """Pictures of some of `(n, 3, height, width)`, evenly chosen, the first and the last among them."""
-    chosen = np.unique(np.linspace(0, len(planes) - 1, min(len(planes), _MOST)).round().astype(int))
+    """Pictures of some of `(n, 3, height, width)`."""
+    chosen = shown_frames(len(planes))
     return [
         Image.fromarray(np.ascontiguousarray(planes[index].transpose(1, 2, 0)), "RGB") for index in chosen
     ]

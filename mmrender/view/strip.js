@@ -222,11 +222,12 @@ class Strip {
   card(place) {
     const { sequence } = this;
     const medium = sequence.media[place], item = data.media[medium.item];
-    const frames = element("div", { className: "frames" });
     const count = Math.max(1, item.pictures.length);
+    const frames = element("div", { className: "frames", tabIndex: count > 1 ? 0 : -1 });
     for (let frame = 0; frame < count; frame++) {
       const shown = picture(medium, PICTURE, { frame, most: Math.min(count > 1 ? 180 : 300, this.room * 0.46) });
       shown.dataset.frame = frame;
+      if (item.frames) shown.append(element("span", { className: "time", textContent: `${+item.seconds[frame].toFixed(2)} s` }));
       frames.append(shown);
     }
     const open = this.unfolded.has(place);
@@ -236,7 +237,7 @@ class Strip {
     const about = element("div", { className: "about" },
       element("b", { textContent: `${item.modality} ${medium.position}` }),
       element("div", { textContent: `${number(tokens)} tokens, ${medium.start}\u2060–\u2060${medium.stop - 1}` }),
-      element("div", { textContent: [grid || tiles, `${item.width} × ${item.height} px`].filter(Boolean).join(", ") }),
+      element("div", { textContent: [item.frames > count && `${count} of ${item.frames} frames`, grid || tiles, `${item.width} × ${item.height} px`].filter(Boolean).join(", ") }),
       element("button", { type: "button", tabIndex: -1, textContent: open ? "Fold tokens" : "Show tokens", "aria-expanded": open }));
     about.lastChild.dataset.fold = place;
     const marked = [...sequence.marked.keys()].some((token) => token >= medium.start && token < medium.stop)

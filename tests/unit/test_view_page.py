@@ -19,6 +19,7 @@ from mmrender.view.data import Document, of_difference, shared_length
 from mmrender.view.pictures import token_grid
 from mmrender.view.terminal import token_strip
 from mmrender.view.text import token_texts, visible
+from video_cases import frames_of
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202egnp\x1b[31m\x00\u2028 &amp; 日本🙂"
@@ -127,6 +128,13 @@ def test_a_rendering_is_shown_as_it_is(renderer, rendered):
     item = document["media"][medium["item"]]
     assert (item["width"], item["height"]) == (192, 128)
     assert item["pictures"][0].startswith("data:image/jpeg;base64,")
+
+
+def test_a_video_is_a_strip_of_some_frames_with_their_times(renderer):
+    video = {"type": "video", "video": frames_of(15, 64, 96), "times": [index / 4 for index in range(15)]}
+    (item,) = shown(Page(renderer.render([{"role": "user", "content": [video]}])))["media"].values()
+    assert (item["modality"], item["frames"], len(item["pictures"])) == ("video", 15, 8)
+    assert item["seconds"] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
 
 
 def test_branches_have_their_messages_numbers_and_beginnings(renderer, trajectory):
