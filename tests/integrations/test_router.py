@@ -56,7 +56,7 @@ def fleet(tiny_model, tmp_path_factory):
         starting = [start_vllm(tiny_model, log=logs / f"server{index}.log") for index in range(2)]
         servers = list(pool.map(stack.enter_context, starting))
         command = [Path(sys.executable).with_name("vllm-router"), "--policy", "consistent_hash"]
-        command += ["--health-check-interval-secs", "2", "--health-failure-threshold", "1"]
+        command += ["--health-check-interval-secs", "2", "--health-failure-threshold", "3"]
         urls = [server.base_url for server in servers]
         yield servers, stack.enter_context(start_router(command, urls, logs / "router.log"))
 
@@ -82,7 +82,11 @@ def client_of(fleet, renderer, *, routed=True):
         )
         for index, server in enumerate(servers)
     ]
-    return InferenceEngineClient(engines, router=router.base_url if routed else None, renderer=renderer)
+    # The router refuses with 503 while it takes no server for healthy.
+    patient = RetryPolicy(attempts=20, wait_initial=0.2, wait_max=2.0)
+    return InferenceEngineClient(
+        engines, router=router.base_url if routed else None, renderer=renderer, retries=patient
+    )
 
 
 def sampled(fleet, renderer, batch, *, routed=True, during=None):
