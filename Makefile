@@ -171,7 +171,7 @@ learn: $(MAIN_STAMP) ## train a small model on pictures until it plays a game, i
 
 learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM in two processes, which are killed KILLS times
 	PYTHONPATH=examples:tests OMP_NUM_THREADS=1 $(BIN)/python tests/learn_faults.py --out $(OUT) --kills $(KILLS) --seed $(SEED) \
-		-- --grid 2 --boards 16 --steps 40 --learning-rate 1e-3 $(LEARN)
+		-- --steps 45 $(LEARN)
 
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)

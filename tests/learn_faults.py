@@ -168,7 +168,7 @@ def main() -> None:
         url = options.server
         if url == "vllm":
             server = stack.enter_context(
-                start_vllm(model, ["--max-num-seqs", "64"], log=config.out / "vllm.log")
+                start_vllm(model, ["--max-num-seqs", "32"], log=config.out / "vllm.log")
             )
             url = server.base_url
         start = time.monotonic()

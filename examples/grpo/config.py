@@ -15,6 +15,7 @@ class Config:
         game: `cell` or `zoom`; the second has the settings of `ZOOM` where they are not given.
         grid: Rows and columns of the board.
         pixels: Side of a picture.
+        constrained: Sample only turns that are legal, in `zoom`; in `cell` it is always so.
         shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
         seed: Of the weights, the boards and the sampling.
         warm_up: The most updates on recorded games of an expert before the first step, for `zoom`.
@@ -45,10 +46,11 @@ class Config:
     game: str = "cell"
     grid: int = 3
     pixels: int = 64
+    constrained: bool = True
     shuffled: bool = False
     seed: int = 0
     warm_up: int = 0
-    warm_up_until: float = 0.5
+    warm_up_until: float = 0.6
     recorded: int = 32
     steps: int = 80
     boards: int = 32
@@ -73,11 +75,9 @@ class Config:
 
 ZOOM: Final[dict[str, Any]] = {
     "grid": 2,
-    "boards": 16,
     "warm_up": 400,
     "learning_rate": 1e-3,
     "row_tokens": 1024,
-    "entropy_bonus": 0.0,
 }
 """Settings of the game with the tool that differ from those of the other one."""
 

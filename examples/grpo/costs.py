@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from grpo.config import Config, parse
-from grpo.games import GAMES
+from grpo.games import CALL, game_of
 from grpo.processes import build
 from grpo.trainer import with_advantages
 from grpo.worker import Worker
@@ -65,9 +65,8 @@ class Scripted:
     name: Final = "scripted"
 
     def __init__(self, renderer: Renderer, game: str) -> None:
-        asked = '<tool_call>\n{"name": "zoom", "arguments": {"cell": "A"}}\n</tool_call>'
         ends = renderer.get_stop_token_ids()[:1] if game == "zoom" else []
-        said = [renderer.tokenizer.encode(text) + ends for text in (asked, "A")]
+        said = [renderer.tokenizer.encode(text) + ends for text in (CALL % "A", "A")]
         self._said = dict(enumerate(said if game == "zoom" else said[1:], 1))
         self.transport = NullTransport()
 
@@ -108,7 +107,7 @@ async def measure(config: Config) -> tuple[dict[str, float], float, float]:
         ("render", Renderer, ("render",)),
         ("bridge", Renderer, ("bridge_to_next_turn",)),
         ("append", Trajectory, ("append",)),
-        ("game", GAMES[config.game], ("reset", "step")),
+        ("game", type(game_of(config, renderer)()), ("reset", "step")),
     ):
         for name in names:
             count(spent, part, owner, name)

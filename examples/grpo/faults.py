@@ -42,7 +42,11 @@ _MOVED: Final = ("loss_mask", "logprobs", "advantages")
 def shifted(sample: TrainingSample) -> TrainingSample:
     """Move what is aligned to sampled tokens by one token."""
     moved = {name: np.roll(getattr(sample, name), -1) for name in _MOVED if getattr(sample, name) is not None}
-    return replace(sample, **moved, allowed=())
+    # A token that was not allowed could not have been sampled, which a batch would refuse.
+    allowed = [
+        each._replace(start=each.start - 1, stop=each.stop - 1) for each in sample.allowed if each.forbids
+    ]
+    return replace(sample, **moved, allowed=tuple(allowed))
 
 
 class Stale:
@@ -81,7 +85,7 @@ def encoded_again(sample: TrainingSample, *, tokenizer: Tokenizer, sampled: bool
         elif kind == "picture":
             places.append(len(ids))
         limits = [each for each in sample.allowed if each.start <= start and stop <= each.stop]
-        allowed += [replace(each, start=len(ids), stop=len(ids) + len(own)) for each in limits]
+        allowed += [each._replace(start=len(ids), stop=len(ids) + len(own)) for each in limits]
         ids += own
         for name, values in arrays.items():
             kept = getattr(sample, name)[start:stop][: len(own)]

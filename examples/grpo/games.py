@@ -2,10 +2,12 @@
 
 import random
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from find_cell import draw_board
+from grpo.config import Config
 from mmrender import Renderer
 from mmrender.rollout import Observation, Turn
 
@@ -17,6 +19,7 @@ _CELL: Final = {"type": "object", "properties": {"cell": {"type": "string"}}}
 ZOOM: Final = {"type": "function", "function": {"name": "zoom", "parameters": _CELL}}
 CAPTION: Final = "<|im_end|>"
 """Beside the picture that the tool shows. What a tool says may hold anything, and stays text."""
+CALL: Final = '<tool_call>\n{"name": "zoom", "arguments": {"cell": "%s"}}\n</tool_call>'
 TURN_TOKENS: Final = 40
 """The most tokens of a turn of the game with the tool; a call takes 24."""
 
@@ -40,9 +43,7 @@ class MarkedCell:
 
     tools = None
 
-    def __init__(
-        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
-    ) -> None:
+    def __init__(self, grid: int, pixels: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
         self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
         self.answer = ""
 
@@ -64,21 +65,21 @@ class MarkedCell:
 class ZoomedCell:
     """A board in each cell of a board: look at one with the tool, and answer which cell of it is marked.
 
-    The reward is 1 for the right letter of the board that lies in the marked cell. What is sampled is free:
-    the model learns to write a call from recorded games.
+    The reward is 1 for the right letter of the board that lies in the marked cell. A turn that is no call
+    ends the game.
 
     Args:
         grid: Rows and columns of each board.
         pixels: Side of a picture.
-        token_ids: Not used: any token may be sampled.
+        constrained: Sample nothing but a call with one of the cells, and then one of the letters.
         shuffled: Show the pictures of another game.
     """
 
     tools: Final = (ZOOM,)
 
-    def __init__(
-        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
-    ) -> None:
+    def __init__(self, grid: int, pixels: int, *, constrained: bool = False, shuffled: bool = False) -> None:
+        self._letters = list(string.ascii_uppercase[: grid * grid])
+        self._constrained = constrained
         self._grid, self._pixels, self._shuffled = grid, pixels, shuffled
         self._seed, self._shown = 0, ""
         self.cell = self.answer = ""
@@ -91,18 +92,19 @@ class ZoomedCell:
         if self._shuffled:
             picture, _ = draw(-1 - self._seed, self._grid, self._pixels)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
-        return Observation([*prompt, question], sampling_params={"max_tokens": TURN_TOKENS})
+        calls = [CALL % letter for letter in self._letters]
+        return Observation([*prompt, question], sampling_params=self._sampling(calls))
 
     def step(self, turn: Turn) -> Observation:
         """Show the cell that is asked for; judge the answer once one was shown."""
         if not self._shown:
             calls = turn.message.tool_calls
             cell = calls[0].arguments.get("cell") if len(calls) == 1 and calls[0].name == "zoom" else None
-            if cell not in list(string.ascii_uppercase[: self._grid**2]):
+            if cell not in self._letters:
                 return Observation((), 0.0, True, info=self._info())
             self._shown = cell
             result = {"role": "tool", "tool_call_id": calls[0].id, "name": "zoom", "content": self._inside()}
-            return Observation([result], sampling_params={"max_tokens": TURN_TOKENS}, info=self._info())
+            return Observation([result], sampling_params=self._sampling(self._letters), info=self._info())
         found = turn.text == self.answer
         return Observation((), float(found), True, info=self._info(found))
 
@@ -118,6 +120,11 @@ class ZoomedCell:
             {"role": "assistant", "content": self.answer},
         ]
 
+    def _sampling(self, choices: list[str]) -> dict[str, Any]:
+        """How a turn is sampled that is one of `choices`."""
+        limit = {"structured_outputs": {"choice": choices}} if self._constrained else {}
+        return {"max_tokens": TURN_TOKENS, **limit}
+
     def _inside(self) -> list[Any]:
         """What the tool shows of a cell."""
         seed = -1 - self._seed if self._shuffled else self._seed
@@ -132,7 +139,21 @@ class ZoomedCell:
         }
 
 
-GAMES: Final = {"cell": MarkedCell, "zoom": ZoomedCell}
+Game = MarkedCell | ZoomedCell
+
+
+def game_of(config: Config, renderer: Renderer) -> Callable[[], Game]:
+    """Return what makes an environment of the game that the settings name.
+
+    Raises:
+        SystemExit: There is no such game.
+    """
+    grid, pixels, shuffled = config.grid, config.pixels, config.shuffled
+    if config.game == "cell":
+        return partial(MarkedCell, grid, pixels, letters(renderer, grid), shuffled=shuffled)
+    if config.game == "zoom":
+        return partial(ZoomedCell, grid, pixels, constrained=config.constrained, shuffled=shuffled)
+    raise SystemExit(f"there is no game {config.game!r}; there are cell and zoom")
 
 
 def letters(renderer: Renderer, grid: int) -> list[int]:

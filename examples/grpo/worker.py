@@ -1,18 +1,17 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from grpo.config import Config
-from grpo.games import GAMES, HELD_OUT, RECORDED, letters
+from grpo.games import HELD_OUT, RECORDED, ZoomedCell, game_of
 from grpo.trainer import Trainer, reward_of
 from mmrender import Renderer
 from mmrender.rollout import RendererClient, TrajectoryID, VLMGenerator
 from mmrender.training import Collator
 from mmrender.trajectory import Trajectory
 
-_WARM_UP_CHECK: Final = 10
+_WARM_UP_CHECK: Final = 5
 """Updates on recorded games between plays of the held-out boards."""
 
 
@@ -31,16 +30,11 @@ class Worker:
 
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
         self.renderer, self._config = renderer, config
-        game = partial(
-            GAMES[config.game],
-            config.grid,
-            config.pixels,
-            letters(renderer, config.grid),
-            shuffled=config.shuffled,
-        )
         sampler = RendererClient(renderer, client, forbid_media_tokens=True, **options)
         concurrency = config.boards * config.rollouts
-        self._generator = VLMGenerator(sampler, {"game": game}, max_concurrency=concurrency, failures="raise")
+        self._generator = VLMGenerator(
+            sampler, {"game": game_of(config, renderer)}, max_concurrency=concurrency, failures="raise"
+        )
 
     async def train_rollouts(self, step: int) -> list[Trajectory]:
         """Play the boards of a step, each as often as a group has games; `extra` says which each one is."""
@@ -80,7 +74,9 @@ async def warm_up(
     config: Config, trainer: Trainer, worker: Worker, show: Callable[[dict[str, float]], None]
 ) -> dict[str, float]:
     """Train on recorded games of an expert, until the model plays well enough; return what was seen."""
-    game = GAMES[config.game](config.grid, config.pixels, shuffled=config.shuffled)
+    game = game_of(config, worker.renderer)()
+    if not isinstance(game, ZoomedCell):
+        raise SystemExit("only the game `zoom` records games")
     collator = Collator(
         trainer.family, pad_token_id=0, renderer=worker.renderer, packed=True, max_length=config.row_tokens
     )

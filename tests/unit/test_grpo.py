@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from grpo.__main__ import run  # noqa: E402
 from grpo.config import ZOOM, Config, parse  # noqa: E402
 from grpo.faults import encoded_again  # noqa: E402
-from grpo.games import CAPTION, ZoomedCell  # noqa: E402
+from grpo.games import CALL, CAPTION, ZoomedCell  # noqa: E402
 from grpo.report import Report  # noqa: E402
 from grpo.trainer import reward_of, with_advantages  # noqa: E402
 from grpo.worker import Worker, counts_of  # noqa: E402
@@ -91,13 +91,12 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path):
 
 def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_right_answer(whole):
     renderer, dice = Renderer.from_pretrained(whole.out / "model"), random.Random(0)
-    config = replace(SMALL, game="zoom", boards=8, rollouts=4)
+    config = replace(SMALL, game="zoom", boards=8, rollouts=4, constrained=False)
 
     def say(request):
         if len(request.multi_modal_data.mm_items["image"]) == 2:
             return dice.choice("ABCDE")
-        asked = {"name": "zoom", "arguments": {"cell": dice.choice("ABCDE")}}
-        return f"<tool_call>\n{json.dumps(asked)}\n</tool_call>"
+        return CALL % dice.choice("ABCDE")
 
     games = asyncio.run(Worker(config, renderer, backend=ScriptedBackend(renderer, say)).train_rollouts(0))
     counts = counts_of(games)
