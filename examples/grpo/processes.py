@@ -160,7 +160,7 @@ async def play(config: Config) -> None:
                 await asyncio.sleep(0.05)
                 continue
             await load(server, named["path"], f"step-{named['step']}")
-            for trajectory in await worker.train_rollouts(named["step"]):
+            async for trajectory in worker.stream(named["step"]):
                 await sender.send(trajectory)
             played = named["step"]
     finally:

@@ -1,6 +1,7 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 from grpo.config import Config
@@ -36,38 +37,46 @@ class Worker:
             sampler, {"game": game_of(config, renderer)}, max_concurrency=concurrency, failures="raise"
         )
 
-    async def train_rollouts(self, step: int) -> list[Trajectory]:
-        """Play the boards of a step, each as often as a group has games; `extra` says which each one is."""
+    async def stream(self, step: int) -> AsyncGenerator[Trajectory, None]:
+        """Play the boards of a step, each as often as a group has games; yield each game when it ends."""
         config = self._config
         number = step % config.cycle if config.cycle else step
         first = ((config.seed << 20) + number) * config.boards
         games = [
             (board, game) for board in range(first, first + config.boards) for game in range(config.rollouts)
         ]
-        played = await self._play(games, temperature=1.0, seed=config.seed + step)
-        for trajectory in played:
+        async for trajectory in self._play(games, temperature=1.0, seed=config.seed + step):
             trajectory.extra["step"] = step
-        return played
+            yield trajectory
+
+    async def train_rollouts(self, step: int) -> list[Trajectory]:
+        """Play the boards of a step; `extra` says which each game is."""
+        played = [trajectory async for trajectory in self.stream(step)]
+        return sorted(played, key=lambda each: (each.extra["group"], each.extra["game"]))
 
     async def held_out(self) -> float:
         """Play the boards that are never trained on greedily; return the share of right answers."""
         games = [(HELD_OUT + board, 0) for board in range(self._config.held_out)]
-        played = await self._play(games, temperature=0.0)
-        return sum(map(reward_of, played)) / len(played)
+        rewards = [reward_of(trajectory) async for trajectory in self._play(games, temperature=0.0)]
+        return sum(rewards) / len(rewards)
 
-    async def _play(self, games: list[tuple[int, int]], **sampling: Any) -> list[Trajectory]:
-        played = await self._generator.roll_out(
+    async def _play(self, games: list[tuple[int, int]], **sampling: Any) -> AsyncGenerator[Trajectory, None]:
+        names = [TrajectoryID(str(board), game) for board, game in games]
+        named = {name.to_string(): game for name, game in zip(names, games, strict=True)}
+        played = self._generator.stream(
             {
                 "prompts": [[]] * len(games),
                 "env_classes": ["game"] * len(games),
                 "env_extras": [{"seed": board} for board, _ in games],
-                "trajectory_ids": [TrajectoryID(str(board), game) for board, game in games],
+                "trajectory_ids": names,
                 "sampling_params": sampling,
             }
         )
-        for trajectory, (board, game) in zip(played, games, strict=True):
-            trajectory.extra |= {"group": board, "game": game}
-        return played
+        async with aclosing(played):
+            async for trajectory in played:
+                board, game = named[trajectory.extra["name"]]
+                trajectory.extra |= {"group": board, "game": game}
+                yield trajectory
 
 
 async def warm_up(
