@@ -34,6 +34,11 @@ class Clock:
         self.parts[f"{name}_processor_s"] += time.process_time() - processor
 
 
+def ended(config: Config, step: int, report: Report) -> bool:
+    """Whether the run has taken all its steps, or plays well enough."""
+    return step >= config.steps or (step > 0 and report.last.get("held_out", 0.0) >= config.until)
+
+
 async def run(config: Config) -> float:
     """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
     directory, checkpoint = config.out / "model", config.out / "checkpoint.pt"
@@ -62,7 +67,7 @@ async def run(config: Config) -> float:
                 seen = await warm_up(config, trainer, worker, report.show)
             report.add({"step": 0, "rollouts": 0, **seen, **clock.parts})
             trainer.save(checkpoint)
-        while trainer.step < config.steps:
+        while not ended(config, trainer.step, report):
             clock, number = Clock(), trainer.step
             with clock.part("rollout"):
                 trajectories = await worker.train_rollouts(number)
@@ -87,7 +92,7 @@ async def run(config: Config) -> float:
                     **clock.parts,
                 }
             )
-            if number == 0 or trainer.step == config.steps:
+            if number == 0 or ended(config, trainer.step, report):
                 name = "early" if number == 0 else "late"
                 save_page(config.out / f"rollouts-{name}.html", trajectories[: config.rollouts], renderer)
             if "held_out" in seen:

@@ -21,7 +21,8 @@ class Config:
         warm_up: The most updates on recorded games of an expert before the first step, for `zoom`.
         warm_up_until: Share of held-out boards at which these end, so that something is left to learn.
         recorded: Recorded games of such an update.
-        steps: Updates of the weights.
+        steps: The most updates of the weights.
+        until: Share of held-out boards at which a run of one process ends.
         boards: Boards of a step.
         rollouts: Games of each board, one group.
         cycle: Steps after which the boards come again; 0 for never.
@@ -34,6 +35,7 @@ class Config:
         evaluate_every: Steps between such games, and between checkpoints and samples of rollouts.
         audit_every: Steps between audits, which end the run where sampler and trainer differ; 0 for none.
         tolerance: Nats by which arithmetic alone may part sampler and trainer; more is a finding.
+        explain: Games that differ most whose cause an audit looks for, in some seconds each.
         hidden_size: Width of the model.
         layers: Layers of its language model and of its vision tower.
         patch_size: Side of a patch, in pixels.
@@ -52,7 +54,8 @@ class Config:
     warm_up: int = 0
     warm_up_until: float = 0.6
     recorded: int = 32
-    steps: int = 80
+    steps: int = 200
+    until: float = 0.99
     boards: int = 32
     rollouts: int = 8
     cycle: int = 0
@@ -65,6 +68,7 @@ class Config:
     evaluate_every: int = 10
     audit_every: int = 20
     tolerance: float = 1e-3
+    explain: int = 1
     hidden_size: int = 64
     layers: int = 2
     patch_size: int = 8

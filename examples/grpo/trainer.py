@@ -111,7 +111,9 @@ class Trainer:
             SystemExit: They differ by more than arithmetic explains; the message is the finding.
         """
         samples = [self._fault(sample) for one in trajectories for sample in one.samples()]
-        report = audit(samples, TrainerModel(self.model), tolerance=self._config.tolerance, explain=3)
+        report = audit(
+            samples, TrainerModel(self.model), tolerance=self._config.tolerance, explain=self._config.explain
+        )
         if not report.ok:
             raise SystemExit(f"sampler and trainer differ before step {self.step}:\n{report.text()}")
 

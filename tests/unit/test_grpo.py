@@ -26,6 +26,7 @@ SMALL = Config(
     boards=4,
     rollouts=2,
     steps=3,
+    until=2.0,
     held_out=8,
     evaluate_every=2,
     audit_every=0,
@@ -134,7 +135,7 @@ def test_what_was_recorded_is_encoded_again_as_it_was_but_for_what_a_tool_said(w
 
 
 def test_an_audit_ends_a_run_with_its_finding(tmp_path):
-    config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_every=1)
+    config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_every=1, explain=0)
     with pytest.raises(SystemExit, match="sampler and trainer differ before step 0"):
         asyncio.run(run(config))
 
