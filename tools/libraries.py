@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCHVISION = "torchvision==0.28.0"
 """For the references' torch back end; its wheel asks for another torch than the CPU one."""
+ALONE = {"tinker": ("tinker-cookbook==0.6.1",)}
+"""By library what is installed without its requirements, of which an index may lack some."""
 
 
 def install(name: str, folder: Path) -> Path:
@@ -39,7 +41,7 @@ def install(name: str, folder: Path) -> Path:
     for path in (ROOT / "tools" / "servers" / "with_torch").iterdir():
         shutil.copy(path, packages)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", TORCHVISION], check=True)
+    subprocess.run([*pip, "--no-deps", TORCHVISION, *ALONE.get(name, ())], check=True)
     subprocess.run([*pip, *group], check=True)
     stamp.write_text(wanted)
     return python
