@@ -81,9 +81,9 @@ def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
         yield pixels
 
 
-def rgb_planes(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
-    """Return the pixels as a fresh uint8 array of shape `(3, height, width)`."""
-    planes = _new_array(3, loaded.height, loaded.width)
+def rgb_planes(loaded: LoadedImage, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
+    """Return the pixels as a uint8 array of shape `(3, height, width)`: `out`, or a fresh one."""
+    planes = _new_array(3, loaded.height, loaded.width) if out is None else out
     _write_planes(loaded, planes)
     return planes
 
@@ -183,17 +183,22 @@ def _digest(settings: bytes, shape: tuple[int, ...], context: bytes) -> blake3:
 
 
 def resized_planes(
-    loaded: LoadedImage, height: int, width: int, backend: ImageBackend
+    loaded: LoadedImage,
+    height: int,
+    width: int,
+    backend: ImageBackend,
+    out: npt.NDArray[np.uint8] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Resample to uint8 `(3, height, width)`, bicubic with antialiasing, bit for bit as the reference does.
 
-    The two back ends differ by at most one level in about 0.2 % of the values. The torch one runs the kernel
-    of `interpolate` on uint8, as torchvision's `resize` does; torchvision itself is not needed.
+    Written to `out` where it is given. The two back ends differ by at most one level in about 0.2 % of the
+    values. The torch one runs the kernel of `interpolate` on uint8, as torchvision's `resize` does;
+    torchvision itself is not needed.
 
     Raises:
         MissingDependencyError: The torch back end without torch.
     """
-    planes = _new_array(3, height, width)
+    planes = _new_array(3, height, width) if out is None else out
     if backend == "pil":
         resized = loaded.image.resize((width, height), Image.Resampling.BICUBIC)
         _write_planes(LoadedImage(resized, height, width), planes)
@@ -209,22 +214,29 @@ def resized_planes(
     # torch tells the layout by the strides, that of the batch of one among them.
     source = _whole_pixels(loaded)
     resampled = _new_array(height, width, source.shape[-1])
-    given, out = (torch.from_numpy(each)[None].permute(0, 3, 1, 2) for each in (source, resampled))
+    given, taken = (torch.from_numpy(each)[None].permute(0, 3, 1, 2) for each in (source, resampled))
     # What `interpolate` calls; it has no `out`, and what it allocates would stay in the heap.
-    torch.ops.aten._upsample_bicubic2d_aa.out(given, [height, width], False, None, None, out=out)
+    torch.ops.aten._upsample_bicubic2d_aa.out(given, [height, width], False, None, None, out=taken)
     del source, given
     _split_planes(resampled, planes)
     return planes
 
 
 def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
-    """Return a writable array `(height, width, 3 or 4)`, as torch asks for; nothing writes to it."""
+    """Return an array `(height, width, 3 or 4)` that torch, which takes writable ones, only reads."""
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is not None:
-        return pixels if pixels.flags.writeable else pixels.copy()
+        return pixels if pixels.flags.writeable else _as_writable(np.ascontiguousarray(pixels))
     whole = _new_array(loaded.height, loaded.width, 4)
     top = 0
     for strip in raw_strips(loaded.image):
         whole[top : top + len(strip)] = strip
         top += len(strip)
     return whole
+
+
+def _as_writable(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return the memory of a contiguous array as one that is not marked read-only."""
+    memory: Any = (ctypes.c_ubyte * pixels.size).from_address(pixels.ctypes.data)
+    memory.owner = pixels
+    return np.frombuffer(memory, np.uint8).reshape(pixels.shape)

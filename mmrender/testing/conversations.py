@@ -81,6 +81,7 @@ class ConversationMaker:
         documents: Whether to write documents as well.
         accepts: Whether a conversation can be rendered; None asks about none.
         videos: Parts of videos to choose from; each conversation takes them all with times, or all without.
+        alike: Whether the videos of one conversation have as many frames, for processors that join no others.
     """
 
     profile: TemplateProfile
@@ -92,15 +93,21 @@ class ConversationMaker:
     documents: bool = False
     accepts: Callable[[Conversation], bool] | None = None
     videos: Sequence[dict[str, Any]] = ()
+    alike: bool = False
     _timed: bool = field(default=False, repr=False)
     _call_ids: int = field(default=0, repr=False)
     _pictured: bool = field(default=True, repr=False)
+    _chosen: Sequence[dict[str, Any]] = field(default=(), repr=False)
 
     def make(self, source: random.Random, *, pictured: bool = True) -> Conversation:
         """Return messages in Hugging Face form, and options for `render`; `pictured`: also with images."""
         asks = self.accepts is not None and source.random() >= _UNASKED
         self._pictured = pictured
         self._timed = bool(self.videos) and source.random() < 0.5
+        self._chosen = self.videos
+        if self.videos and self.alike:
+            frames = len(source.choice(self.videos)["video"])
+            self._chosen = [video for video in self.videos if len(video["video"]) == frames]
         conversation = self._grown(([], {}), self._rounds(source), asks)
         return self._grown(conversation, self._options(source, conversation[0][-1]), asks)
 
@@ -226,7 +233,7 @@ class ConversationMaker:
             picture = {"type": "image", "image": source.choice(list(self.images))}
             parts.insert(source.randint(0, len(parts)), picture)
         for _ in range(source.choice([1, 1, 2]) if with_video else 0):
-            video = dict(source.choice(list(self.videos)))
+            video = dict(source.choice(list(self._chosen)))
             if not self._timed:
                 video = {key: video[key] for key in ("type", "video", "fps")}
             parts.insert(source.randint(0, len(parts)), video)

@@ -200,6 +200,7 @@ def check_parity(
         documents=documents,
         accepts=pair.accepts,
         videos=videos,
+        alike=not pair.joins_videos,
     )
     for case in range(cases):
         # Two of four hold texts alone, one under each rule: pictures take most of the time.
@@ -231,6 +232,7 @@ class ParityPair:
         without_images: Why its images cannot be compared, or None.
         takes_videos: Whether its videos are compared.
         without_videos: Why the videos that our side takes cannot be compared, or None.
+        joins_videos: Whether the reference joins videos of unlike numbers of frames.
     """
 
     def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
@@ -269,7 +271,7 @@ class ParityPair:
         videos = renderer.media.processor.videos if renderer.media is not None else None
         has_videos = videos is not None
         self.takes_videos = has_videos and self.reference.takes_videos
-        self._joins_videos = isinstance(videos, PatchVideoProcessor)
+        self.joins_videos = isinstance(videos, PatchVideoProcessor)
         self.without_videos = None
         if has_videos and not self.takes_videos:
             self.without_videos = "the reference's video processor cannot be built here"
@@ -385,7 +387,7 @@ class ParityPair:
         """Whether videos differ in their number of frames, which the reference may not join."""
         parts = [part for message in messages for part in message["content"] or ()]
         counts = {len(part["video"]) for part in parts if isinstance(part, dict) and "video" in part}
-        return len(counts) > 1 and not self._joins_videos
+        return len(counts) > 1 and not self.joins_videos
 
     def _as_template_takes(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages in the shapes that the template takes, which only our side chooses by itself."""

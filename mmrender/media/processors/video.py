@@ -265,9 +265,9 @@ def _resized(frames: Frames, size: tuple[int, int]) -> Any:
         if image is last:
             planes[index] = planes[index - 1]
         elif (image.height, image.width) == size:
-            planes[index] = rgb_planes(image)
+            rgb_planes(image, planes[index])
         else:
-            planes[index] = resized_planes(image, *size, "torch")
+            resized_planes(image, *size, "torch", planes[index])
         last = image
     planes.flags.writeable = False
     return planes
