@@ -18,7 +18,7 @@ from mmrender.errors import InputError, MediaError
 from mmrender.integrations.tinker import to_datum, to_model_input
 
 PICTURES = [
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (96 + 32 * seed, 128, 3), np.uint8))
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (101 + 30 * seed, 137, 3), np.uint8))
     for seed in range(3)
 ]
 
