@@ -98,12 +98,20 @@ LIBRARIES = {
 """Pages of libraries that need not be installed beside the tests; `make integration-NAME` has each."""
 
 
+def left_out(name: str) -> list[str]:
+    """The blocks of a page that are not run."""
+    word, _ = LEFT_OUT.get(name, ("", ""))
+    return [code for _, code in PAGES[name] if word and word in code]
+
+
 def missing_for(name: str) -> str:
-    """Why the code of a library's page cannot run here; empty where it can."""
+    """Why nothing of a page can run here; empty where something can."""
     library = LIBRARIES.get(name, "")
     packages = ("trl", "accelerate", "datasets", "torchvision") if library == "trl" else (library,)
     absent = [each for each in packages if each and importlib.util.find_spec(each) is None]
-    return f"needs {', '.join(absent)}; `make integration-{library}` has it" if absent else ""
+    if absent:
+        return f"needs {', '.join(absent)}; `make integration-{library}` has it"
+    return f"needs {LEFT_OUT[name][1]}" if len(left_out(name)) == len(PAGES[name]) else ""
 
 
 class Page:
@@ -114,10 +122,10 @@ class Page:
 
     def run(self) -> dict[str, Any]:
         """Run every block of the page but those that are left out; return the names that they leave."""
-        leave_out, _ = LEFT_OUT.get(self.name, ("", ""))
+        skipped = left_out(self.name)
         with tempfile.TemporaryDirectory() as scratch, asyncio.Runner() as runner:
             for line, code in PAGES[self.name]:
-                if leave_out and leave_out in code:
+                if code in skipped:
                     continue
                 tree = ast.parse(code.replace("/tmp/", f"{scratch}/"), self.name)
                 ast.increment_lineno(tree, line - 1)
@@ -203,10 +211,9 @@ def listing() -> str:
     """The blocks of each page, how many of them run here, and where; then why the others do not."""
     lines, blocks, run = [f"{'blocks':>6} {'run':>4}  page"], 0, 0
     for name, found in PAGES.items():
-        word, need = LEFT_OUT.get(name, ("", ""))
-        skipped = [code for _, code in found if word and word in code]
-        why = missing_for(name) or (f"{len(skipped)} left out: needs {need}" if skipped else "")
-        count = 0 if missing_for(name) else len(found) - len(skipped)
+        skipped, missing = left_out(name), missing_for(name)
+        why = missing or (f"{len(skipped)} left out: needs {LEFT_OUT[name][1]}" if skipped else "")
+        count = 0 if missing else len(found) - len(skipped)
         where = ELSEWHERE.get(name, "test_pages.py")
         lines.append(f"{len(found):>6} {count:>4}  {name}: {why or where}")
         blocks, run = blocks + len(found), run + count
