@@ -158,7 +158,7 @@ class ReferenceRenderer:
             if not samples:
                 entry["frames_indices"] = list(part.get("frames_indices", range(count)))
             metadata.append(entry)
-        return {"video_metadata": [metadata], "do_sample_frames": samples}
+        return {"video_metadata": [metadata], "do_sample_frames": samples, "return_metadata": True}
 
     def text(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """Run the chat template alone; raises what it raises."""
@@ -207,7 +207,8 @@ class ReferenceRenderer:
             output = self._speaker.apply_chat_template(
                 shown, chat_template="{{ written }}", written=text, **how, **self._of_videos(shown)
             )
-        arrays = {name: _as_array(value) for name, value in output.items() if name != "attention_mask"}
+        others = ("attention_mask", "video_metadata")
+        arrays = {name: _as_array(value) for name, value in output.items() if name not in others}
         return ReferenceRendering(text, arrays.pop("input_ids").reshape(-1).tolist(), arrays)
 
     @property

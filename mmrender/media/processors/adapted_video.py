@@ -130,7 +130,7 @@ class AdaptedVideoProcessor(VideoProcessor):
             "height": pixels.shape[1],
             "width": pixels.shape[2],
         }
-        how: dict[str, Any] = {}
+        how: dict[str, Any] = {"return_metadata": True}  # Muse's processor writes times from it
         if timeline.indices is not None:
             metadata["frames_indices"] = list(timeline.indices)
             how["do_sample_frames"] = False
