@@ -471,9 +471,16 @@ def audit(
     """Run the model over what a trainer would see, and compare with the sampler; exit 1 where they part."""
     from mmrender.audit.run import audit_files
 
-    with _log.status("auditing"):
+    with _log.status("loading") as status:
         report = audit_files(
-            files, model, tolerance=tolerance, explain=explain, dtype=dtype, device=device, plot=plot
+            files,
+            model,
+            tolerance=tolerance,
+            explain=explain,
+            dtype=dtype,
+            device=device,
+            plot=plot,
+            progress=status.update,
         )
     if html is not None:
         from mmrender.view import Page

@@ -106,6 +106,7 @@ def audit(
     weights: Mapping[str, Weights] | None = None,
     alternatives: Mapping[str, Sequence[TrainingSample]] | None = None,
     budget: int = DEFAULT_BUDGET,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
     """Compare every sampled token, and look for the cause where tokens depart.
 
@@ -123,7 +124,9 @@ def audit(
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
         budget: Forward passes for each sample that is explained, at most.
+        progress: Called with what is begun.
     """
+    progress(f"comparing samples: {len(samples)}")
     unread: list[tuple[str, str]] = []
     comparisons: list[Comparison] = []
     given: dict[int, int] = {}
@@ -144,6 +147,7 @@ def audit(
             continue
         given[len(comparisons)] = index
         comparisons.append(compared)
+    progress("measuring what arithmetic alone does")
     noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer, tolerance), comparisons)
     found = [finding for findings in faults.values() for finding in findings]
     report = AuditReport(
@@ -160,6 +164,7 @@ def audit(
         # What a sample shows by itself needs no other cause, except numbers, which may be of a known form.
         if any(finding.variation != "values" for finding in faults[index]):
             continue
+        progress(f"looking for the cause in {compared.sample.sample_id or f'samples[{index}]'}")
         case = Case(
             compared,
             departure,
@@ -256,6 +261,7 @@ def audit_files(
     device: str = "cpu",
     image_backend: ImageBackend = "torch",
     plot: Path | None = None,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
     """Audit every branch of every trajectory in `files` against the weights of `model`.
 
@@ -268,6 +274,7 @@ def audit_files(
         device: Where torch runs the model.
         image_backend: How images that were shipped by reference are processed.
         plot: A file to draw the differences to, or None.
+        progress: Called with what is begun.
 
     Raises:
         InputError: A file cannot be read, or there is no such dtype.
@@ -299,7 +306,15 @@ def audit_files(
     sources = _Sources({name: item.source for name, item in references.items()}, trajectories, load)
     trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)
     decode = Tokenizer.load(directory).decode
-    report = audit(samples, trainer, tolerance=tolerance, explain=explain, decode=decode, sources=sources)
+    report = audit(
+        samples,
+        trainer,
+        tolerance=tolerance,
+        explain=explain,
+        decode=decode,
+        sources=sources,
+        progress=progress,
+    )
     if plot is not None:
         save_plot(report, plot)
     return report

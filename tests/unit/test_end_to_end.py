@@ -129,8 +129,16 @@ def test_the_command_finds_the_images_that_messages_kept(tiny_model, tmp_path):
         messages=[message, answer],
     )
     save_trajectories(tmp_path / "one.mmr", [trajectory], media_sources="keep")
-    report = audit_files([tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, image_backend="pil")
+    stages: list[str] = []
+    report = audit_files(
+        [tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, image_backend="pil", progress=stages.append
+    )
     assert [finding.variation for finding in report.findings] == ["resampling"], report.text()
+    assert stages == [
+        "comparing samples: 1",
+        "measuring what arithmetic alone does",
+        f"looking for the cause in {report.findings[0].sample_id}",
+    ]
 
 
 async def complete(backend, prompt):
