@@ -4,7 +4,8 @@ import asyncio
 import contextvars
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
@@ -178,7 +179,7 @@ class RendererPool:
             PoolFullError: `nowait`, and every place is taken.
             PoolClosedError: The pool is closed.
         """
-        return await self._on_worker(lambda: self._renderer.render(messages, **options), nowait)
+        return await self._on_worker(self._renderer.render, nowait, messages, **options)
 
     async def abridge_to_next_turn(
         self,
@@ -193,21 +194,19 @@ class RendererPool:
 
         If it gives None, `why_not_bridged` says why to the task that awaits it.
         """
-        return await self._on_worker(
-            lambda: self._renderer.bridge_to_next_turn(
-                previous_prompt_ids, previous_completion_ids, new_messages, **options
-            ),
-            nowait,
-        )
+        turn = previous_prompt_ids, previous_completion_ids, new_messages
+        return await self._on_worker(self._renderer.bridge_to_next_turn, nowait, *turn, **options)
 
     async def aparse_response(
         self, token_ids: Sequence[int], *, nowait: bool = False, **options: Unpack[ParseOptions]
     ) -> "ParsedResponse":
         """Read a completion on a worker; options of `Renderer.parse_response`, errors as for `arender`."""
-        return await self._on_worker(lambda: self._renderer.parse_response(token_ids, **options), nowait)
+        return await self._on_worker(self._renderer.parse_response, nowait, token_ids, **options)
 
-    async def _on_worker(self, call: Callable[[], Result], nowait: bool) -> Result:
-        """Run a call in a copy of the caller's context, and take over what it says about bridges.
+    async def _on_worker(
+        self, method: Callable[..., Result], nowait: bool, *arguments: Any, **options: Any
+    ) -> Result:
+        """Call a renderer's method in a copy of the caller's context, and take over what it says of bridges.
 
         A caller that is cancelled leaves the queue; a call that has begun runs to its end unheeded.
         """
@@ -223,7 +222,9 @@ class RendererPool:
         try:
             renderer = self.renderer  # refuses those that waited while the pool was closed
             context = contextvars.copy_context()
-            future = self._executor.submit(context.run, call)
+            future: Future[Result] = self._executor.submit(
+                context.run, partial(method, *arguments, **options)
+            )
         except BaseException:
             places.release()
             raise

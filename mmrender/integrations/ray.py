@@ -13,16 +13,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import ray
 
-from mmrender.bridge.bridge import TokenIds
 from mmrender.errors import InputError
 from mmrender.messages import MessageLike
 from mmrender.pool import RendererPool
-from mmrender.protocols import BridgeOptions, RenderOptions
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.training.samples import build_training_sample
@@ -156,12 +154,9 @@ class _RendererActor:
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         self._renderer = Renderer.from_pretrained(model, **options)
 
-    def render(self, messages: Sequence[Any], options: Mapping[str, Any]) -> RenderedTokens:
-        return self._renderer.render(messages, **options)
-
-    def bridge(self, prompt: Any, completion: Any, messages: Sequence[Any], options: Any) -> Any:
-        bridged = self._renderer.bridge_to_next_turn(prompt, completion, messages, **options)
-        return bridged, self._renderer.why_not_bridged
+    def call(self, method: str, arguments: Any, options: Any) -> tuple[RenderedTokens | None, str | None]:
+        rendered = getattr(self._renderer, method)(*arguments, **options)
+        return rendered, self._renderer.why_not_bridged
 
     def process_id(self) -> int:
         return os.getpid()
@@ -171,6 +166,7 @@ class RayRendererPool(RendererPool):
     """A `RendererPool` whose renderings and bridges run in actors, on any machine of the cluster.
 
     Everything else, such as reading completions, runs on a renderer of its own, as `RendererPool` does it.
+    For calls in actors `nowait` has no effect: Ray queues them.
 
     Args:
         model: Model directory or hub id, reachable from all machines.
@@ -193,36 +189,17 @@ class RayRendererPool(RendererPool):
         self.actors = [actor.remote(model, options) for _ in range(actors)]
         self._turn = cycle(self.actors)
 
-    async def arender(
-        self, messages: Sequence[MessageLike], *, nowait: bool = False, **options: Unpack[RenderOptions]
-    ) -> RenderedTokens:
-        """Render in an actor; options of `Renderer.render`. `nowait` has no effect: Ray queues calls.
-
-        Raises:
-            MMRenderError: As for `Renderer.render`; Ray's own error is its cause.
-        """
-        rendered: RenderedTokens = await _result(next(self._turn).render.remote(list(messages), options))
-        return self._with_decoder(rendered)
-
-    async def abridge_to_next_turn(
-        self,
-        previous_prompt_ids: TokenIds,
-        previous_completion_ids: TokenIds,
-        new_messages: Sequence[MessageLike],
-        *,
-        nowait: bool = False,
-        **options: Unpack[BridgeOptions],
-    ) -> RenderedTokens | None:
-        """Bridge in an actor; as `arender`."""
-        call = next(self._turn).bridge.remote(
-            previous_prompt_ids, previous_completion_ids, list(new_messages), options
-        )
-        bridged, reason = await _result(call)
-        self.renderer.set_outcome(reason)
-        return None if bridged is None else self._with_decoder(bridged)
-
-    def _with_decoder(self, rendered: RenderedTokens) -> RenderedTokens:
-        return replace(rendered, _decode=self.renderer.decode)
+    async def _on_worker(
+        self, method: Callable[..., Any], nowait: bool, *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a method in an actor, where errors are the renderer's own; reading completions stays here."""
+        if method.__name__ == "parse_response":
+            return await super()._on_worker(method, nowait, *arguments, **options)
+        call = next(self._turn).call.remote(method.__name__, arguments, options)
+        rendered, reason = await _result(call)
+        if method.__name__ == "bridge_to_next_turn":
+            self.renderer.set_outcome(reason)
+        return None if rendered is None else replace(rendered, _decode=self.renderer.decode)
 
     def close(self) -> None:
         """End the actors. Idempotent."""
