@@ -5,6 +5,7 @@ store holds them without a copy, and `ray.get` on the same machine gives views o
 """
 
 import asyncio
+import json
 import os
 import pickle
 import uuid
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from mmrender._version import __version__
 from mmrender.errors import InputError
 from mmrender.messages import MessageLike
 from mmrender.pool import RendererPool
@@ -85,10 +87,11 @@ def render_to_files(
     """Render conversations on a cluster, a shard to each task, and yield the samples in order.
 
     Each shard is a file, written whole or not at all. A worker that dies costs the shards that it had begun,
-    which Ray runs again; a driver that dies goes on, called again, with those that have no file yet.
+    which Ray runs again; a driver that dies goes on, called again, with those that have no file yet. The
+    folder's `rendering.json` says of what its shards are, and each shard's name which conversations it holds.
 
     Args:
-        conversations: The data; it, the model and the options are equal in every call with this folder.
+        conversations: The data, equal in every call with this folder.
         model: Model directory or hub id, reachable from all machines.
         folder: Where the shards are written, on a file system that all machines share. They are pickles,
             which run code when they are read: nobody else may write there.
@@ -98,6 +101,7 @@ def render_to_files(
         **options: Arguments of `build_training_sample`.
 
     Raises:
+        InputError: The folder holds samples of another model, release, number of conversations or options.
         MMRenderError: A conversation cannot be rendered.
         ray.exceptions.RayError: A shard's worker died more often than Ray retries.
     """
@@ -105,6 +109,10 @@ def render_to_files(
         raise InputError("is too small", where="shard_size or in_flight", expected="1 or more")
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
+    _require_same(
+        root / "rendering.json",
+        {"model": model, "mmrender": __version__, "conversations": len(conversations), "options": options},
+    )
     starts = range(0, len(conversations), shard_size)
     # The end is in the name, so that shards of another size are not taken for these.
     stops = {start: min(start + shard_size, len(conversations)) for start in starts}
@@ -128,6 +136,31 @@ def render_to_files(
         yield from pickle.loads(paths[start].read_bytes())  # noqa: S301 - written by `_render_to_file`
 
 
+def _require_same(manifest: Path, facts: Mapping[str, Any]) -> None:
+    """Note what a folder's samples are made of, or require what was noted."""
+    # A function is known by its name alone.
+    text = json.dumps(facts, indent=2, default=lambda value: getattr(value, "__qualname__", repr(value)))
+    if not manifest.exists():
+        _write_whole(manifest, text.encode())
+        return
+    given, noted = json.loads(text), json.loads(manifest.read_text("utf-8"))
+    for name, value in given.items():
+        if noted.get(name) != value:
+            raise InputError(
+                "the folder holds samples of another rendering",
+                where=f"{manifest}: {name}",
+                expected=repr(noted.get(name)),
+                got=repr(value),
+                remedy="Name another folder, or empty this one",
+            )
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 @lru_cache(4)
 def _renderer(model: str) -> Renderer:
     """Load a renderer once in each of Ray's worker processes, which run many tasks."""
@@ -139,10 +172,7 @@ def _render_to_file(model: str, shard: list[Any], start: int, path: str, options
         build_training_sample(_renderer(model), messages, sample_id=str(start + index), **options)
         for index, messages in enumerate(shard)
     ]
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    partial.write_bytes(pickle.dumps(samples, protocol=5))
-    partial.replace(target)
+    _write_whole(Path(path), pickle.dumps(samples, protocol=5))
 
 
 _task: Any = ray.remote(max_retries=8)(_render_to_file)

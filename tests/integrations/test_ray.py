@@ -20,6 +20,7 @@ from PIL import Image
 import mmrender
 from integrations.ray_cases import conversations, rendered
 from mmrender import Renderer, Trajectory, build_training_sample
+from mmrender.errors import InputError
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
 
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
@@ -174,3 +175,6 @@ def test_shards_of_another_size_are_not_taken_for_these(cluster, tiny_model, tmp
     ]
     assert every[0] == every[1]
     assert len(every[0]) == 5
+    for count, options, name in ((4, {}, "conversations"), (5, {"final_stop": False}, "options")):
+        with pytest.raises(InputError, match=f"rendering.json: {name}: the folder holds samples of another"):
+            list(render_to_files(given[:count], str(tiny_model), tmp_path, **options))
