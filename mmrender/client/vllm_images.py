@@ -21,7 +21,6 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 from PIL import Image
 
 from mmcodecs.arrays import RawTensor
@@ -133,16 +132,7 @@ def in_runs(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
                 got=f"{len(runs)} runs of {item!r}",
                 remedy="Use another engine for videos of this model",
             )
-        temporal, (_, height, width) = item.layout.temporal, item.grid
-        for step, (start, stop) in enumerate(runs):
-            image = msgspec.structs.replace(
-                item,
-                identity=blake3(f"{item.identity} step {step}".encode()).hexdigest(),
-                modality="image",
-                grid=(1, height, width),
-                frames=item.frames[step * temporal : (step + 1) * temporal],
-                times=item.times[step * temporal : (step + 1) * temporal],
-            )
+        for (start, stop), image in zip(runs, item.steps(), strict=True):
             place = PlaceholderRange(span.start + start, stop - start)
             found.append(MediaSpan(span.modality, span.position, place, image))
     return found

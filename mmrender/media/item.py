@@ -203,6 +203,28 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         self._write_patches(patches, "uint8")
         return patches
 
+    def steps(self) -> list["PatchItem"]:
+        """Return each time step of a video with text between them as an image of its own; planes are views.
+
+        Families that write such text attend within a step and number it like an image, so the image gives the
+        same features.
+        """
+        images = []
+        held = [piece for piece in self.expansion if isinstance(piece, Repeat)]
+        for step, features in enumerate(held):
+            start, stop = step * self.layout.temporal, (step + 1) * self.layout.temporal
+            image = msgspec.structs.replace(
+                self,
+                identity=blake3(f"{self.identity} step {step}".encode()).hexdigest(),
+                modality="image",
+                grid=(1, *self.grid[1:]),
+                expansion=(features,),
+                frames=self.frames[start:stop],
+                times=self.times[start:stop],
+            )
+            images.append(image)
+        return images
+
     def _write_patches(self, out: npt.NDArray[Any], dtype: TensorDtype | Literal["uint8"]) -> None:
         layout, patch, merge = self.layout, self.layout.patch, self.layout.merge
         steps, height, width = self.grid

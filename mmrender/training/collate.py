@@ -6,12 +6,15 @@ image tokens against placeholders, finite values, router choices, and that all s
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
+from mmrender.media.item import PatchItem
+from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import collate_fields, media_of
@@ -76,6 +79,7 @@ def collate(
     if not rows:
         raise BatchError("a batch has one row or more", where="samples", got="none")
     segments, full = _layout(samples, rows, width, multiple, padding_side)
+    samples = _of_one_kind(samples, family)
     places = [
         (row, segment, samples[index])
         for row, members in enumerate(rows)
@@ -85,7 +89,6 @@ def collate(
     for _, segment, sample in places:
         _check_sample(sample, segment.sample_id, family)
         _check_alike(sample, segment.sample_id, places[0])
-    _check_modalities([(segment.sample_id, sample) for _, segment, sample in places], family)
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
     like = places[0][2] if places else next(iter(samples), None)
@@ -190,28 +193,44 @@ def _layout(
     return tuple(segments), full
 
 
-def _check_modalities(samples: Sequence[tuple[str, TrainingSample]], family: ModelFamily) -> None:
-    """Refuse images beside videos where the model finds both by one token."""
-    kinds = {
-        kind for _, sample in samples for kind, held in sample.multi_modal_data.mm_hashes.items() if held
-    }
-    if len(kinds) < 2:
-        return
-    for name, sample in samples:
-        if not sample.multi_modal_data.mm_hashes.get("video"):
-            continue
-        first = sample.multi_modal_data.mm_placeholders["video"][0]
-        token = sample.token_ids[first.offset : first.offset + first.length][first.is_embed][0]
-        if token == family.feature_token_ids.get("image"):
-            raise BatchError(
-                f"{family.model_type} looks for videos by the token of images, and cannot tell them apart in "
-                "one forward",
-                where=name,
-                expected="images or videos in a batch",
-                got="both",
-                remedy="Put them into different batches",
-            )
-        return
+def _of_one_kind(samples: Sequence[TrainingSample], family: ModelFamily) -> Sequence[TrainingSample]:
+    """Return samples whose videos are images, one a time step, where the model finds both by one token.
+
+    Such a model takes images or videos in one forward, and gives the same for either; see `PatchItem.steps`.
+    """
+    kinds = {kind for sample in samples for kind, held in sample.multi_modal_data.mm_hashes.items() if held}
+    if len(kinds) < 2 or not any(_is_image_token(sample, family) for sample in samples):
+        return samples
+    found = []
+    for index, sample in enumerate(samples):
+        name, spans = media_of(samples, index)
+        entries: list[tuple[PlaceholderRange, MediaItem]] = []
+        for span in spans:
+            runs, item = span.range.embed_spans or (), span.item
+            if span.modality != "video":
+                entries.append((span.range, item))
+            elif isinstance(item, PatchItem) and len(runs) == item.grid[0]:
+                places = (PlaceholderRange(span.start + start, stop - start) for start, stop in runs)
+                entries += zip(places, item.steps(), strict=True)
+            else:
+                raise BatchError(
+                    f"{family.model_type} looks for videos by the token of images, and cannot tell them "
+                    "apart in one forward",
+                    where=f"{name}.{span.where}",
+                    expected="frames with text between their time steps, which can go as images",
+                    got=f"{len(runs)} runs of {item!r}",
+                    remedy="Put images and videos into different batches",
+                )
+        found.append(replace(sample, multi_modal_data=MultiModalData.of(entries)))
+    return found
+
+
+def _is_image_token(sample: TrainingSample, family: ModelFamily) -> bool:
+    """Whether the videos of a sample are written with the token of images."""
+    for place in sample.multi_modal_data.mm_placeholders.get("video", ())[:1]:
+        token = sample.token_ids[place.offset : place.offset + place.length][place.is_embed][0]
+        return bool(token == family.feature_token_ids.get("image"))
+    return False
 
 
 def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> None:
