@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.config import Config, parse
-from grpo.processes import build
+from grpo.config import Config, build, parse
 from integration.engine_server import start_vllm
 
 ROLES = ("trainer", "worker")

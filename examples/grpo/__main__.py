@@ -9,14 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from grpo.config import Config, parse
+from grpo.config import Config, build, parse
 from grpo.report import Report, save_page, save_plot
 from grpo.trainer import Trainer
 from grpo.worker import Worker, counts_of, warm_up
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.model.weights import load_model
-from mmrender.testing.tiny_model import build_tiny_model
 
 
 class Clock:
@@ -41,15 +40,7 @@ def ended(config: Config, step: int, report: Report) -> bool:
 
 async def run(config: Config) -> float:
     """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
-    directory, checkpoint = config.out / "model", config.out / "checkpoint.pt"
-    if not directory.exists():
-        build_tiny_model(
-            directory,
-            seed=config.seed,
-            hidden_size=config.hidden_size,
-            layers=config.layers,
-            patch_size=config.patch_size,
-        )
+    directory, checkpoint = build(config), config.out / "checkpoint.pt"
     model = load_model(directory, "float32", "cpu", purpose="the example")
     # The template is the tiny model's own: a loaded machine must not end the run.
     renderer = Renderer.from_pretrained(directory)

@@ -1,9 +1,13 @@
 """Settings of a run, as fields and as flags of the command line."""
 
 import argparse
+import json
+import shutil
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
+
+from mmrender.testing.tiny_model import build_tiny_model
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,38 @@ ZOOM: Final[dict[str, Any]] = {
     "row_tokens": 1024,
 }
 """Settings of the game with the tool that differ from those of the other one."""
+
+
+_FREE: Final = {"out", "steps", "until", "audit_every", "explain", "fault", "server", "quiet"}
+"""Settings that may be others when a run goes on."""
+
+
+def build(config: Config) -> Path:
+    """Build the model that a run begins with, if it is not there; return its directory.
+
+    Raises:
+        SystemExit: The folder holds a run with other settings.
+    """
+    directory, file = config.out / "model", config.out / "settings.json"
+    settings = {name: value for name, value in vars(config).items() if name not in _FREE}
+    known = json.loads(file.read_text()) if file.exists() else settings
+    if other := sorted(name for name in settings if known.get(name) != settings[name]):
+        raise SystemExit(
+            f"{config.out} holds a run with another {other[0]}: {known.get(other[0])}, not "
+            f"{settings[other[0]]}; name another folder with --out, or remove it"
+        )
+    if not directory.exists():
+        written = config.out / "model.new"
+        shutil.rmtree(written, ignore_errors=True)
+        build_tiny_model(
+            written,
+            seed=config.seed,
+            hidden_size=config.hidden_size,
+            layers=config.layers,
+            patch_size=config.patch_size,
+        ).rename(directory)
+    file.write_text(json.dumps(settings))
+    return directory
 
 
 def parse(arguments: list[str] | None = None) -> Config:

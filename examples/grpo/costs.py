@@ -18,9 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from grpo.config import Config, parse
+from grpo.config import Config, build, parse
 from grpo.games import CALL, game_of
-from grpo.processes import build
 from grpo.trainer import with_advantages
 from grpo.worker import Worker
 from mmrender import Renderer, Trajectory

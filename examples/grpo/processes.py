@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from grpo.config import Config, parse
+from grpo.config import Config, build, parse
 from grpo.report import Report
 from grpo.trainer import Trainer
 from grpo.worker import Worker, counts_of, warm_up
@@ -33,23 +33,9 @@ from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.model.weights import load_model
 from mmrender.shipping import Receiver, Sender
-from mmrender.testing.tiny_model import build_tiny_model
 
 _KEPT = 2
 """Steps whose weights stay on disk: the one that a server may be reading, and the one before."""
-
-
-def build(config: Config) -> Path:
-    """Build the model that a run begins with, if it is not there."""
-    directory = config.out / "model"
-    if not directory.exists():
-        written = config.out / "model.new"
-        shutil.rmtree(written, ignore_errors=True)
-        sizes: dict[str, Any] = {
-            name: getattr(config, name) for name in ("seed", "hidden_size", "layers", "patch_size")
-        }
-        build_tiny_model(written, **sizes).rename(directory)
-    return directory
 
 
 def address_of(config: Config) -> str:

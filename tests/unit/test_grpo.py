@@ -66,7 +66,7 @@ def test_a_run_shows_what_it_did(whole):
     assert all(0 <= row["reward"] <= 1 and row["difference"] < 1e-4 for row in rows)
     assert [row["step"] for row in rows if "held_out" in row] == [2, 3]
     assert {path.name for path in whole.out.iterdir()} == {
-        "model", "metrics.jsonl", "checkpoint.pt", "plot.png", "rollouts-early.html", "rollouts-late.html",
+        "model", "settings.json", "metrics.jsonl", "checkpoint.pt", "plot.png", "rollouts-early.html", "rollouts-late.html",
     }  # fmt: skip
 
 
@@ -132,6 +132,11 @@ def test_what_was_recorded_is_encoded_again_as_it_was_but_for_what_a_tool_said(w
         assert set(parsed.token_ids[after.start : after.stop]) == set(
             sample.token_ids[before.start : before.stop]
         )
+
+
+def test_a_folder_with_another_run_is_refused(whole):
+    with pytest.raises(SystemExit, match="holds a run with another grid: 2, not 3"):
+        asyncio.run(run(replace(whole, grid=3, steps=9)))
 
 
 def test_an_audit_ends_a_run_with_its_finding(tmp_path):
