@@ -64,7 +64,7 @@ class Config:
     rollouts: int = 8
     cycle: int = 0
     learning_rate: float = 7e-4
-    entropy_bonus: float = 0.05
+    entropy_bonus: float = 0.015
     most_weight: float = 2.0
     row_tokens: int = 512
     micro_batch_tokens: int = 4096
