@@ -84,7 +84,9 @@ class Config:
 ZOOM: Final[dict[str, Any]] = {
     "grid": 2,
     "warm_up": 400,
+    "boards": 16,
     "learning_rate": 1e-3,
+    "entropy_bonus": 0.05,
     "row_tokens": 1024,
 }
 """Settings of the game with the tool that differ from those of the other one."""

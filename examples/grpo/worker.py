@@ -104,7 +104,7 @@ async def warm_up(
 
 
 def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count what is done once: turns, those that were bridged, pictures that were shown, and that are held.
+    """Count what is done once: turns, those that were bridged, different pictures shown, and items held.
 
     Also means of what the game says of itself.
     """
@@ -117,7 +117,9 @@ def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns": len(steps),
         "later_turns": len(steps) - len(trajectories),
         "bridged": sum(step.extra["why_rendered"] is None for step in steps),
-        "pictures": sum(len(trajectory.steps[-1].media) for trajectory in trajectories),
+        "pictures": sum(
+            len({span.item.identity for span in trajectory.steps[-1].media}) for trajectory in trajectories
+        ),
         "items": sum(len(trajectory.items) for trajectory in trajectories),
         **means,
     }
