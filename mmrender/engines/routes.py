@@ -117,6 +117,8 @@ VLLM = RouteTable(
             ),
             # What was computed with the old weights goes, and frozen requests are computed again.
             Route("POST /reset_prefix_cache", {"reset_running_requests": "true"}),
+            # The worker drops its image embeddings with the weights; a scheduler that counts on them ends it.
+            Route("POST /reset_encoder_cache"),
             Route(
                 "POST /update_weight_version", body={"new_version": "$weight_version"}, needs="weight_version"
             ),

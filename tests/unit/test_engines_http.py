@@ -92,9 +92,11 @@ update: POST /update_weights {"update_info": {"dtype_names": ["bfloat16"], "grou
 update: POST /finish_weight_update {"weight_version": "v"}
 load: POST /collective_rpc {"kwargs": {"weights_path": "/weights"}, "method": "reload_weights"}
 load: POST /reset_prefix_cache?reset_running_requests=true
+load: POST /reset_encoder_cache
 load: POST /update_weight_version {"new_version": "v"}
 load, unnamed: POST /collective_rpc {"kwargs": {"weights_path": "/weights"}, "method": "reload_weights"}
 load, unnamed: POST /reset_prefix_cache?reset_running_requests=true
+load, unnamed: POST /reset_encoder_cache
 set version: POST /update_weight_version {"new_version": "v"}
 health: GET /health
 """,
