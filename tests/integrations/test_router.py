@@ -28,7 +28,7 @@ from mmrender.testing.tiny_model import build_tiny_model
 pytestmark = pytest.mark.timeout(1200)
 
 PROMPTS = 24
-SESSIONS = 6
+SESSIONS = 12
 
 
 def start_router(command, urls, log):
