@@ -57,7 +57,7 @@ def fleet(tiny_model, tmp_path_factory):
         servers = list(pool.map(stack.enter_context, starting))
         command = [Path(sys.executable).with_name("vllm-router"), "--policy", "consistent_hash"]
         command += ["--health-check-interval-secs", "2", "--health-failure-threshold", "3"]
-        # After a pause its idle connections are closed, which it counts as failures of the servers.
+        # By default it leaves out a server for a minute after some failures.
         command += ["--cb-timeout-duration-secs", "1"]
         urls = [server.base_url for server in servers]
         yield servers, stack.enter_context(start_router(command, urls, logs / "router.log"))
