@@ -114,8 +114,8 @@ def main() -> int:
             if found is not None:
                 parts[name] = found
     rows = figures({name: parts[name] for name in PARTS if name in parts})
-    load = os.getloadavg()[2]
-    here = machine(PACKAGES) | {"quick": options.quick, "load, 15 minutes": round(load, 1)}
+    # The average over five minutes, so that what ran before does not count as run beside it.
+    here = machine(PACKAGES) | {"quick": options.quick, "load": round(os.getloadavg()[1], 1)}
     print("\n".join(f"{key}: {value}" for key, value in here.items()) + "\n")
     print(shown(rows))
     print("\nseconds: " + ", ".join(f"{name} {value:g}" for name, value in seconds.items()))

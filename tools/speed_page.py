@@ -82,7 +82,7 @@ def whole_table(kept: Document) -> str:
         ]
         for figure in kept["figures"]
     ]
-    headings = ["milliseconds", OURS, "Transformers", *PEERS[1:], "limit", "asked, and reached"]
+    headings = ["milliseconds", OURS, "Transformers", *PEERS[1:], "limit", "our aim, and what is reached"]
     plots = "".join(f"\n![Milliseconds over {AXES[name]}](growth-{name}.svg)\n" for name in kept["growth"])
     table = _table(headings, rows, texts=(0, 5, 6))
     return f"{_machine(kept['machine'])}\n\n{table}\n## Growth with size\n{plots}"
@@ -109,7 +109,7 @@ def _machine(machine: Document) -> str:
     versions = ", ".join(
         f"{name} {machine[name]}" for name in ("transformers", *PEERS[1:]) if "." in machine.get(name, "")
     )
-    load = machine["load, 15 minutes"]
+    load = machine["load"]
     busy = "" if load < machine["cores"] else f"; **other programs ran beside it, at a load of {load:g}**"
     return f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {versions}{busy}:"
 
