@@ -31,7 +31,14 @@ from mmrender.testing.memory_transport import Answer, Asked, MemoryTransport
 
 ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 60
-_CONTROLS = ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version")
+_CONTROLS = (
+    "pause",
+    "resume",
+    "collective_rpc",
+    "reset_prefix_cache",
+    "reset_encoder_cache",
+    "update_weight_version",
+)
 FENCE = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 
 
