@@ -64,7 +64,7 @@ class Config:
     rollouts: int = 8
     cycle: int = 0
     learning_rate: float = 7e-4
-    entropy_bonus: float = 0.015
+    entropy_bonus: float = 0.05
     most_weight: float = 2.0
     row_tokens: int = 512
     micro_batch_tokens: int = 4096
@@ -86,7 +86,6 @@ ZOOM: Final[dict[str, Any]] = {
     "warm_up": 400,
     "boards": 16,
     "learning_rate": 1e-3,
-    "entropy_bonus": 0.05,
     "row_tokens": 1024,
 }
 """Settings of the game with the tool that differ from those of the other one."""
