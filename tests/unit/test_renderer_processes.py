@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -119,4 +120,6 @@ loop.run_until_complete(ask())
         [sys.executable, "-X", "dev", "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert [line for line in done.stderr.splitlines() if "unclosed event loop" not in line] == []
+    # A busy machine is slow, which asyncio tells in this mode.
+    expected = re.compile(r"unclosed event loop|^Executing .* took [\d.]+ seconds$")
+    assert [line for line in done.stderr.splitlines() if not expected.search(line)] == []
