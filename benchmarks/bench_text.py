@@ -22,10 +22,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
-from measure import Clock, Contender, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from measure import Clock, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
 from render_contenders import NativePeer, Ours, Peer, Reference  # noqa: E402
 
-from mmrender.testing.bench import conversation  # noqa: E402
+from mmrender.testing.bench import conversation, fresh  # noqa: E402
 
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 TURNS = (1, 4, 16, 64)
@@ -34,30 +34,18 @@ Messages = list[dict[str, Any]]
 Contenders = dict[str, Callable[[Messages], Any]]
 
 
-class Fresh:
-    """A contender over conversations that nobody saw: engines that it shares with others have caches."""
-
-    _seeds = itertools.count(1)
-
-    def __init__(self, turns: int, render: Callable[[Messages], object], *, known: bool) -> None:
-        self._turns, self._render, self._known = turns, render, known
-        self._messages: Messages = []
-
-    def reset(self) -> None:
-        self._messages = conversation(self._turns, next(self._seeds), system=self._known)
-
-    def run(self) -> object:
-        return self._render(self._messages)
-
-
 def measure(contenders: Contenders, turns: int, known: bool, rounds: int, clock: Clock) -> dict[str, Any]:
     """Compare the token ids of all, then time them on conversations that none of them saw."""
     messages = conversation(turns, 0, system=known)
     ids = {name: list(render(messages)) for name, render in contenders.items() if name != LIMIT}
     if any(found != ids["ours"] for found in ids.values()):
         raise SystemExit("token ids differ: what is timed would not be the same work")
-    fresh = {name: Fresh(turns, render, known=known) for name, render in contenders.items()}
-    timed = {name: Contender(each.run, each.reset) for name, each in fresh.items()}
+
+    def unseen(seed: int) -> Messages:
+        return conversation(turns, seed, system=known)
+
+    # Each has conversations of its own: engines that they share have caches.
+    timed = {name: fresh(unseen, render) for name, render in contenders.items()}
     seconds = medians(timed, rounds=rounds, clock=clock)
     return {"turns": turns, "known": known, "tokens": len(ids["ours"]), "seconds": seconds}
 

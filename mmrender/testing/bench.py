@@ -63,21 +63,18 @@ def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(ramp.astype(np.uint8) + noise)
 
 
-class _Fresh:
-    """A call whose argument is made anew before each."""
+_seeds = itertools.count(1)
 
-    _seeds = itertools.count(1)
 
-    def __init__(self, make: Callable[[int], Any], call: Callable[[Any], object]) -> None:
-        self._make, self._call = make, call
-        self._made: Any = None
+def fresh(make: Callable[[int], Any], call: Callable[[Any], object]) -> Contender:
+    """Return a timed call whose argument is made before each, from a number that no other had."""
+    made: Any = None
 
-    def _prepare(self) -> None:
-        self._made = self._make(next(self._seeds))
+    def prepare() -> None:
+        nonlocal made
+        made = make(next(_seeds))
 
-    def contender(self) -> Contender:
-        """Return what is timed."""
-        return Contender(lambda: self._call(self._made), self._prepare)
+    return Contender(lambda: call(made), prepare)
 
 
 def measure(renderer: "Renderer", *, rounds: int = 5) -> Iterator[Figure]:
@@ -113,8 +110,8 @@ def _text(renderer: "Renderer", rounds: int) -> Iterator[Figure]:
 
     known = conversation(_TURNS, 0, system=False)
     tokens = f"{len(renderer.render(known, add_generation_prompt=True)):,} tokens"
-    fresh = _Fresh(lambda seed: conversation(_TURNS, seed, system=False), render)
-    yield Figure(f"text, {_TURNS} turns, {tokens}", _seconds(fresh.contender(), rounds))
+    unseen = fresh(lambda seed: conversation(_TURNS, seed, system=False), render)
+    yield Figure(f"text, {_TURNS} turns, {tokens}", _seconds(unseen, rounds))
     yield Figure("the same, seen before", _seconds(Contender(lambda: render(known)), rounds))
 
 
@@ -135,8 +132,8 @@ def _images(renderer: "Renderer", rounds: int) -> Iterator[Figure]:
     data = renderer.render(known).multi_modal_data
     (item,), (span,) = data.mm_items["image"], data.mm_placeholders["image"]
     sizes = [sum(tensor.nbytes for tensor in item.tensors("float32").values()), item.nbytes]
-    as_floats = _beside_copy(_Fresh(asked, floats).contender(), sizes[0], rounds)
-    as_levels = _beside_copy(_Fresh(asked, renderer.render).contender(), sizes[1], rounds)
+    as_floats = _beside_copy(fresh(asked, floats), sizes[0], rounds)
+    as_levels = _beside_copy(fresh(asked, renderer.render), sizes[1], rounds)
     yield Figure(f"one image of 1024\u00b2, {span.length:,} tokens, float32", *as_floats)
     yield Figure("the same, kept as levels", *as_levels)
     yield Figure("the same, seen before", _seconds(Contender(lambda: renderer.render(known)), rounds))
@@ -151,8 +148,8 @@ def _bridge(renderer: "Renderer", rounds: int) -> Iterator[Figure]:
 
     if bridge({"role": "user", "content": "And which says meow?"}) is None:
         return
-    fresh = _Fresh(lambda seed: {"role": "user", "content": f"{seed}: and which says meow?"}, bridge)
-    yield Figure(f"bridge of a user's turn, after {_TURNS} turns", _seconds(fresh.contender(), rounds))
+    unseen = fresh(lambda seed: {"role": "user", "content": f"{seed}: and which says meow?"}, bridge)
+    yield Figure(f"bridge of a user's turn, after {_TURNS} turns", _seconds(unseen, rounds))
 
 
 def _codec(rounds: int) -> Iterator[Figure]:
