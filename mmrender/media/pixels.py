@@ -57,9 +57,8 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
     if values[3] < 2 or values[2] or array[2]:
         return None
     size = values[0] * _BYTES_PER_ELEMENT.get(image.mode, 1)
-    memory: Any = (ctypes.c_ubyte * size).from_address(ctypes.c_int64.from_address(values[5] + 8).value)
-    memory.owner = capsule
-    return np.frombuffer(memory, np.uint8).reshape(height, width, size // (width * height))
+    pixels = _at_address(ctypes.c_int64.from_address(values[5] + 8).value, size, owner=capsule)
+    return pixels.reshape(height, width, size // (width * height))
 
 
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
@@ -226,7 +225,10 @@ def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
     """Return an array `(height, width, 3 or 4)` that torch, which takes writable ones, only reads."""
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is not None:
-        return pixels if pixels.flags.writeable else _as_writable(np.ascontiguousarray(pixels))
+        if pixels.flags.writeable:
+            return pixels
+        held = np.ascontiguousarray(pixels)
+        return _at_address(held.ctypes.data, held.size, owner=held).reshape(held.shape)
     whole = _new_array(loaded.height, loaded.width, 4)
     top = 0
     for strip in raw_strips(loaded.image):
@@ -235,8 +237,8 @@ def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
     return whole
 
 
-def _as_writable(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the memory of a contiguous array as one that is not marked read-only."""
-    memory: Any = (ctypes.c_ubyte * pixels.size).from_address(pixels.ctypes.data)
-    memory.owner = pixels
-    return np.frombuffer(memory, np.uint8).reshape(pixels.shape)
+def _at_address(address: int, size: int, *, owner: object) -> npt.NDArray[np.uint8]:
+    """Return so many bytes of memory as an array not marked read-only, which keeps their owner alive."""
+    memory: Any = (ctypes.c_ubyte * size).from_address(address)
+    memory.owner = owner
+    return np.frombuffer(memory, np.uint8)
