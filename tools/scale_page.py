@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from speed_page import with_text
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, FIGURES = DOCS / "scale.md", DOCS / "scale.json"
-BEGIN, END = "<!-- written by tools/scale_page.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- written by tools/scale_page.py -->\n"
 
 ENVIRONMENTS, TURN_SECONDS = 1000, 10.0
 WORKERS, ENGINES, ENGINES_A_HOST = 8, 64, 8
@@ -74,12 +76,10 @@ def loads(figures: dict[str, Any]) -> Iterator[Load]:
 def written(figures: dict[str, Any]) -> str:
     """Tables and the links that saturate first."""
     found = sorted(loads(figures), key=lambda load: -load.shortest)
-    common = [load for load in found if not load.mode.startswith("`")]
+    common = {load.mode for load in found} - {f"`{mode}`" for mode in figures["requests"]}
     first = []
     for mode in figures["requests"]:
-        worst, second = sorted(
-            [load for load in found if load.mode == f"`{mode}`"] + common, key=lambda load: -load.shortest
-        )[:2]
+        worst, second = [load for load in found if load.mode in {f"`{mode}`", *common}][:2]
         first.append(
             f"- `{mode}`: {worst.link}, at turns shorter than {worst.shortest:.2g} s; then {second.link}, at "
             f"{second.shortest:.2g} s."
@@ -90,7 +90,7 @@ def written(figures: dict[str, Any]) -> str:
         return 1e3 * rollout / float(figures["turns"])
 
     lines = [
-        f"\nOne rollout, measured on {machine['cpu']}, Python {machine['python']}: {figures['turns']} turns, "
+        f"One rollout, measured on {machine['cpu']}, Python {machine['python']}: {figures['turns']} turns, "
         f"{figures['pictures']}.\n",
         "| | MB | processor, ms a turn |",
         "|---|---|---|",
@@ -119,9 +119,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     page = PAGE.read_text("utf-8")
-    before, _, rest = page.partition(BEGIN)
-    expected = before + BEGIN + written(json.loads(FIGURES.read_text("utf-8"))) + "\n" + END
-    expected += rest.partition(END)[2]
+    expected = with_text(page, written(json.loads(FIGURES.read_text("utf-8"))), BEGIN)
     if not options.check:
         PAGE.write_text(expected, "utf-8")
         return 0

@@ -143,13 +143,13 @@ def _verdict(entry: Document) -> str:
     return f"{entry['sense']} {entry['other']}: {entry['asked']:g}x, {reached}{word}"
 
 
-def with_text(page: str, text: str) -> str:
-    """Return the page with this text between its marks."""
-    before, begin, rest = page.partition(BEGIN)
+def with_text(page: str, text: str, mark: str = BEGIN) -> str:
+    """Return the page with this text between its marks, of which `mark` is the first."""
+    before, begin, rest = page.partition(mark)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit("a page has lost its marks")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    return f"{before}{mark}\n{text}\n{END}{after}"
 
 
 PAGES = {ROOT / "docs" / "compare.md": short_tables, ROOT / "docs" / "speed.md": whole_table}
