@@ -1,10 +1,11 @@
 """Train in two processes, kill worker and trainer again and again, and see that each game is trained on once.
 
-    python tests/learn_faults.py --out RUN [--kills 10] [--server local] [-- flags of grpo.processes]
+    python tests/learn_faults.py --out RUN [--kills 10] [--server local] [--ray] [-- flags of grpo.processes]
 
 Without `--server local` a vLLM is started, from the environment that MMRENDER_VLLM_ENV names; its weights are
-read anew before each step. Both processes die by SIGKILL at random moments, and are started again. Checked at
-the end, by the lines that the trainer wrote:
+read anew before each step. Both processes die by SIGKILL at random moments, and are started again: by this
+program, or with `--ray` by Ray, whose actors they are then. Checked at the end, by the lines that the trainer
+wrote:
 
 - each step was taken once, on every game of it and no other, none twice, all sampled by the weights of that step;
 - sampler and trainer differ by less than 1e-3 nats at every token of every step, right after the reload;
@@ -15,6 +16,7 @@ the end, by the lines that the trainer wrote:
 import argparse
 import contextlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -26,6 +28,8 @@ from typing import Any
 import numpy as np
 
 from grpo.config import Config, build, parse
+from grpo.processes import actors
+from grpo.worker import games_of
 from integration.engine_server import start_vllm
 
 ROLES = ("trainer", "worker")
@@ -50,15 +54,49 @@ class Processes:
         self.running[role].wait()
         self.running[role] = self._start(role)
 
-    def failed(self) -> list[str]:
-        """Those that ended by themselves, and not because they were done."""
-        return [role for role, process in self.running.items() if process.poll() not in (None, 0)]
+    def run(self) -> bool:
+        """Whether one still runs.
+
+        Raises:
+            SystemExit: One ended by itself, and not because it was done.
+        """
+        ended = {role: process.poll() for role, process in self.running.items()}
+        for role, code in ended.items():
+            if code not in (None, 0):
+                raise SystemExit(f"{role} ended by itself: see {self._out / role}.log")
+        return None in ended.values()
 
     def end(self) -> None:
         """Kill what runs."""
         for process in self.running.values():
             process.kill()
             process.wait()
+
+
+class Actors:
+    """Worker and trainer as actors of Ray, which starts them again when they die."""
+
+    def __init__(self, config: Config) -> None:
+        import ray
+
+        self._ray = ray
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        self._actors = actors(config)
+        self._left = [actor.run.remote() for actor in self._actors.values()]
+
+    def kill(self, role: str) -> None:
+        """Kill one; Ray starts it again, and calls again what it ran."""
+        os.kill(self._ray.get(self._actors[role].pid.remote()), signal.SIGKILL)
+
+    def run(self) -> bool:
+        """Whether one still runs; raises what one raised."""
+        done, self._left = self._ray.wait(self._left, num_returns=len(self._left), timeout=0)
+        self._ray.get(done)
+        return bool(self._left)
+
+    def end(self) -> None:
+        """End the cluster."""
+        self._ray.shutdown()
 
 
 def steps_of(out: Path) -> list[dict[str, Any]]:
@@ -68,18 +106,15 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "reward" in row]
 
 
-def drive(config: Config, flags: list[str], kills: int, seed: int) -> list[tuple[str, int]]:
+def drive(config: Config, processes: Processes | Actors, kills: int, seed: int) -> list[tuple[str, int]]:
     """Run to the end with so many kills, spread over the run; return who was killed at which step."""
     dice, killed = random.Random(seed), []
     # Of each kind as many, in any order, each at a moment of its own within a step.
     roles = [ROLES[number % 2] for number in range(kills)]
     dice.shuffle(roles)
     at = [1 + number * (config.steps - 2) // max(1, kills) for number in range(kills)]
-    processes = Processes(config.out, flags)
     try:
-        while any(process.poll() is None for process in processes.running.values()):
-            if failed := processes.failed():
-                raise SystemExit(f"{failed[0]} ended by itself: see {config.out / failed[0]}.log")
+        while processes.run():
             if len(killed) < kills and len(steps_of(config.out)) >= at[len(killed)]:
                 time.sleep(dice.random() * 2)
                 role = roles[len(killed)]
@@ -111,11 +146,7 @@ def check(config: Config, killed: list[tuple[str, int]], kills: int) -> dict[str
     if [row["step"] for row in rows] != list(range(1, config.steps + 1)):
         problems.append(f"steps {[row['step'] for row in rows]}")
     for row in rows:
-        first = ((config.seed << 20) + row["step"] - 1) * config.boards
-        expected = [
-            [board, game] for board in range(first, first + config.boards) for game in range(config.rollouts)
-        ]
-        if row["games"] != expected:
+        if row["games"] != [list(game) for game in games_of(config, row["step"] - 1)]:
             problems.append(f"step {row['step']} was trained on other games than its own")
         if row["weights"] != [f"step-{row['step'] - 1}"]:
             problems.append(f"step {row['step']} was sampled by {row['weights']}")
@@ -156,22 +187,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--server", default="vllm", choices=("vllm", "local"))
+    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="of the kills, and of the run")
     options = parser.parse_args(own)
     if options.out.exists() and any(options.out.iterdir()):
         raise SystemExit(f"{options.out} holds a run already")
     flags = ["--out", str(options.out), "--seed", str(options.seed), "--quiet", *flags]
-    config = parse(flags)
-    model = build(config)
+    model = build(parse(flags))
     with contextlib.ExitStack() as stack:
         url = options.server
         if url == "vllm":
             server = stack.enter_context(
-                start_vllm(model, ["--max-num-seqs", "32"], log=config.out / "vllm.log")
+                start_vllm(model, ["--max-num-seqs", "32"], log=options.out / "vllm.log")
             )
             url = server.base_url
-        start = time.monotonic()
-        killed = drive(config, [*flags, "--server", url], options.kills, options.seed)
+        flags += ["--server", url]
+        config, start = parse(flags), time.monotonic()
+        processes = Actors(config) if options.ray else Processes(config.out, flags)
+        killed = drive(config, processes, options.kills, options.seed)
     print(json.dumps({**check(config, killed, options.kills), "seconds": round(time.monotonic() - start)}))
 
 

@@ -29,6 +29,7 @@ class Config:
         until: Share of held-out boards at which a run of one process ends.
         boards: Boards of a step.
         rollouts: Games of each board, one group.
+        answers: Last turns that are sampled of a game, in `zoom`: branches that share all before.
         cycle: Steps after which the boards come again; 0 for never.
         learning_rate: Of AdamW.
         entropy_bonus: Weight of the entropy of what could be answered.
@@ -62,8 +63,9 @@ class Config:
     until: float = 0.99
     boards: int = 32
     rollouts: int = 8
+    answers: int = 1
     cycle: int = 0
-    learning_rate: float = 7e-4
+    learning_rate: float = 3e-4
     entropy_bonus: float = 0.05
     most_weight: float = 2.0
     row_tokens: int = 512
@@ -85,7 +87,9 @@ ZOOM: Final[dict[str, Any]] = {
     "grid": 2,
     "warm_up": 400,
     "boards": 16,
-    "learning_rate": 1e-3,
+    "rollouts": 4,
+    "answers": 2,
+    "entropy_bonus": 0.01,
     "row_tokens": 1024,
 }
 """Settings of the game with the tool that differ from those of the other one."""

@@ -131,11 +131,12 @@ class ZoomedCell:
         picture, _ = draw(f"{seed}{self._shown}", self._grid, self._pixels)
         return [picture, {"type": "text", "text": CAPTION}]
 
-    def _info(self, found: bool = False) -> dict[str, float]:
+    def _info(self, found: bool = False) -> dict[str, Any]:
         return {
             "called": float(bool(self._shown)),
             "zoomed": float(self._shown == self.cell),
             "found": float(found),
+            "answer": self.answer,
         }
 
 

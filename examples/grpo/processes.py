@@ -5,7 +5,8 @@ Usage, while a vLLM with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1` serve
     python -m grpo.processes trainer --out RUN --boards 8 --rollouts 4
     python -m grpo.processes worker --out RUN --boards 8 --rollouts 4 --server http://127.0.0.1:8000
 
-With `--server local` the worker samples from a model of its own, which reads the same files of weights.
+or `python -m grpo.processes ray` with the same flags for both, as actors of Ray. With `--server local` the
+worker samples from a model of its own, which reads the same files of weights.
 
 The trainer writes weights and names them in RUN/latest.json; the worker reads them into the paused server,
 plays the games of that step, and ships them. Either may be killed and started again at any time. A step is
@@ -15,10 +16,11 @@ before, are left out; and they are acknowledged when the weights that they made 
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from safetensors.torch import load_file, save_file
 
@@ -164,6 +166,50 @@ async def load(server: Any, path: str, version: str) -> None:
     await server.resume_generation()
 
 
+ROLES: Final = {"trainer": train, "worker": play}
+
+
+class Process:
+    """One of the two, as an actor of Ray."""
+
+    def __init__(self, role: str, config: Config) -> None:
+        self._role, self._config = role, config
+
+    def run(self) -> None:
+        """Run to the end."""
+        asyncio.run(ROLES[self._role](self._config))
+
+    def pid(self) -> int:
+        """The process that runs it now."""
+        return os.getpid()
+
+
+def actors(config: Config) -> dict[str, Any]:
+    """Start both as actors of Ray, which starts them again when they die.
+
+    They share a socket and the folder of the run, so both run on this machine.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Process).options(
+        scheduling_strategy=here, max_restarts=-1, max_task_retries=-1, max_concurrency=2
+    )
+    return {role: actor.remote(role, config) for role in ROLES}
+
+
+def on_ray(config: Config) -> None:
+    """Run both to the end on the cluster that `RAY_ADDRESS` names, or on one of this machine."""
+    import ray
+
+    ray.init()
+    ray.get([actor.run.remote() for actor in actors(config).values()])
+
+
 if __name__ == "__main__":
     role, *flags = sys.argv[1:]
-    asyncio.run({"trainer": train, "worker": play}[role](parse(flags)))
+    if role == "ray":
+        on_ray(parse(flags))
+    else:
+        asyncio.run(ROLES[role](parse(flags)))

@@ -30,7 +30,7 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.batch import importance_weights
-from mmrender.trajectory import TrainingSample, Trajectory
+from mmrender.trajectory import Branch, TrainingSample, Trajectory
 
 
 class Trainer:
@@ -136,20 +136,37 @@ class Trainer:
 
 
 def reward_of(trajectory: Trajectory) -> float:
-    """The sum of the rewards of all turns."""
-    return float(sum(np.sum(step.reward) for step in trajectory.steps if step.reward is not None))
+    """The mean reward of its branches, each the sum of the rewards of its turns."""
+    rewards = [_reward_of(branch) for branch in trajectory.branches()]
+    return sum(rewards) / len(rewards)
+
+
+def _reward_of(branch: Branch) -> float:
+    return float(sum(np.sum(step.reward) for step in branch.steps if step.reward is not None))
 
 
 def with_advantages(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
-    """Samples of all games, each token's advantage the reward of its game less the mean of its group."""
+    """Samples of all games; each sampled token is trained on once.
+
+    Its advantage is the mean reward of the branches that hold its turn, less the mean of the group.
+    """
     groups: defaultdict[Any, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         groups[trajectory.extra["group"]].append(reward_of(trajectory))
     samples = []
     for trajectory in trajectories:
-        rewards = groups[trajectory.extra["group"]]
-        advantage = reward_of(trajectory) - sum(rewards) / len(rewards)
-        for sample in trajectory.samples():
-            advantages = np.where(sample.loss_mask, advantage, 0.0).astype(np.float32)
+        of_group, branches = groups[trajectory.extra["group"]], trajectory.branches()
+        rewards: defaultdict[int, list[float]] = defaultdict(list)
+        for branch in branches:
+            for step in branch.steps:
+                rewards[step.index].append(_reward_of(branch))
+        trained: dict[int, int] = {}
+        for branch in branches:
+            sample = branch.sample(trained=trained)
+            advantages = np.zeros(len(sample), np.float32)
+            for part in branch.tip.parts():
+                own = rewards[part.step.index]
+                advantages[slice(*part.sampled)] = sum(own) / len(own) - sum(of_group) / len(of_group)
+            advantages[~sample.loss_mask] = 0.0
             samples.append(replace(sample, advantages=advantages))
     return samples

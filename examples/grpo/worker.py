@@ -1,19 +1,46 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final
 
 from grpo.config import Config
 from grpo.games import HELD_OUT, RECORDED, ZoomedCell, game_of
 from grpo.trainer import Trainer, reward_of
 from mmrender import Renderer
-from mmrender.rollout import RendererClient, TrajectoryID, VLMGenerator
+from mmrender.rollout import RendererClient, TrajectoryID, Turn, VLMGenerator
 from mmrender.training import Collator
-from mmrender.trajectory import Trajectory
+from mmrender.trajectory import Step, Trajectory
 
 _WARM_UP_CHECK: Final = 5
 """Updates on recorded games between plays of the held-out boards."""
+
+
+class BranchingClient(RendererClient):
+    """Samples each turn after the first several times: branches that share the prompt and all before it."""
+
+    def __init__(self, *arguments: Any, answers: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._answers = answers
+
+    async def create_completion(
+        self,
+        messages: Sequence[Any],
+        *,
+        parent: Step | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Turn:
+        """Sample a turn and its siblings; return the first, which the environment sees."""
+        given = dict(sampling_params or {})
+        sample = partial(super().create_completion, messages, **options)
+        turn = await sample(parent=parent, sampling_params=given)
+        if parent is not None and turn.step is not None:
+            siblings = [{**given, "seed": given["seed"] ^ number} for number in range(1, self._answers)]
+            await asyncio.gather(*(sample(parent=turn.step, sampling_params=each) for each in siblings))
+        return turn
 
 
 class Worker:
@@ -31,21 +58,20 @@ class Worker:
 
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
         self.renderer, self._config = renderer, config
-        sampler = RendererClient(renderer, client, forbid_media_tokens=True, **options)
-        concurrency = config.boards * config.rollouts
-        self._generator = VLMGenerator(
-            sampler, {"game": game_of(config, renderer)}, max_concurrency=concurrency, failures="raise"
+        self._trained, self._tested = (
+            VLMGenerator(
+                BranchingClient(renderer, client, answers=answers, forbid_media_tokens=True, **options),
+                {"game": game_of(config, renderer)},
+                max_concurrency=config.boards * config.rollouts,
+                failures="raise",
+            )
+            for answers in (config.answers, 1)
         )
 
     async def stream(self, step: int) -> AsyncGenerator[Trajectory, None]:
         """Play the boards of a step, each as often as a group has games; yield each game when it ends."""
-        config = self._config
-        number = step % config.cycle if config.cycle else step
-        first = ((config.seed << 20) + number) * config.boards
-        games = [
-            (board, game) for board in range(first, first + config.boards) for game in range(config.rollouts)
-        ]
-        async for trajectory in self._play(games, temperature=1.0, seed=config.seed + step):
+        sampling = {"temperature": 1.0, "seed": self._config.seed + step}
+        async for trajectory in self._play(self._trained, games_of(self._config, step), sampling):
             trajectory.extra["step"] = step
             yield trajectory
 
@@ -57,13 +83,16 @@ class Worker:
     async def held_out(self) -> float:
         """Play the boards that are never trained on greedily; return the share of right answers."""
         games = [(HELD_OUT + board, 0) for board in range(self._config.held_out)]
-        rewards = [reward_of(trajectory) async for trajectory in self._play(games, temperature=0.0)]
+        played = self._play(self._tested, games, {"temperature": 0.0})
+        rewards = [reward_of(trajectory) async for trajectory in played]
         return sum(rewards) / len(rewards)
 
-    async def _play(self, games: list[tuple[int, int]], **sampling: Any) -> AsyncGenerator[Trajectory, None]:
+    async def _play(
+        self, generator: VLMGenerator, games: list[tuple[int, int]], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[Trajectory, None]:
         names = [TrajectoryID(str(board), game) for board, game in games]
         named = {name.to_string(): game for name, game in zip(names, games, strict=True)}
-        played = self._generator.stream(
+        played = generator.stream(
             {
                 "prompts": [[]] * len(games),
                 "env_classes": ["game"] * len(games),
@@ -76,7 +105,17 @@ class Worker:
             async for trajectory in played:
                 board, game = named[trajectory.extra["name"]]
                 trajectory.extra |= {"group": board, "game": game}
+                for step in trajectory.steps:
+                    if step.reward is None:  # a sibling, which the environment did not see
+                        said = step.messages[-1]["content"]
+                        step.reward = float(said == trajectory.extra["info"]["answer"])
                 yield trajectory
+
+
+def games_of(config: Config, step: int) -> list[tuple[int, int]]:
+    """The games of a step: board, and number in its group."""
+    first = ((config.seed << 20) + (step % config.cycle if config.cycle else step)) * config.boards
+    return [(board, game) for board in range(first, first + config.boards) for game in range(config.rollouts)]
 
 
 async def warm_up(
@@ -104,18 +143,20 @@ async def warm_up(
 
 
 def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Count what is done once: turns, those that were bridged, different pictures shown, and items held.
+    """Count turns, branches, later turns that were not rendered anew, pictures shown, and items held.
 
     Also means of what the game says of itself.
     """
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     means = {
         name: sum(each.extra["info"][name] for each in trajectories) / len(trajectories)
-        for name in trajectories[0].extra["info"]
+        for name, value in trajectories[0].extra["info"].items()
+        if isinstance(value, float)
     }
     return {
         "turns": len(steps),
         "later_turns": len(steps) - len(trajectories),
+        "branches": sum(len(trajectory.branches()) for trajectory in trajectories),
         "bridged": sum(step.extra["why_rendered"] is None for step in steps),
         "pictures": sum(
             len({span.item.identity for span in trajectory.steps[-1].media}) for trajectory in trajectories
