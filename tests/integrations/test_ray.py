@@ -53,6 +53,18 @@ def workers():
     return [int(line.split()[0]) for line in listed.splitlines() if "ray::_render_to_file" in line]
 
 
+def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):
+    tests = Path(__file__).resolve().parent.parent
+    paths = [str(tests), str(tests.parent / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    small = ["--steps", "8", "--grid", "2", "--boards", "4", "--rollouts", "4", "--audit-every", "4"]
+    command = [sys.executable, str(tests / "learn_faults.py"), "--out", str(tmp_path / "run"), "--ray"]
+    subprocess.run(
+        [*command, "--server", "local", "--kills", "2", "--p", "1", "--", *small],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=True,
+    )
+
+
 def test_a_worker_and_the_driver_die_and_the_output_equals_the_serial_run(tiny_model, tmp_path):
     shard = max(COUNT // 12, 1)
     command = [sys.executable, str(Path(__file__).with_name("ray_cases.py")), str(tiny_model), str(tmp_path)]

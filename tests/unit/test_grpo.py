@@ -90,9 +90,10 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path):
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:kept])
 
 
-def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_right_answer(whole):
+@pytest.mark.parametrize("answers", [1, 3])
+def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_right_answer(whole, answers):
     renderer, dice = Renderer.from_pretrained(whole.out / "model"), random.Random(0)
-    config = replace(SMALL, game="zoom", boards=8, rollouts=4, constrained=False)
+    config = replace(SMALL, game="zoom", boards=8, rollouts=4, answers=answers, constrained=False)
 
     def say(request):
         if len(request.multi_modal_data.mm_items["image"]) == 2:
@@ -102,7 +103,10 @@ def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_r
     games = asyncio.run(Worker(config, renderer, backend=ScriptedBackend(renderer, say)).train_rollouts(0))
     counts = counts_of(games)
     assert counts["later_turns"] == counts["bridged"] == counts["turns"] - len(games) > 0
-    assert counts["items"] == counts["pictures"] == counts["turns"]
+    looked = sum(len(game.steps) > 1 for game in games)
+    assert counts["items"] == counts["pictures"] == len(games) + looked
+    assert counts["turns"] == len(games) + answers * looked
+    assert counts["branches"] == len(games) + (answers - 1) * looked
     for game in games:
         expert, said = ZoomedCell(2, 64), [step.messages[-1] for step in game.steps]
         recorded = build_training_sample(renderer, expert.recorded(game.extra["group"]), tools=expert.tools)
@@ -110,9 +114,11 @@ def test_games_with_the_tool_are_bridged_hold_each_picture_once_and_reward_the_r
         shown = [span.item.identity for span in game.steps[-1].media]
         cell = said[0]["tool_calls"][0]["function"]["arguments"]
         cell = (json.loads(cell) if isinstance(cell, str) else cell)["cell"]
-        assert len(shown) == len(game.steps) == (1 if cell == "E" else 2)
+        assert len(game.steps) == (1 if cell == "E" else 1 + answers)
+        assert len(shown) == min(len(game.steps), 2)
         assert (shown == pictures) == (cell == expert.cell)
-        assert reward_of(game) == (len(said) == 2 and said[1]["content"] == expert.answer)
+        right = [each["content"] == expert.answer for each in said[1:]] or [False]
+        assert reward_of(game) == pytest.approx(np.mean(right))
     assert 0 < sum(map(reward_of, games)) < len(games)
 
 
@@ -163,6 +169,25 @@ def test_advantages_are_rewards_less_the_mean_of_their_group():
         for _ in game.samples():
             sample = next(samples)
             assert np.allclose(sample.advantages, np.where(sample.loss_mask, expected, 0), atol=1e-6)
+
+
+def test_a_turn_that_branches_share_has_their_mean_reward_and_is_trained_on_once():
+    game, other = (Trajectory(f"t{number}", extra={"group": 0}) for number in range(2))
+    other.append([1, 2], [3], logprobs=[-1.0], reward=0.0)
+    call = game.append([1, 2], [3, 4], logprobs=[-1.0, -1.0], reward=0.5)
+    for token, reward in ((6, 1.0), (7, 0.0), (8, 0.0)):
+        game.append([1, 2, 3, 4, 5], [token], parent=call, logprobs=[-1.0], reward=reward)
+    mean = 0.5 + 1 / 3
+    assert reward_of(game) == pytest.approx(mean)
+    baseline = mean / 2
+    expected = [
+        [0, 0, mean - baseline, mean - baseline, 0, 1.5 - baseline],
+        [0, 0, 0, 0, 0, 0.5 - baseline],
+        [0, 0, 0, 0, 0, 0.5 - baseline],
+    ]
+    samples = with_advantages([game, other])
+    assert np.allclose([sample.advantages for sample in samples[:3]], expected)
+    assert np.allclose(samples[3].advantages, [0, 0, -baseline])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
