@@ -8,14 +8,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from typing import Final
 
 from grpo.config import Config, build, parse
-from grpo.report import Report, save_page, save_plot
+from grpo.report import Report, save_plot
 from grpo.trainer import Trainer
 from grpo.worker import Worker, counts_of, warm_up
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.model.weights import load_model
+from mmrender.trajectory import load_trajectories, save_trajectories
+from mmrender.view import Page
+
+SHOWN: Final = 4
+"""Games of the first step and of the last that a page shows."""
 
 
 class Clock:
@@ -40,7 +47,7 @@ def ended(config: Config, step: int, report: Report) -> bool:
 
 async def run(config: Config) -> float:
     """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
-    directory, checkpoint = build(config), config.out / "checkpoint.pt"
+    directory, checkpoint, early = build(config), config.out / "checkpoint.pt", config.out / "early.mmc"
     model = load_model(directory, "float32", "cpu", purpose="the example")
     # The template is the tiny model's own: a loaded machine must not end the run.
     renderer = Renderer.from_pretrained(directory)
@@ -83,9 +90,17 @@ async def run(config: Config) -> float:
                     **clock.parts,
                 }
             )
-            if number == 0 or ended(config, trainer.step, report):
-                name = "early" if number == 0 else "late"
-                save_page(config.out / f"rollouts-{name}.html", trajectories[: config.rollouts], renderer)
+            if number == 0:
+                save_trajectories(early, trajectories[:SHOWN])
+            if ended(config, trainer.step, report):
+                pairs = zip(load_trajectories(early), trajectories, strict=False)
+                page = Page(
+                    *chain.from_iterable(pairs),
+                    renderer=renderer,
+                    tools=worker.tools,
+                    title="games of the first step and of the last",
+                )
+                page.save(config.out / "rollouts.html")
             if "held_out" in seen:
                 trainer.save(checkpoint)
                 save_plot([config.out], config.out / "plot.png")

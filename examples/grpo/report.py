@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, a line of JSON for each step, a plot, and pages of sample rollouts."""
+"""What a run shows: a progress bar, a line of JSON for each step, and a plot."""
 
 import argparse
 import json
@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config import Config
-from mmrender import Renderer
-from mmrender.trajectory import Trajectory
-from mmrender.view import Page
 
 SHOWN = ("updates", "loss", "reward", "held_out", "entropy", "kl", "tokens_per_s")
 PARTS = ("rollout", "train", "audit", "evaluate")
@@ -53,11 +50,6 @@ class Report:
         if self._bar is not None:
             shown = [f"{name} {seen[name]:.3g}" for name in SHOWN if name in seen]
             self._bar.update(self._task, completed=seen.get("step", 0), shown="  ".join(shown))
-
-
-def save_page(path: Path, trajectories: Sequence[Trajectory], renderer: Renderer) -> None:
-    """Write some rollouts as a page for a browser."""
-    Page(*trajectories, renderer=renderer, title=path.stem).save(path)
 
 
 def save_plot(runs: Sequence[Path], path: Path) -> None:

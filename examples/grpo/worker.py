@@ -54,10 +54,12 @@ class Worker:
 
     Attributes:
         renderer: The renderer.
+        tools: Those that the game offers.
     """
 
     def __init__(self, config: Config, renderer: Renderer, client: Any = None, **options: Any) -> None:
         self.renderer, self._config = renderer, config
+        self.tools = game_of(config, renderer)().tools
         self._trained, self._tested = (
             VLMGenerator(
                 BranchingClient(renderer, client, answers=answers, forbid_media_tokens=True, **options),
@@ -73,6 +75,7 @@ class Worker:
         sampling = {"temperature": 1.0, "seed": self._config.seed + step}
         async for trajectory in self._play(self._trained, games_of(self._config, step), sampling):
             trajectory.extra["step"] = step
+            trajectory.trajectory_id = f"step {step}, board {trajectory.extra['name']}"
             yield trajectory
 
     async def train_rollouts(self, step: int) -> list[Trajectory]:

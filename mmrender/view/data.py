@@ -177,11 +177,20 @@ def of_sample(
 
 
 def of_trajectory(
-    document: Document, trajectory: Trajectory, decode: Decode | None, renderer: Renderer | None, tools: Any
+    document: Document,
+    trajectory: Trajectory,
+    name: str,
+    renderer: Renderer | None,
+    tools: Any,
 ) -> None:
     """Add every branch of a trajectory, with a mark where one leaves those before it."""
+    decode = renderer.decode if renderer is not None else None
     earlier: list[tuple[int, npt.NDArray[np.int32]]] = []
-    for branch in trajectory.branches():
+    branches = trajectory.branches()
+    for branch in branches:
+        own = [name] if name else []
+        if not name or len(branches) > 1:
+            own.append(f"branch {branch.index}")
         sample = branch.sample(require_logprobs=False)
         ids = sample.token_ids
         spans, sections, notes = _by_step(branch), _steps(branch), []
@@ -193,7 +202,7 @@ def of_trajectory(
             spans, sections = _overlaid(rendered, spans, same), _messages(rendered, same, sections)
         place = len(document.strips)
         document.add(
-            f"branch {branch.index}",
+            ", ".join(own),
             ids,
             decode,
             spans=spans,

@@ -31,7 +31,7 @@ class Page:
         renderer: Gives the text of tokens and the messages of trajectories; a rendering needs none.
         tools: Tools that the model was offered in a trajectory, as `renderer.render` takes them.
         title: Heading of the page.
-        names: Name of each of `shown`, where it has no better one.
+        names: Name of each of `shown`, where it has no better one. Several trajectories have their ids.
 
     Raises:
         InputError: Something is of another class.
@@ -49,7 +49,11 @@ class Page:
         decode = renderer.decode if renderer is not None else None
         self._document = Document(title)
         for index, one in enumerate(shown):
-            name = names[index] if index < len(names) else f"sequence {index}"
+            name = f"sequence {index}"
+            if index < len(names):
+                name = names[index]
+            elif isinstance(one, Trajectory):
+                name = one.trajectory_id if len(shown) > 1 else ""
             self._add(one, name, decode, renderer, tools)
         if not title:
             self._document.title = (
@@ -79,7 +83,7 @@ class Page:
         elif isinstance(shown, TrainingSample):
             of_sample(document, shown, name, decode)
         elif isinstance(shown, Trajectory):
-            of_trajectory(document, shown, decode, renderer, tools)
+            of_trajectory(document, shown, name, renderer, tools)
         elif isinstance(shown, AuditReport):
             of_audit(document, shown)
         else:

@@ -153,6 +153,9 @@ def test_branches_have_their_messages_numbers_and_beginnings(renderer, trajector
         values = [value for run in strip["values"]["sampler"].values() for value in run]
         np.testing.assert_allclose(values, sample.logprobs[sample.loss_mask], rtol=1e-5)
         assert sum(map(sum, strip["values"]["reward"].values())) == 0.5
+    several = shown(Page(trajectory, trajectory, names=["first"]))["strips"]
+    names = [f"{name}, branch {branch}" for name in ("first", trajectory.trajectory_id) for branch in (0, 1)]
+    assert [strip["name"] for strip in several] == names
     # Without a renderer there is neither text nor messages, but every step.
     (bare, _) = shown(Page(trajectory))["strips"]
     assert not bare["texts"]
