@@ -15,11 +15,12 @@ from rich.console import Console
 
 from mmrender.renderer import Renderer
 from mmrender.view.doctor import diagnose, findings_table
+from speed_page import with_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "profiles.md"
 MODELS = ROOT.parent / "shared" / "models"
-BEGIN, END = "<!-- written by tools/profiles_page.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- written by tools/profiles_page.py -->\n"
 _WIDTH = 110
 
 
@@ -34,14 +35,12 @@ def doctor_text(directory: Path) -> str:
 
 def with_findings(page: str, models: Path = MODELS) -> str:
     """The page with the findings of every model directory between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     sections = [
-        f"\n## {directory.name}\n\n```text\n{doctor_text(directory)}\n```\n"
+        f"## {directory.name}\n\n```text\n{doctor_text(directory)}\n```\n"
         for directory in sorted(models.iterdir())
         if directory.is_dir()
     ]
-    return before + BEGIN + "".join(sections) + "\n" + END + after
+    return with_text(page, "\n".join(sections), BEGIN)
 
 
 def main() -> int:
