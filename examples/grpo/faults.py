@@ -84,8 +84,13 @@ def encoded_again(sample: TrainingSample, *, tokenizer: Tokenizer, sampled: bool
             own = tokenizer.encode(tokenizer.decode(own))
         elif kind == "picture":
             places.append(len(ids))
-        limits = [each for each in sample.allowed if each.start <= start and stop <= each.stop]
-        allowed += [each._replace(start=len(ids), stop=len(ids) + len(own)) for each in limits]
+        limits = [each for each in sample.allowed if start <= each.start and each.stop <= stop]
+        if own == sample.token_ids[start:stop].tolist():
+            by = len(ids) - start
+            allowed += [each._replace(start=each.start + by, stop=each.stop + by) for each in limits]
+        else:  # what each token was chosen among is known no more, but for what no token could be
+            whole = {"start": len(ids), "stop": len(ids) + len(own)}
+            allowed += [each._replace(**whole) for each in limits if each.forbids]
         ids += own
         for name, values in arrays.items():
             kept = getattr(sample, name)[start:stop][: len(own)]

@@ -53,13 +53,13 @@ class Report:
 
 
 def save_plot(runs: Sequence[Path], path: Path) -> None:
-    """Draw the metrics of runs: reward, divergence, entropy, and where the time goes."""
+    """Draw the metrics of runs: reward, divergence, entropy, tokens a second, and where the time goes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(11, 6), layout="constrained")
+    figure: Any = Figure(figsize=(15, 6), layout="constrained")
     FigureCanvasAgg(figure)  # draws to files without a display
-    (reward, divergence), (entropy, time) = figure.subplots(2, 2)
+    (reward, entropy, speed), (difference, divergence, time) = figure.subplots(2, 3)
     for number, run in enumerate(runs):
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         tested = [row for row in rows if "held_out" in row]
@@ -70,15 +70,22 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
         reward.plot(
             [row["rollouts"] for row in tested], [row["held_out"] for row in tested], color=color, **line
         )
-        divergence.plot(played, [row["difference"] for row in rows], color=color, linewidth=0.8)
-        entropy.plot(played, [row["entropy"] for row in rows], color=color, linewidth=0.8)
+        for panel, name in (
+            (difference, "difference"),
+            (divergence, "kl"),
+            (entropy, "entropy"),
+            (speed, "tokens_per_s"),
+        ):
+            panel.plot(played, [abs(row.get(name, 0.0)) for row in rows], color=color, linewidth=0.8)
     bottom = [0.0] * len(played)
     for part in PARTS:
         seconds = [row.get(f"{part}_processor_s", 0.0) for row in rows]
         time.fill_between(played, bottom, [a + b for a, b in zip(bottom, seconds, strict=True)], label=part)
         bottom = [a + b for a, b in zip(bottom, seconds, strict=True)]
     reward.set(title="reward", xlabel="rollouts", ylim=(0, 1.05))
-    divergence.set(title="largest difference of sampler and trainer, nats", xlabel="rollouts", yscale="log")
+    difference.set(title="largest difference of sampler and trainer, nats", xlabel="rollouts", yscale="log")
+    divergence.set(title="KL of sampler and trainer, its size in nats", xlabel="rollouts", yscale="log")
+    speed.set(title="tokens a second, sampled and trained on", xlabel="rollouts", ylim=(0, None))
     entropy.set(title="entropy of the answer, nats", xlabel="rollouts")
     time.set(title=f"processor seconds of a step, {runs[-1].name}", xlabel="rollouts")
     reward.legend(fontsize="small")

@@ -279,7 +279,7 @@ def _may_explain(case: Case, trial: Trial) -> bool:
     """
     if trial.since > case.position:
         return False
-    agreeing = case.compared.before(case.position).after(trial.since)
+    agreeing = case.compared.before(case.position).after(trial.since).telling()
     changes_sample = trial.sample is not None
     return (
         not changes_sample

@@ -110,6 +110,14 @@ class Comparison:
         first = int(np.searchsorted(self.positions, start, "right"))
         return Comparison(self.sample, self.positions[first:], self.sampler[first:], self.trainer[first:])
 
+    def telling(self) -> "Comparison":
+        """Return the comparison of the tokens that could have been others.
+
+        One of probability 1, as where a grammar or a choice leaves one token, agrees whatever the model saw.
+        """
+        told = self.sampler < 0
+        return Comparison(self.sample, self.positions[told], self.sampler[told], self.trainer[told])
+
     def beyond(self, tolerance: float) -> npt.NDArray[np.bool_]:
         """Which of the tokens differ by more than `tolerance`, or are not finite; bool of shape `(m,)`."""
         beyond: npt.NDArray[np.bool_] = ~(np.abs(self.difference) <= tolerance)
@@ -160,12 +168,12 @@ class Comparison:
         return int(beyond.argmax()) if beyond.any() else None
 
     def suspects(self, departure: int) -> list[MediaSpan]:
-        """Images that the departing token saw and the last agreeing one before it did not, in order.
+        """Images that the departing token saw and the last telling one before it did not, in order.
 
         Empty where every image was seen before with agreement, or there are none.
         """
-        agreeing = int(self.positions[departure - 1]) if departure else -1
         stop = int(self.positions[departure])
+        agreeing = max(self.before(stop).telling().positions, default=-1)
         return [span for span in self.sample.media_spans if agreeing < span.start < stop]
 
 

@@ -21,6 +21,7 @@ from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData
+from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 
 TOLERANCE = 1e-3
@@ -128,6 +129,25 @@ def test_one_patch_off(samples, trainer):
     assert finding.statement.startswith("the sampler saw every patch 1 place(s) earlier in image 1 (tokens ")
     ((departing, first),) = report.departing
     assert first == 12  # the second completion's first token; the first never saw that image
+    assert [place.position for place in departing.suspects(first)] == [1]
+
+
+def test_tokens_that_could_be_no_others_do_not_clear_an_image(samples, trainer):
+    start, _ = sampled_runs(samples[0].loss_mask)[1]
+
+    def forced(sample):
+        logprobs = sample.logprobs.copy()
+        logprobs[start : start + 10] = 0.0
+        only = [AllowedTokens(at, at + 1, (int(sample.token_ids[at]),)) for at in range(start, start + 10)]
+        return replace(sample, logprobs=logprobs, allowed=tuple(only))
+
+    samples = [forced(sample) for sample in samples]
+    assert audit(samples, trainer, tolerance=TOLERANCE).ok
+    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
+    report = planted(samples, trainer, moved)
+    (finding,) = report.findings
+    assert (finding.cause, finding.image, finding.token) == ("pixels", 1, start + 10)
+    ((departing, first),) = report.departing
     assert [place.position for place in departing.suspects(first)] == [1]
 
 
