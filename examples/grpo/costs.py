@@ -1,6 +1,6 @@
 """Measure what the library costs a rollout, by part, and what share of a step that is.
 
-    PYTHONPATH=examples python -m grpo.costs --game zoom --out runs/zoom [--pixels 512]
+    PYTHONPATH=examples python -m grpo.costs --game zoom --out runs/zoom
 
 Games are played by a model that costs nothing, so that what is left is the worker's: processor time of all
 threads, with the concurrency of a run. `ship` writes the frames of a trajectory and reads them; `collate`
@@ -13,7 +13,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -155,4 +155,4 @@ def report(config: Config) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     settings = parse()
-    report(replace(settings, warm_up=0))
+    report(settings)
