@@ -108,10 +108,9 @@ class Worker:
             async for trajectory in played:
                 board, game = named[trajectory.extra["name"]]
                 trajectory.extra |= {"group": board, "game": game}
-                for step in trajectory.steps:
-                    if step.reward is None:  # a sibling, which the environment did not see
-                        said = step.messages[-1]["content"]
-                        step.reward = float(said == trajectory.extra["info"]["answer"])
+                for sibling in trajectory.steps[2:]:  # of the last turn, which the environment did not see
+                    said = sibling.messages[-1]["content"]
+                    sibling.reward = float(said == trajectory.extra["info"]["answer"])
                 yield trajectory
 
 
