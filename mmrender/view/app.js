@@ -437,7 +437,7 @@ function start() {
   });
   if (!sequences.length) return welcome();
   const wide = innerWidth >= 1280 ? 2 : 1;
-  const count = data.sideBySide ? 2 : data.marks.some((mark) => mark.strip > 0) && !data.strips[0].values.trainer ? wide : 1;
+  const count = data.sideBySide ? 2 : sequences.length > 1 && !data.strips[0].values.trainer ? wide : 1;
   look(views.includes("difference") ? "difference" : "origin");
   for (let index = 0; index < Math.min(count, sequences.length); index++) show(index);
   activate(strips[0]);
