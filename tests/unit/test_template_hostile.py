@@ -195,7 +195,8 @@ def attack(processes, source):
         seconds, peak = now.ru_utime + now.ru_stime - ended.ru_utime - ended.ru_stime, now.ru_maxrss << 10
     else:
         _, seconds, peak = processes.ask(spent)
-    assert seconds - started < SECONDS + 0.2
+    # A busy machine looks later; without a bound these run for minutes.
+    assert seconds - started < 2 * SECONDS + 1
     assert peak - base < MEMORY + (32 << 20)
     return found
 
