@@ -79,13 +79,13 @@ def encoded_again(sample: TrainingSample, *, tokenizer: Tokenizer, sampled: bool
     places: list[int] = []
     allowed: list[AllowedTokens] = []
     for start, stop, kind in parts:
-        own = sample.token_ids[start:stop].tolist()
+        own = before = sample.token_ids[start:stop].tolist()
         if kind == ("sampled" if sampled else "text"):
-            own = tokenizer.encode(tokenizer.decode(own))
+            own = tokenizer.encode(tokenizer.decode(before))
         elif kind == "picture":
             places.append(len(ids))
         limits = [each for each in sample.allowed if start <= each.start and each.stop <= stop]
-        if own == sample.token_ids[start:stop].tolist():
+        if own == before:
             by = len(ids) - start
             allowed += [each._replace(start=each.start + by, stop=each.stop + by) for each in limits]
         else:  # what each token was chosen among is known no more, but for what no token could be

@@ -156,17 +156,19 @@ def with_advantages(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
     samples = []
     for trajectory in trajectories:
         of_group, branches = groups[trajectory.extra["group"]], trajectory.branches()
+        baseline = sum(of_group) / len(of_group)
         rewards: defaultdict[int, list[float]] = defaultdict(list)
         for branch in branches:
+            reward = _reward_of(branch)
             for step in branch.steps:
-                rewards[step.index].append(_reward_of(branch))
+                rewards[step.index].append(reward)
         trained: dict[int, int] = {}
         for branch in branches:
             sample = branch.sample(trained=trained)
             advantages = np.zeros(len(sample), np.float32)
             for part in branch.tip.parts():
                 own = rewards[part.step.index]
-                advantages[slice(*part.sampled)] = sum(own) / len(own) - sum(of_group) / len(of_group)
+                advantages[slice(*part.sampled)] = sum(own) / len(own) - baseline
             advantages[~sample.loss_mask] = 0.0
             samples.append(replace(sample, advantages=advantages))
     return samples
