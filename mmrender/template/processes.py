@@ -4,14 +4,17 @@ A child compiles and runs the template; text with its spans comes back, or an er
 not cross, since no template reads them.
 """
 
+import ctypes
 import math
 import multiprocessing
 import pickle
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,28 +36,40 @@ class TemplateProcesses:
     Args:
         count: Number of processes, at least 1.
         memory_bytes: What each may take beyond what it starts with.
-        cpu_seconds: Processor time of one rendering, in whole seconds.
+        cpu_seconds: Processor time of one rendering, in seconds.
 
     Raises:
+        InputError: `cpu_seconds` is not positive, or infinite.
         PoolError: This platform cannot bound a process.
     """
 
-    def __init__(self, count: int = 1, *, memory_bytes: int = 1 << 30, cpu_seconds: int = 10) -> None:
+    def __init__(self, count: int = 1, *, memory_bytes: int = 1 << 30, cpu_seconds: float = 10) -> None:
         if not _MEMORY.exists():
             raise PoolError("this platform cannot bound the memory of a process", expected="Linux")
-        self.limits = f"{memory_bytes:,} bytes of memory and {cpu_seconds} s of processor time"
+        if not 0 < cpu_seconds < math.inf:
+            raise InputError(
+                "not a bound on processor time",
+                where="cpu_seconds",
+                expected="a positive number of seconds",
+                got=repr(cpu_seconds),
+            )
+        self.limits = f"{memory_bytes:,} bytes of memory and {cpu_seconds:g} s of processor time"
         self.cpu_seconds = cpu_seconds
         self._start = partial(
             ProcessPoolExecutor,
             count,
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_bound_memory,
+            initializer=_start_bounded,
             initargs=(memory_bytes,),
         )
         self._executor = self._start()
         self._lock = threading.Lock()
         self._closed = False
-        self._settings = {"count": count, "memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds}
+        self._settings: dict[str, Any] = {
+            "count": count,
+            "memory_bytes": memory_bytes,
+            "cpu_seconds": cpu_seconds,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Processes are started where it arrives.
@@ -146,20 +161,50 @@ def _without_media(message: Message) -> Message:
 # In the child.
 
 
-def _bound_memory(more: int) -> None:
+@cache
+def _timer() -> Callable[[float], None]:
+    """Return what sets the timer of this process's processor time, which ends it (`man 2 timer_create`).
+
+    It takes seconds; 0 stops the timer. `RLIMIT_CPU` and `ITIMER_PROF` count ticks of the scheduler instead,
+    and may miss half of them on a busy machine.
+    """
+    try:
+        library = ctypes.CDLL("librt.so.1", use_errno=True)
+    except OSError:  # as with musl, whose libc has it
+        library = ctypes.CDLL(None, use_errno=True)
+    timer = ctypes.c_void_p()
+
+    def check(status: int) -> None:
+        if status:
+            raise OSError(ctypes.get_errno(), "no timer of processor time")
+
+    def set_timer(seconds: float) -> None:
+        whole, nanoseconds = divmod(round(seconds * 1e9), 10**9)
+        # The interval, none, and the time until it fires.
+        fields = (ctypes.c_long * 4)(0, 0, whole, nanoseconds)
+        check(library.timer_settime(timer, 0, fields, None))
+
+    # Without a description of its event it is SIGALRM, which whoever started this process may have ignored.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    check(library.timer_create(time.CLOCK_PROCESS_CPUTIME_ID, None, ctypes.byref(timer)))
+    return set_timer
+
+
+def _start_bounded(more: int) -> None:
     import resource
 
+    _timer()
     bound = int(_MEMORY.read_text().split()[0]) * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
-def _bounded(cpu_seconds: int, function: Callable[..., Any], *given: Any) -> Any:
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    most = math.ceil(used.ru_utime + used.ru_stime) + cpu_seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    return function(*given)
+def _bounded(cpu_seconds: float, function: Callable[..., Any], *given: Any) -> Any:
+    set_timer = _timer()
+    set_timer(cpu_seconds)
+    try:
+        return function(*given)
+    finally:
+        set_timer(0)
 
 
 @lru_cache(maxsize=8)

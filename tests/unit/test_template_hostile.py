@@ -17,8 +17,8 @@ from mmrender.messages import Message, ToolCall
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
 
-SECONDS, MEMORY = 2, 256 << 20
-"""What one attack may take: two seconds are the limit of a run; a process has one, rounded up."""
+SECONDS, MEMORY = 1, 256 << 20
+"""What one attack may take of a process."""
 
 MESSAGES = [
     Message(role="user", content="content " * 50),
@@ -105,7 +105,7 @@ LIMIT = {
     "doubling split": doubled("'a'", "(ns.v ~ ns.v).split('b')|first"),
 }  # fmt: skip
 
-# Stopped by time: that of the run, or the process's, which comes first on an idle machine.
+# Stopped by time: the process's, which is shorter here than that of a run.
 TIME = {
     "endless loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "endless loops in a macro": "{% macro m() %}{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}{% endmacro %}{{ m() }}",
@@ -170,7 +170,7 @@ HARMLESS = {
 
 @pytest.fixture(scope="module")
 def processes():
-    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=1) as processes:
+    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=SECONDS) as processes:
         yield processes
 
 
@@ -256,6 +256,31 @@ def test_a_renderer_whose_template_runs_in_processes_gives_the_same(processes, t
         bridge = pool.bridge_to_next_turn(*given, previous_multi_modal_data=sidecar)
         assert bridge is not None
         assert bridge == renderer.bridge_to_next_turn(*given, previous_multi_modal_data=sidecar)
+
+
+def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
+    # Hundreds of short calls: a count of ticks since its start would be wrong by then.
+    busy = "{% for a in range(40000) %}{% endfor %}"
+    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=0.5) as processes:
+        template = IsolatedTemplate(busy, processes=processes)
+        process, *_ = processes.ask(spent)
+        while processes.ask(spent)[1] < 5:
+            template.render(MESSAGES)
+        assert processes.ask(os.getpid) == process
+        started = processes.ask(spent)[1]
+        child, ended = processes._executor._processes[process], resource.getrusage(resource.RUSAGE_CHILDREN)
+        with pytest.raises(TemplateLimitError, match=re.escape("0.5 s of processor time")):
+            IsolatedTemplate(OUTSIDE["power"], processes=processes)
+        child.join()
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took = now.ru_utime + now.ru_stime - ended.ru_utime - ended.ru_stime - started
+        assert 0.4 < took < 0.7
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_a_bound_on_time_is_a_positive_number(seconds):
+    with pytest.raises(InputError, match="cpu_seconds: not a bound on processor time"):
+        TemplateProcesses(cpu_seconds=seconds)
 
 
 def test_what_ends_a_process_ends_one_call():
