@@ -25,7 +25,10 @@ async def work(url: str, model: str, photo: str) -> None:
     """Sample rollouts and ship each."""
     renderer = Renderer.from_pretrained(model, image_backend="pil")
     client = RendererClient(
-        renderer, backend=LocalBackend(model), sampling_params={"max_tokens": 8, "temperature": 1.0}
+        renderer,
+        backend=LocalBackend(model),
+        sampling_params={"max_tokens": 8, "temperature": 1.0},
+        forbid_media_tokens=True,  # an untrained model samples them, and no trainer takes them
     )
     async with Sender(url) as sender:
         for number in range(ROLLOUTS):
