@@ -179,7 +179,7 @@ def _timer() -> Callable[[float], None]:
             raise OSError(ctypes.get_errno(), "no timer of processor time")
 
     def set_timer(seconds: float) -> None:
-        whole, nanoseconds = divmod(round(seconds * 1e9), 10**9)
+        whole, nanoseconds = divmod(math.ceil(seconds * 1e9), 10**9)
         # The interval, none, and the time until it fires.
         fields = (ctypes.c_long * 4)(0, 0, whole, nanoseconds)
         check(library.timer_settime(timer, 0, fields, None))
