@@ -102,21 +102,21 @@ class Comparison:
 
     def before(self, stop: int) -> "Comparison":
         """Return the comparison of the tokens before `stop`."""
-        count = int(np.searchsorted(self.positions, stop))
-        return Comparison(self.sample, self.positions[:count], self.sampler[:count], self.trainer[:count])
+        return self._of(self.positions < stop)
 
     def after(self, start: int) -> "Comparison":
         """Return the comparison of the tokens after `start`."""
-        first = int(np.searchsorted(self.positions, start, "right"))
-        return Comparison(self.sample, self.positions[first:], self.sampler[first:], self.trainer[first:])
+        return self._of(self.positions > start)
 
     def telling(self) -> "Comparison":
         """Return the comparison of the tokens that could have been others.
 
         One of probability 1, as where a grammar or a choice leaves one token, agrees whatever the model saw.
         """
-        told = self.sampler < 0
-        return Comparison(self.sample, self.positions[told], self.sampler[told], self.trainer[told])
+        return self._of(self.sampler < 0)
+
+    def _of(self, tokens: npt.NDArray[np.bool_]) -> "Comparison":
+        return Comparison(self.sample, self.positions[tokens], self.sampler[tokens], self.trainer[tokens])
 
     def beyond(self, tolerance: float) -> npt.NDArray[np.bool_]:
         """Which of the tokens differ by more than `tolerance`, or are not finite; bool of shape `(m,)`."""
@@ -173,7 +173,7 @@ class Comparison:
         Empty where every image was seen before with agreement, or there are none.
         """
         stop = int(self.positions[departure])
-        agreeing = max(self.before(stop).telling().positions, default=-1)
+        agreeing = self.before(stop).telling().positions.max(initial=-1)
         return [span for span in self.sample.media_spans if agreeing < span.start < stop]
 
 

@@ -65,15 +65,11 @@ class TemplateProcesses:
         self._executor = self._start()
         self._lock = threading.Lock()
         self._closed = False
-        self._settings: dict[str, Any] = {
-            "count": count,
-            "memory_bytes": memory_bytes,
-            "cpu_seconds": cpu_seconds,
-        }
+        self._again = partial(type(self), count, memory_bytes=memory_bytes, cpu_seconds=cpu_seconds)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Processes are started where it arrives.
-        return partial(type(self), **self._settings), ()
+        return self._again, ()
 
     def ask(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return what a function gives in a process.
