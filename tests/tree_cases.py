@@ -14,6 +14,7 @@ from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, Weight
 from mmrender.trajectory.step import same_value
 
 PAD = 9
+TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
 
 Segment = int | tuple[str, int]
 """A run of a conversation: a text token, or an image by name and number of placeholder tokens."""
@@ -90,6 +91,7 @@ class Call:
             "logprobs": self.logprobs,
             "multi_modal_data": self.sidecar,
             "messages": self.messages,
+            "tools": (None, [], TOOLS, [*TOOLS, {"name": "look"}])[self.number // 2 % 4],
             "finish_reason": "stop" if self.completion else None,
             "routed_experts": self.experts,
             "weight_versions": [WeightVersionSpan(f"v{self.number}", 0, len(self.completion))],
@@ -174,6 +176,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
         assert old.weight_versions == new.weight_versions
         assert old.allowed == new.allowed
         assert old.messages == new.messages
+        assert old.tools == new.tools
         assert old.finish_reason == new.finish_reason
         assert same_value(old.extra, new.extra)
         assert same_array(np.asarray(old.reward), np.asarray(new.reward))
@@ -184,6 +187,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
         assert left.multi_modal_data == right.multi_modal_data
         assert left.weight_versions == right.weight_versions
         assert left.allowed == right.allowed
+        assert left.tools == right.tools
 
 
 def wire_bound(trajectories: list[Trajectory]) -> int:

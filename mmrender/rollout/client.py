@@ -18,7 +18,7 @@ from mmrender.bridge.bridge import History
 from mmrender.client.generation import BackendName, generate, render_prompt, resolve_backend
 from mmrender.client.transport import Server
 from mmrender.client.types import Generation, RendererBackend
-from mmrender.content import normalize_messages, normalize_tools
+from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
@@ -27,7 +27,7 @@ from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.sample import RESTRICTED
-from mmrender.trajectory.step import Step
+from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
 Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
@@ -102,7 +102,6 @@ class _History:
 
     messages: tuple[Message, ...]
     records: tuple[dict[str, Any], ...]
-    tools: Any
     left_out: frozenset[int]
 
 
@@ -196,7 +195,7 @@ class RendererClient:
             MMRenderError: As for `generate` and `Renderer.render`.
         """
         conversation = normalize_messages(messages)
-        definitions = None if tools is None else normalize_tools(tools)
+        definitions = check_tools(tools, "tools")
         options: RequestOptions = {**self._options, **request_options}
         params = {**self.sampling_params, **(sampling_params or {})}
         prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
@@ -261,13 +260,15 @@ class RendererClient:
             multi_modal_data=generation.multi_modal_data,
             parent=prompt.parent,
             messages=records,
+            # A bridged prompt holds its parent's definitions, whose keys may come in another order.
+            tools=definitions if prompt.parent is None else prompt.parent.tools,
             finish_reason=generation.finish_reason,
             routed_experts=response.routed_experts,
             weight_versions=response.weight_versions,
             allowed=response.allowed,
             extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
         )
-        histories[step.index] = _History(said, records, definitions, prompt.left_out)
+        histories[step.index] = _History(said, records, prompt.left_out)
         return replace(turn, step=step)
 
     def forget(self, trajectory: Trajectory) -> None:
@@ -279,7 +280,7 @@ class RendererClient:
         trajectory: Trajectory | None,
         conversation: Sequence[Message],
         tools: Sequence[Any] | None,
-        definitions: Any,
+        definitions: Tools | None,
         parent: Step | None,
     ) -> _Prompt:
         """Make the prompt of a conversation: bridged, sent again, or rendered."""
@@ -298,7 +299,7 @@ class RendererClient:
             # Conversations part towards their end, so a difference is found sooner from there.
             if len(begins) < len(asked) or not all(map(same_message, reversed(begins), reversed(asked))):
                 continue
-            if definitions != earlier.tools:
+            if definitions != step.tools:
                 reasons.append(f"the tools differ from those of step {number}")
             elif not rest:  # a further sample of the same prompt
                 return _Prompt(None, step, None, present, left_out)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.content import normalize_messages
+from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
@@ -146,6 +146,7 @@ def build_training_sample(
         loss_mask=loss_weights > 0,
         loss_weights=loss_weights,
         multi_modal_data=rendered.multi_modal_data,
+        tools=normalize_tools(tools),
         prompt_length=prompt_length,
         rewritten=rewritten,
         rendered=rendered,

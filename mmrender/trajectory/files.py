@@ -238,12 +238,17 @@ def write_jsonl(
     count = 0
     with Path(path).open(f"{mode}b") as file:
         for count, trajectory in enumerate(trajectories, 1):  # noqa: B007
+            tools = list({id(step.tools): step.tools for step in trajectory.steps}.values())
             plain = {
                 "trajectory_id": trajectory.trajectory_id,
                 "reward": trajectory.reward,
                 "error": trajectory.error,
                 "extra": trajectory.extra,
-                "steps": [_plain_step(step, media_sources) for step in trajectory.steps],
+                "tools": tools,
+                "steps": [
+                    {**_plain_step(step, media_sources), "tools": tools.index(step.tools)}
+                    for step in trajectory.steps
+                ],
             }
             try:
                 line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

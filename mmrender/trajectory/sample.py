@@ -54,6 +54,7 @@ class TrainingSample:
         routed_experts: Router choices of the tokens from `routed_experts.start` on, or None.
         weight_versions: Spans over `token_ids` with the weights that sampled them.
         allowed: Spans over `token_ids` with what sampled tokens were chosen among; `logprobs` are of that.
+        tools: Definitions of the tools that the model was offered; None without tools.
         prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
         rewritten: Messages of a recorded conversation that the template drops, or writes differently than a
             model would have, by index, and why; see `OnRewritten`.
@@ -75,6 +76,7 @@ class TrainingSample:
     routed_experts: RoutedExperts | None = None
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     allowed: tuple[AllowedTokens, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
     prompt_length: int | None = None
     rewritten: Mapping[int, str] = field(default_factory=dict)
     rendered: RenderedTokens | None = None

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.content import normalize_tools
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaItem, MediaSpan, MultiModalData
 from mmrender.trajectory.engine_data import (
@@ -27,6 +28,8 @@ from mmrender.trajectory.engine_data import (
 from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
+Tools: TypeAlias = tuple[dict[str, Any], ...]
+"""Tool definitions as a template prints them: plain data, in the order of their keys."""
 _NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -73,6 +76,8 @@ class Step:
         allowed: Spans over the completion with what its tokens were chosen among; `logprobs` are of that.
         messages_keep: Number of leading messages that it shares with the parent's conversation.
         new_messages: The messages after those, the sampled one included.
+        tools: Definitions of the tools that the model was offered; None without tools. Steps with equal tools
+            share one object.
         reward: One number for the step, one for each sampled token, or None.
         extra: Data of the caller; text keys.
     """
@@ -91,6 +96,7 @@ class Step:
     allowed: tuple[AllowedTokens, ...] = ()
     messages_keep: int = 0
     new_messages: tuple[Any, ...] = ()
+    tools: Tools | None = None
     _reward: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     _sequence: Int32Array | None = None
@@ -332,6 +338,7 @@ def _sample(
         routed_experts=step.routed_experts,
         weight_versions=tuple(versions),
         allowed=tuple(allowed),
+        tools=step.tools,
         sample_id=name,
         extra=extra,
     )
@@ -425,6 +432,27 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TrajectoryError("extra must be a mapping with text keys", where=where, got=repr(value)[:80])
     return dict(value)
+
+
+def check_tools(value: Any, where: str) -> Tools | None:
+    """Return tool definitions as a copy in plain data; None for None.
+
+    Args:
+        value: As for `Renderer.render`.
+        where: Path for errors.
+
+    Raises:
+        TrajectoryError: A definition holds something that has no plain form.
+        MessageError: As `normalize_tools`.
+    """
+    tools = normalize_tools(value, where=where)
+    try:
+        return msgspec.msgpack.decode(_ENCODE(tools), type=Tools | None)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        expected = "null, booleans, numbers, text, lists and objects"
+        raise TrajectoryError(
+            "a tool definition is not plain data", where=where, expected=expected, got=str(error)
+        ) from error
 
 
 def same_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:

@@ -22,6 +22,7 @@ from importlib import import_module
 from operator import is_
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 import mmcodecs
@@ -41,7 +42,16 @@ from mmrender.trajectory.prefix import (
     shared_prefix,
 )
 from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.step import Branch, Int32Array, Step, check_extra, check_ids, same_messages
+from mmrender.trajectory.step import (
+    Branch,
+    Int32Array,
+    Step,
+    Tools,
+    check_extra,
+    check_ids,
+    check_tools,
+    same_messages,
+)
 from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
 
 
@@ -77,6 +87,7 @@ class Trajectory:
         self.extra = check_extra(extra, "extra")
         self._steps: list[Step] = []
         self._items: dict[tuple[str, type], MediaItem] = {}
+        self._tools: dict[bytes, Tools] = {}
         self._experts_form: Any = None
         self._newest: _Newest | None = None
 
@@ -125,6 +136,7 @@ class Trajectory:
         multi_modal_data: MultiModalData | None = None,
         parent: Step | None = None,
         messages: Sequence[Any] | None = None,
+        tools: Sequence[Any] | None = None,
         finish_reason: str | None = None,
         routed_experts: RoutedExperts | None = None,
         weight_versions: Sequence[WeightVersionSpan] = (),
@@ -144,6 +156,7 @@ class Trajectory:
             parent: The step to start from. None takes the newest step if the prompt begins with all of it,
                 and else the step that shares the longest prefix.
             messages: The whole conversation, the sampled message included.
+            tools: The tools that the model was offered, as for `Renderer.render`; None without tools.
             finish_reason: Why sampling ended.
             routed_experts: Router choices of prompt and completion; rows that earlier steps hold are dropped.
             weight_versions: Which weights sampled which tokens of the completion.
@@ -152,7 +165,9 @@ class Trajectory:
             extra: Data to keep beside the step; text keys.
 
         Raises:
-            TrajectoryError: Something does not fit the tokens or the parent. The trajectory is as it was.
+            TrajectoryError: Something does not fit the tokens or the parent, or a tool is not plain data. The
+                trajectory is as it was.
+            MessageError: A tool names no function.
             PlaceholderError: The sidecar does not hold together, or does not fit the prompt.
         """
         where = f"steps[{len(self)}]"
@@ -204,6 +219,7 @@ class Trajectory:
             allowed=tuple(allowed),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
+            tools=self._shared_tools(check_tools(tools, f"{where}.tools")),
             _reward=reward,
             extra=check_extra(extra, f"{where}.extra"),
         )
@@ -323,6 +339,10 @@ class Trajectory:
                 "media by the length of prompts and completions before them",
             )
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
+
+    def _shared_tools(self, tools: Tools | None) -> Tools | None:
+        """Return the definitions of an earlier step if they are equal, in the order of keys too."""
+        return tools and self._tools.setdefault(msgspec.msgpack.encode(tools), tools)
 
     def _settle(self) -> None:
         """Drop what only makes the next call cheap; a rollout that is read out has mostly ended."""

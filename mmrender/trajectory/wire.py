@@ -33,7 +33,7 @@ from mmrender.messages import Message
 from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
-from mmrender.trajectory.step import Step, check_ids, check_numbers
+from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
 VERSION: Final = 3
@@ -84,6 +84,7 @@ class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
         reward: One number, one for each sampled token, or None.
         weight_versions: Version, start and stop of each span.
         allowed: Start, stop, row of the token ids in `Table.token_sets`, and whether they were forbidden.
+        tools: Row in `Table.tools`, or None without tools.
     """
 
     base: Count | None = None
@@ -98,6 +99,7 @@ class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
     reward: float | list[float] | None = None
     weight_versions: list[WeightVersionSpan] = []
     allowed: list[tuple[Count, Count, Count, bool]] = []
+    tools: Count | None = None
 
 
 class TrajectoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -116,11 +118,13 @@ class Table(msgspec.Struct, frozen=True, omit_defaults=True):
         trajectories: Their rows.
         messages: The distinct messages, each as the frames of the codec.
         token_sets: The distinct sets that sampled tokens were chosen among, int32, little-endian.
+        tools: The distinct lists of tool definitions.
     """
 
     trajectories: list[TrajectoryRow]
     messages: list[tuple[bytes, ...]]
     token_sets: list[memoryview] = []
+    tools: list[Tools] = []
 
 
 class _Form(msgspec.Struct):
@@ -142,7 +146,7 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
     writer = _Writer(media_sources)
     rows = [writer.row(record, f"trajectories[{number}]") for number, record in enumerate(records)]
     sets = [np.array(ids, _IDS).data for ids in writer.token_sets]
-    table = msgspec.msgpack.encode(Table(rows, list(writer.messages), sets))
+    table = msgspec.msgpack.encode(Table(rows, list(writer.messages), sets, writer.tools))
     return {
         "format": FORMAT,
         "version": LIMITED if sets else VERSION,
@@ -160,6 +164,7 @@ class _Writer:
     media_sources: MediaSources
     messages: dict[tuple[bytes, ...], int] = field(default_factory=dict)
     token_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
+    tools: list[Tools] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
     experts: dict[str, tuple[int, Any]] = field(default_factory=dict)
     extras: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -168,6 +173,7 @@ class _Writer:
     _item_rows: dict[tuple[str, type], int] = field(default_factory=dict)
     # The objects are kept beside their rows, or an id might come to mean another object.
     _known_messages: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _tool_rows: dict[bytes, int] = field(default_factory=dict)
 
     def row(self, record: Record, name: str) -> TrajectoryRow:
         first = self._count
@@ -211,6 +217,7 @@ class _Writer:
                 (start, stop, self.token_sets.setdefault(ids, len(self.token_sets)), forbids)
                 for start, stop, ids, forbids in step.allowed
             ],
+            tools=None if step.tools is None else self._tools_row(step.tools),
         )
 
     def _medium(self, span: MediaSpan) -> MediaRow:
@@ -218,6 +225,12 @@ class _Writer:
         if row == len(self.items):
             self.items.append(span.item)
         return MediaRow(row, span.range.offset, span.range.length, span.range.embed_spans)
+
+    def _tools_row(self, tools: Tools) -> int:
+        row = self._tool_rows.setdefault(msgspec.msgpack.encode(tools), len(self.tools))
+        if row == len(self.tools):
+            self.tools.append(tools)
+        return row
 
     def _message(self, message: Any, where: str) -> int:
         known = self._known_messages.get(id(message))
@@ -309,7 +322,7 @@ def read_records(wire: Any) -> list[Record]:
     try:
         form = msgspec.convert(wire, _Form)
         table = msgspec.msgpack.decode(np.ascontiguousarray(form.table).data, type=Table)
-    except (msgspec.MsgspecError, TypeError, AttributeError, ValueError) as error:
+    except (msgspec.MsgspecError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     reader = _Reader(
         items_from_wire(form.items, where="wire.items"),
@@ -320,6 +333,7 @@ def read_records(wire: Any) -> list[Record]:
             tuple(_numbers(ids, _IDS, f"wire.token_sets[{index}]").tolist())
             for index, ids in enumerate(table.token_sets)
         ],
+        table.tools,
     )
     records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
     for name in (*reader.experts, *reader.extras):
@@ -336,6 +350,7 @@ class _Reader:
     experts: dict[str, RoutedExperts]
     extras: dict[str, dict[str, Any]]
     token_sets: Sequence[tuple[int, ...]]
+    tools: Sequence[Tools]
     _steps: list[Step] = field(default_factory=list)
     _media: list[list[MediaSpan]] = field(default_factory=list)
     _total: int = 0
@@ -383,6 +398,9 @@ class _Reader:
         if any(place >= len(self.token_sets) for _, _, place, _ in row.allowed):
             expected = f"token sets below {len(self.token_sets)}"
             raise _damaged("token ids are not in the table", f"{where}.allowed", expected, row.allowed)
+        if row.tools is not None and row.tools >= len(self.tools):
+            expected = f"a row below {len(self.tools)}"
+            raise _damaged("the tools are not in the table", f"{where}.tools", expected, row.tools)
         return Step(
             index=number - first,
             parent=parent,
@@ -400,6 +418,7 @@ class _Reader:
             ),
             messages_keep=row.messages_keep,
             new_messages=tuple(self.messages[each] for each in row.messages),
+            tools=None if row.tools is None else self.tools[row.tools],
             _reward=row.reward,
             extra=self.extras.pop(name, {}),
         )

@@ -194,12 +194,14 @@ def of_trajectory(
         sample = branch.sample(require_logprobs=False)
         ids = sample.token_ids
         spans, sections, notes = _by_step(branch), _steps(branch), []
-        rendered = _attributed(branch, renderer, tools) if renderer is not None else None
+        offered = branch.tip.tools if tools is None else tools
+        rendered = _attributed(branch, renderer, offered) if renderer is not None else None
         if rendered is not None:
             same = shared_length(rendered.token_ids, ids)
             if same < len(ids):
                 notes.append(f"rendering the whole conversation again gives other tokens from {same} on")
-            spans, sections = _overlaid(rendered, spans, same), _messages(rendered, same, sections)
+            spans = _overlaid(rendered, spans, same)
+            sections = _messages(rendered, same, _from(sections, same, len(ids)))
         place = len(document.strips)
         document.add(
             ", ".join(own),
@@ -298,7 +300,7 @@ def _number(value: float) -> float | str:
 
 
 def _messages(rendered: RenderedTokens, stop: int | None = None, after: Sequence[Data] = ()) -> list[Data]:
-    """Sections of a rendering, one for each message, up to `stop`; then those of `after`."""
+    """Return the sections of a rendering, one for each message, up to `stop`; then `after`."""
     stop = len(rendered) if stop is None else stop
     sections: list[Data] = []
     owned = [span for span in rendered.spans if span.start < stop]
@@ -314,8 +316,7 @@ def _messages(rendered: RenderedTokens, stop: int | None = None, after: Sequence
         label = f"{rendered.roles[message]} {name}" if name else rendered.roles[message]
         if not sections or sections[-1]["message"] != message:
             sections.append(_section(start, label, rendered.roles[message], message))
-    later = [section for section in after if section["start"] >= stop]
-    return [*sections, *later]
+    return [*sections, *after]
 
 
 def _section(start: int, label: str, role: str, message: int = -1) -> Data:
@@ -334,6 +335,16 @@ def _steps(branch: Branch) -> list[Data]:
             reason = f", {step.finish_reason}" if step.finish_reason and part.whole else ""
             sections.append(_section(start, f"step {step.index} sampled{reason}", "assistant"))
     return sections
+
+
+def _from(sections: Sequence[Data], start: int, length: int) -> list[Data]:
+    """Return the sections of the tokens from `start` on; the one that holds that token begins there."""
+    stops = [*(section["start"] for section in sections[1:]), length]
+    return [
+        {**section, "start": max(section["start"], start)}
+        for section, stop in zip(sections, stops, strict=True)
+        if start < stop
+    ]
 
 
 def _by_step(branch: Branch) -> list[TokenSpan]:

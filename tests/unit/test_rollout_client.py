@@ -68,6 +68,21 @@ def test_messages_may_be_echoed_in_other_forms(renderer):
     assert first.message.tool_calls[0].id == "call_0_0"
     assert second.why_rendered is None
     assert second.step.parent is first.step
+    assert first.step.tools == tuple(TOOLS)
+    assert second.step.tools is first.step.tools
+    (sample,) = talk.trajectory.samples()
+    assert sample.tools is first.step.tools
+
+
+def test_a_bridged_step_has_the_tools_that_its_prompt_shows(renderer):
+    """Whose keys came in another order than in the later call; without tools it has none."""
+    talk = Talk(renderer, "A cow.", "Sand.", "Sky.")
+    turned = [dict(reversed(tool.items())) for tool in TOOLS]
+    first = talk.ask(OPENING, tools=TOOLS)
+    second = talk.ask([*OPENING, first.message, user("Where?")], tools=turned)
+    assert second.why_rendered is None
+    assert list(second.step.tools[0]) == list(TOOLS[0])
+    assert talk.ask(OPENING).step.tools is None
 
 
 def said(words):

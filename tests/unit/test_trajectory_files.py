@@ -1,6 +1,7 @@
 """Files of trajectories: what was appended survives a torn tail; JSON refuses what it cannot say."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -58,6 +59,14 @@ def test_trajectories_survive_a_file(tmp_path):
     assert records[-1][1].trajectory_id == "c"
     with pytest.raises(IndexError):
         records[2]
+
+
+def test_files_from_before_tools_were_kept_are_read():
+    (read,) = load_trajectories(Path(__file__).parents[1] / "data/trajectories/without_tools.mmr")
+    assert [step.tools for step in read.steps] == [None, None]
+    assert [sample.tools for sample in read.samples()] == [None]
+    assert read.steps[1].token_ids.tolist() == [1, 2, *[9] * 6, 3, 20, 21, 4, 22]
+    assert read.steps[0].messages[1] == {"role": "assistant", "content": "!"}
 
 
 def test_messages_may_keep_their_images(tmp_path):
@@ -227,7 +236,9 @@ def test_lines_of_json(tmp_path):
         "messages_keep": 0,
         "messages": [{"role": "user", "content": [{"type": "image", "image": None}]}],
         "extra": {"note": "ä"},
+        "tools": 0,
     }
+    assert json.loads(lines[0])["tools"] == [None]
     assert (second["parent"], second["keep"], second["media"], second["reward"]) == (0, 9, [], [0.5])
 
 

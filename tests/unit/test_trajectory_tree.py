@@ -246,6 +246,8 @@ BAD = {
     "allowed negative": (lambda t: call(t, [1], [7], allowed=[(0, 1, (-1, 7))]), f"{NEXT}.allowed[0].token_ids: what was allowed is malformed - expected token ids that rise from 0 on, got (-1, 7)"),
     "not allowed": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 6))]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected one of 2 tokens, got 7 at 0"),
     "forbidden": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 7), True)]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected none of 2 tokens, got 7 at 0"),
+    "tool": (lambda t: call(t, tools=[{"name": ""}]), f"{NEXT}.tools[0]: the tool names no function - expected a dict like {{\"type\": \"function\", \"function\": {{\"name\": …, \"parameters\": {{…}}}}}}, or a Python function, got dict with key 'name'"),
+    "tool data": (lambda t: call(t, tools=[{"name": "f", "x": {1j: 2}}]), f"{NEXT}.tools: a tool definition is not plain data - expected null, booleans, numbers, text, lists and objects, got Encoding objects of type complex is unsupported"),
     "reward": (lambda t: call(t, reward=[1.0, 2.0]), f"{NEXT}.reward: a reward is malformed - expected a finite number, or 1 finite numbers, one for each sampled token, got [1.0, 2.0]"),
     "extra": (lambda t: call(t, extra={1: 2}), f"{NEXT}.extra: extra must be a mapping with text keys - got {{1: 2}}"),
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Trajectories over the codec: damage is named, pixels are views, messages lose no text."""
 
 import copy
+import pickle
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import StepRow, Table, TrajectoryRow
-from tree_cases import A, B, assert_same, sidecar
+from tree_cases import TOOLS, A, B, assert_same, sidecar
 
 PAD = [9] * 6
 
@@ -84,6 +85,35 @@ def test_rollouts_of_a_group_share_their_first_prompt():
     assert len(wire["items"]["items"]) == 2
     for old, new in zip(group, trajectories_from_wire(mmcodecs.decode(mmcodecs.encode(wire))), strict=True):
         assert_same(old, new)
+
+
+def with_tools(name="t"):
+    """Steps with the same tools, none, others, and those whose keys come in another order."""
+    trajectory = Trajectory(name)
+    turned = [{"function": TOOLS[0]["function"], "type": "function"}]
+    for count, tools in enumerate((TOOLS, copy.deepcopy(TOOLS), None, [], turned, TOOLS)):
+        trajectory.append([1] * (count + 1), tools=tools)
+    return trajectory
+
+
+def test_steps_with_equal_tools_share_them_also_on_the_wire():
+    group = [with_tools("a"), with_tools("b")]
+    wire = trajectories_to_wire(group)
+    assert [list(tools) for tools in table_of(wire).tools] == [TOOLS, [], TOOLS]
+    rows = [[step.tools for step in row.steps] for row in table_of(wire).trajectories]
+    assert rows == [[0, 0, None, 1, 2, 0]] * 2
+    read = trajectories_from_wire(mmcodecs.decode(mmcodecs.encode(wire)))
+    for old, new in zip(group, read, strict=True):
+        assert_same(old, new)
+        for steps in (old.steps, new.steps, pickle.loads(pickle.dumps(old)).steps):
+            assert steps[0].tools is steps[1].tools is steps[5].tools
+            assert [list(steps[4].tools[0]), steps[2].tools, steps[3].tools] == [
+                ["function", "type"],
+                None,
+                (),
+            ]
+    table = msgspec.msgpack.decode(trajectories_to_wire([rollout()])["table"].data)
+    assert "tools" not in {*table, *table["trajectories"][0]["steps"][0]}
 
 
 CANONICAL = Message(
@@ -218,6 +248,8 @@ DAMAGE = {
     "messages": (row(0, messages=[7]), "wire.trajectories[0].steps[0].messages: messages are not in the table - expected at most 0 kept, and rows below 2, got [0, 7]"),
     "version span": (row(0, weight_versions=[["v1", 0, 9]]), "wire.trajectories[0].steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
     "allowed": (row(0, allowed=[[0, 2, 3, False]]), "wire.trajectories[0].steps[0].allowed: token ids are not in the table - expected token sets below 0, got [(0, 2, 3, False)]"),
+    "tools": (row(0, tools=1), "wire.trajectories[0].steps[0].tools: the tools are not in the table - expected a row below 0, got 1"),
+    "deep": (lambda w: w.update(table=np.frombuffer(b"\x83\xactrajectories\x90\xa8messages\x90\xa5tools\x91\x91\x81\xa1x" + b"\x91" * 100_000 + b"\x90", np.uint8)), "wire: trajectories are malformed - got "),
     "no step": (lambda w: w["extras"].update({"trajectories[3]": {}}), "wire.trajectories[3]: data of no step or trajectory is left over"),
     "other rows": (lambda w: w["experts"].update({STEP.format(1): (0, np.zeros((18, 2, 3), np.uint8))}), "wire.trajectories[0].steps[1].routed_experts: routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
     "no rows": (lambda w: w["experts"].update({STEP.format(1): (0, None)}), "wire.trajectories[0].steps[1].routed_experts: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), from position 0 or later, got NoneType from 0"),

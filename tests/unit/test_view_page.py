@@ -162,6 +162,33 @@ def test_branches_have_their_messages_numbers_and_beginnings(renderer, trajector
     assert bare["sections"][0]["label"] == "step 0 prompt"
 
 
+def test_a_trajectory_is_shown_with_its_tools(renderer):
+    """The system's message with the tools, the user's text, and what was sampled have their own sections."""
+    tools = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "Look there."}, {"role": "assistant", "content": "A cow."}]
+    prompt = renderer.render(messages[:1], tools=tools, add_generation_prompt=True).token_ids
+    completion = renderer.render_ids(messages, tools=tools)[len(prompt) : -1]
+    roles = {}
+    for name, kept in (("kept", tools), ("lost", None)):
+        made = Trajectory()
+        made.append(prompt, completion, messages=messages, tools=kept)
+        (strip,) = shown(Page(made, renderer=renderer))["strips"]
+        starts = [(section["start"], section["role"]) for section in strip["sections"]]
+        (at,) = (
+            place
+            for place, token in enumerate(strip["ids"])
+            if strip["vocabulary"][str(token)] == renderer.decode(renderer.tokenizer.encode("Look")[:1])
+        )
+        roles[name] = [
+            next(role for start, role in reversed(starts) if start <= token)
+            for token in (0, at, len(prompt), len(strip["ids"]) - 1)
+        ]
+        assert bool(strip["notes"]) == (kept is None)
+    assert roles["kept"] == ["template", "user", "assistant", "assistant"]
+    # A file from before tools were kept: from the first token that differs on, steps are shown.
+    assert roles["lost"][1:] == ["prompt", "assistant", "assistant"]
+
+
 def test_a_finding_is_at_its_token_and_image(renderer, trajectory):
     sample = trajectory.samples(once=False)[0]
     trainer = sample.logprobs.copy()
