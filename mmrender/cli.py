@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from mmcodecs.files import MAGIC
 from mmrender._version import __version__
+from mmrender.content import normalize_messages
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
@@ -33,7 +34,17 @@ except ImportError as error:
     raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-_out = Console()
+
+
+class _Output(Console):
+    """Standard output. When the reader of a pipe has gone, the rest is discarded and the command goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+_out = _Output()
 _log = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(help="Model directory or hub id.", metavar="MODEL")]
@@ -45,7 +56,13 @@ FileArgument = Annotated[
 BackendOption = Annotated[
     str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')
 ]
-PromptOption = Annotated[bool, typer.Option(help="Open the assistant's turn.")]
+PromptOption = Annotated[
+    bool | None,
+    typer.Option(
+        help="Open the assistant's turn; by default unless the last message is the assistant's.",
+        show_default=False,
+    ),
+]
 PageOption = Annotated[
     Path | None, typer.Option("--html", help="Write a page for a browser to this file instead.")
 ]
@@ -55,7 +72,7 @@ EngineOption = Annotated[str, typer.Option(help='Engine of the server: "vllm", "
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        sys.stdout.write(f"mmrender {__version__}\n")
+        _out.out(f"mmrender {__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -72,7 +89,7 @@ def _options(
 def render(
     file: FileArgument,
     model: ModelOption,
-    generation_prompt: PromptOption = True,
+    generation_prompt: PromptOption = None,
     image_backend: BackendOption = "torch",
 ) -> None:
     """Render a conversation and print ids, spans and media as JSON."""
@@ -85,12 +102,15 @@ def render(
         "rewritten": rendered.rewritten,
         "mm_hashes": data.mm_hashes,
         "mm_placeholders": {
-            modality: [{"offset": entry.offset, "length": entry.length} for entry in ranges]
+            modality: [
+                {"offset": entry.offset, "length": entry.length, "embed_spans": entry.embed_spans}
+                for entry in ranges
+            ]
             for modality, ranges in data.mm_placeholders.items()
         },
         "mm_grids": {modality: [item.grid for item in items] for modality, items in data.mm_items.items()},
     }
-    sys.stdout.write(json.dumps(document) + "\n")
+    _out.out(json.dumps(document), highlight=False)
 
 
 @app.command()
@@ -101,7 +121,7 @@ def view(
     ],
     model: ModelOption,
     *,
-    generation_prompt: PromptOption = True,
+    generation_prompt: PromptOption = None,
     image_backend: BackendOption = "torch",
     html: PageOption = None,
     tools: Annotated[
@@ -163,7 +183,7 @@ def diff(
     second: Annotated[str, typer.Argument(help='As the first; one of them may be "-".')],
     model: ModelOption,
     *,
-    generation_prompt: PromptOption = True,
+    generation_prompt: PromptOption = None,
     image_backend: BackendOption = "torch",
     html: PageOption = None,
     as_json: JsonOption = False,
@@ -187,13 +207,13 @@ def diff(
     elif as_json:
         lengths = [len(one) for one in pair]
         found = {"equal": not differ, "first_difference": equal if differ else None, "lengths": lengths}
-        sys.stdout.write(json.dumps(found) + "\n")
+        _out.out(json.dumps(found), highlight=False)
     else:
         _out.print(difference(pair[0], pair[1], names, renderer.decode))
     raise typer.Exit(1 if differ else 0)
 
 
-def _renderable(file: str, renderer: Renderer, generation_prompt: bool) -> "RenderedTokens":
+def _renderable(file: str, renderer: Renderer, generation_prompt: bool | None) -> "RenderedTokens":
     """Render a conversation, or take token ids as they are."""
     from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -223,7 +243,7 @@ def doctor(
     with _log.status("probing"):
         findings = diagnose(renderer, find_model(model).path)
     if as_json:
-        sys.stdout.write(json.dumps(findings, indent=2) + "\n")
+        _out.out(json.dumps(findings, indent=2), highlight=False)
     else:
         _out.print(findings_table(findings))
         _out.print("what to do", style="bold")
@@ -273,7 +293,7 @@ def parity(
             )
             reports.append(report)
     if as_json:
-        sys.stdout.write(json.dumps([report.counts() for report in reports], indent=1) + "\n")
+        _out.out(json.dumps([report.counts() for report in reports], indent=1), highlight=False)
     printed = _log if as_json else _out
     printed.print(_parity_table(reports))
     for report in reports:
@@ -329,7 +349,7 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
         )
         mismatches += [(report.model, mismatch) for mismatch in report.mismatches]
     if as_json:
-        sys.stdout.write(json.dumps(counts, indent=1) + "\n")
+        _out.out(json.dumps(counts, indent=1), highlight=False)
     printed = _log if as_json else _out
     for model_name, found in mismatches[:3]:
         heading = f"{model_name}, a completion {found.case.ending}: {found.what} differ"
@@ -366,7 +386,7 @@ def bench(
     here |= machine(("numpy", "pillow", "tokenizers", "fastokens", "torch", "transformers"))
     if as_json:
         document = {"machine": here, "figures": [asdict(figure) for figure in figures]}
-        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        _out.out(json.dumps(document, indent=1), highlight=False)
         return
     table = Table("milliseconds", show_edge=False, pad_edge=False)
     table.add_column("here", justify="right")
@@ -486,7 +506,7 @@ def audit(
         from mmrender.view import Page
 
         _save(Page(report, title="Audit"), html)
-    sys.stdout.write((json.dumps(report.plain(), indent=1) if as_json else report.text()) + "\n")
+    _out.out((json.dumps(report.plain(), indent=1) if as_json else report.text()), highlight=False)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -512,7 +532,7 @@ def _parity_table(reports: "list[ParityReport]") -> Table:
     return table
 
 
-def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool) -> "RenderedTokens":
+def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool | None) -> "RenderedTokens":
     document = _document(file)
     return _render(document, file, partial(_load, model, image_backend), generation_prompt)
 
@@ -527,14 +547,16 @@ def _document(file: str) -> Any:
 
 
 def _render(
-    document: Any, file: str, renderer: Renderer | Callable[[], Renderer], generation_prompt: bool
+    document: Any, file: str, renderer: Renderer | Callable[[], Renderer], generation_prompt: bool | None
 ) -> "RenderedTokens":
     options = dict(document) if isinstance(document, dict) else {"messages": document}
     if "messages" not in options:
         expected = 'a list, or an object with "messages"'
         raise InputError("no messages in the input", where=file, expected=expected)
     loaded = renderer if isinstance(renderer, Renderer) else renderer()
-    messages = options.pop("messages")
+    messages = normalize_messages(options.pop("messages"))
+    if generation_prompt is None:
+        generation_prompt = not messages or messages[-1].role != "assistant"
     with _log.status("rendering"):
         return loaded.render(messages, **{"add_generation_prompt": generation_prompt, **options})
 

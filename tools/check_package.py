@@ -4,7 +4,8 @@
 2. The wheel holds exactly the files of `mmrender/` and `codecs/mmcodecs/`; the sdist can rebuild them.
 3. Install the wheel with its core dependencies only into a new environment: no extra's package may be there.
 4. Render a conversation with a picture there and compare ids and pixels with what Transformers gives here.
-5. Measure `import mmrender` there.
+5. The command names the extra that it needs.
+6. Measure `import mmrender` there.
 """
 
 import json
@@ -122,6 +123,16 @@ def check_render(python: Path, workspace: Path) -> None:
     )
 
 
+def check_command(python: Path) -> None:
+    """Check that the command names the extra that it needs, in one line."""
+    done = subprocess.run(
+        [str(python.with_name("mmrender")), "--help"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 2 or done.stderr.count("\n") != 1 or "mmrender[cli]" not in done.stderr:
+        raise CheckError(f"mmrender --help exited {done.returncode}\n{done.stdout}{done.stderr}")
+    print(f"   {done.stderr}", end="")
+
+
 def main() -> int:
     """Run every step; return the exit status."""
     try:
@@ -138,6 +149,8 @@ def main() -> int:
                 python = new_environment(workspace / "venv", wheel)
             with step("render there"):
                 check_render(python, workspace)
+            with step("the command there"):
+                check_command(python)
             with step("import time there"):
                 print(run(python, TOOLS / "check_import.py", cwd=workspace), end="")
     except CheckError as error:

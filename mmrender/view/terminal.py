@@ -3,8 +3,6 @@
 Needs rich, which the `cli` extra brings.
 """
 
-from collections.abc import Iterator
-
 from rich.table import Table
 from rich.text import Text
 
@@ -12,7 +10,7 @@ from mmrender.spans import MediaItem
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.data import shared_length
 from mmrender.view.pictures import token_grid
-from mmrender.view.text import Decode, visible
+from mmrender.view.text import Decode, token_texts, visible
 
 STYLES = {
     "content": ("white on grey23", "white on grey30"),
@@ -30,7 +28,15 @@ _BEFORE, _AFTER = 16, 24
 
 
 def token_strip(rendered: RenderedTokens) -> Text:
-    """Every token in its colour: sampled green, content bright, scaffold dim, media folded to one mark."""
+    """Return every token in its colour: sampled green, content bright, template dim, media folded.
+
+    A rendering that was unpickled has no tokenizer: its tokens are shown by their ids.
+    """
+    decode = rendered._decode
+    if decode is None:
+        texts = [f"⟨{token_id}⟩" for token_id in rendered.token_ids]
+    else:
+        texts = token_texts(rendered.token_ids, decode)
     strip = Text(no_wrap=False, overflow="fold")
     items = _items_by_offset(rendered)
     for span in rendered.spans:
@@ -38,21 +44,11 @@ def token_strip(rendered: RenderedTokens) -> Text:
             strip.append(_folded(span, items.get(span.start)), STYLES[span.kind][0])
             continue
         styles = _SAMPLED if span.sampled else STYLES.get(span.kind, _SCAFFOLD)
-        for index, piece in enumerate(_pieces(rendered, span)):
+        for index, piece in enumerate(filter(None, texts[span.start : span.stop])):
             strip.append(visible(piece), styles[index % 2])
             if piece.endswith("\n"):
                 strip.append("\n")
     return strip
-
-
-def _pieces(rendered: RenderedTokens, span: TokenSpan) -> Iterator[str]:
-    """Text of each token; tokens that share a character are shown together."""
-    start = span.start
-    for stop in range(span.start + 1, span.stop + 1):
-        text = rendered.decode(start, stop)
-        if "\ufffd" not in text or stop == span.stop:
-            yield text
-            start = stop
 
 
 def _items_by_offset(rendered: RenderedTokens) -> dict[int, MediaItem]:
@@ -88,9 +84,10 @@ def difference(first: RenderedTokens, second: RenderedTokens, names: tuple[str, 
     text = Text(f"{start:,} tokens are equal, then they differ\n", no_wrap=False, overflow="fold")
     for name, one in zip(names, (first, second), strict=True):
         before, after = one.token_ids[max(0, start - _BEFORE) : start], one.token_ids[start : start + _AFTER]
+        texts = token_texts([*before, *after], decode)
         text.append(f"\n{visible(name)}: {len(one):,} tokens\n", "bold")
-        text.append(visible(decode(before)), _SCAFFOLD[0])
-        text.append(visible(decode(after)), "black on light_salmon1")
+        text.append(visible("".join(texts[: len(before)])), _SCAFFOLD[0])
+        text.append(visible("".join(texts[len(before) :])), "black on light_salmon1")
         text.append(f"\n{' '.join(map(str, after))}\n", _SCAFFOLD[1])
     return text
 

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import tree_cases
 from mmrender import __version__, cli
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
 from mmrender.testing import reference
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory import Trajectory, save_trajectories
 
 MESSAGES = [
@@ -48,12 +51,14 @@ def test_render_prints_what_the_library_gives(run, folder, tiny_model, renderer)
     status, out, _ = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")
     document = json.loads(out)
     shown = {"role": "user", "content": [{"type": "image", "image": folder / "red.png"}, "What?"]}
-    expected = renderer.render([shown, MESSAGES[1]], add_generation_prompt=True)
+    expected = renderer.render([shown, MESSAGES[1]])
     assert status == 0
     assert document["token_ids"] == expected.token_ids
     assert document["mm_hashes"] == expected.multi_modal_data.mm_hashes
     (place,) = expected.multi_modal_data.mm_placeholders["image"]
-    assert document["mm_placeholders"] == {"image": [{"offset": place.offset, "length": 24}]}
+    assert document["mm_placeholders"] == {
+        "image": [{"offset": place.offset, "length": 24, "embed_spans": None}]
+    }
     assert document["mm_grids"] == {"image": [[1, 8, 12]]}
     assert document["rewritten"] == []
     assert document["spans"][0] == expected.spans[0]._asdict()
@@ -71,6 +76,51 @@ def test_options_stand_beside_the_messages(run, folder, tiny_model):
     assert "<|vision_start|>⟨image 4×6 = 24⟩<|vision_end|>What?<|im_end|>⏎" in out
     assert "1 │ assistant │" in out
     assert out.count("<|im_start|>assistant") == 1
+
+
+def test_a_generation_prompt_follows_a_conversation_that_waits_for_the_model(run, folder, tiny_model):
+    Path("asked.json").write_text(json.dumps([{"role": "user", "content": "What?"}]))
+    Path("answered.json").write_text(json.dumps([{"role": "user", "content": "What?"}, MESSAGES[1]]))
+    options = ("-m", tiny_model, "--image-backend", "pil")
+    for name, flags, turns in [
+        ("asked.json", (), 1),
+        ("asked.json", ("--no-generation-prompt",), 0),
+        ("answered.json", (), 1),
+        ("answered.json", ("--generation-prompt",), 2),
+    ]:
+        assert run("view", name, *options, *flags)[1].count("<|im_start|>assistant") == turns
+        spans = json.loads(run("render", name, *options, *flags)[1])["spans"]
+        assert (spans[-1]["message"] == -1) == (turns == 2 or (name, flags) == ("asked.json", ()))
+
+
+def test_render_prints_which_tokens_of_a_placeholder_hold_features(run, folder, tiny_model, monkeypatch):
+    ids, data = tree_cases.rendered([1, ("C", 3)])
+    monkeypatch.setattr(Renderer, "render", lambda *_, **__: RenderedTokens(ids, (), multi_modal_data=data))
+    out = run("render", "chat.json", "-m", tiny_model, "--image-backend", "pil")[1]
+    place = {"offset": 1, "length": 3, "embed_spans": [[0, 2]]}
+    assert json.loads(out)["mm_placeholders"] == {"image": [place]}
+
+
+@pytest.mark.parametrize("command", ["view", "render"])
+def test_a_closed_pipe_is_no_failure(folder, tiny_model, command):
+    """As with `head`: the reader goes after a line, and megabytes are still to come."""
+    Path("long.json").write_text(json.dumps([{"role": "user", "content": "word " * 60_000}]))
+    options = ("long.json", "-m", str(tiny_model), "--image-backend", "pil")
+    with subprocess.Popen(
+        [sys.executable, "-m", "mmrender", command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors.count(b"Error")) == (0, 0)
+
+
+def test_without_the_extra_the_command_names_it():
+    code = "import sys; sys.modules['typer'] = None; from mmrender.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    line = "MissingDependencyError: the mmrender command needs typer, which is not installed. "
+    line += "Install it with: pip install 'mmrender[cli]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):

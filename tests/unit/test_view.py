@@ -1,6 +1,7 @@
 """The token strip, the tables beside it, and what `doctor` prints."""
 
 import json
+import pickle
 import shutil
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,11 +10,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+import vocabularies
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.doctor import diagnose, findings_table
-from mmrender.view.terminal import STYLES, legend, message_table, token_strip
+from mmrender.view.terminal import STYLES, difference, legend, message_table, token_strip
 
 STRIP = """\
 <|im_start|>system⏎
@@ -100,6 +102,27 @@ def test_pads_are_folded_to_their_layout(grid, count, shown):
     span = TokenSpan(0, count, 0, "image", False)
     rendered = RenderedTokens([0] * count, (span,), ("user",), (None,), data)
     assert token_strip(rendered).plain == shown
+
+
+def test_words_of_a_sentencepiece_vocabulary_keep_their_blanks():
+    engine = vocabularies.build("metaspace_always")
+
+    def decode(ids):
+        return engine.decode(list(ids), skip_special_tokens=False)
+
+    def of(text):
+        ids = engine.encode(text).ids
+        return RenderedTokens(ids, (TokenSpan(0, len(ids), 0, "content", False),), ("user",), _decode=decode)
+
+    first, second = of("big blue world"), of("big blue moon")
+    assert token_strip(first).plain == " big blue world"
+    shown = difference(first, second, ("a", "b"), decode).plain.splitlines()
+    assert [line for line in shown if "blue" in line] == [" big blue world", " big blue moon"]
+
+
+def test_tokens_without_a_tokenizer_are_shown_by_their_ids(rendered):
+    shown = token_strip(pickle.loads(pickle.dumps(rendered))).plain
+    assert shown.startswith("".join(f"⟨{token_id}⟩" for token_id in rendered.token_ids[:4]))
 
 
 def test_the_table_counts_tokens(rendered):
