@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_client import MODES, SHARED_MODEL, pictures, roll_out
+from measure import machine
 
 from mmrender import Renderer
 from mmrender.shipping import Receiver, Sender
-from mmrender.testing.timing import machine
 from mmrender.trajectory import Trajectory
 
 SHIPPED = 8

@@ -22,10 +22,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
-from measure import Clock, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from measure import Clock, fresh, machine, medians, shown_ms, shown_ratio, table  # noqa: E402
+from render_cases import conversation  # noqa: E402
 from render_contenders import NativePeer, Ours, Peer, Reference  # noqa: E402
-
-from mmrender.testing.bench import conversation, fresh  # noqa: E402
 
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 TURNS = (1, 4, 16, 64)

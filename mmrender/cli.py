@@ -3,9 +3,7 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -357,47 +355,6 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
         for name in ("bridge", "reference"):
             printed.print(f"{name}:", repr(getattr(found, name)), markup=False, highlight=False)
     raise typer.Exit(1 if mismatches else 0)
-
-
-@app.command()
-def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="Model directory or hub id; a tiny one by default.", metavar="MODEL")
-    ] = None,
-    *,
-    image_backend: BackendOption = "pil",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each measurement.")] = 5,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure how long this machine takes to render, to bridge and to encode, in some ten seconds."""
-    from mmrender.testing.bench import measure
-    from mmrender.testing.timing import machine, shown_ms
-    from mmrender.testing.tiny_model import build_tiny_model
-
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = model or str(build_tiny_model(Path(scratch) / "tiny", weights=False))
-        renderer = _load(directory, image_backend)
-        figures = []
-        with _log.status("measuring") as status:
-            for figure in measure(renderer, rounds=rounds):
-                figures.append(figure)
-                status.update(f"measuring, {len(figures)} done")
-    here = {"mmrender": __version__, "model": model or "tiny", "image_backend": image_backend}
-    here |= machine(("numpy", "pillow", "tokenizers", "fastokens", "torch", "transformers"))
-    if as_json:
-        document = {"machine": here, "figures": [asdict(figure) for figure in figures]}
-        _out.out(json.dumps(document, indent=1), highlight=False)
-        return
-    table = Table("milliseconds", show_edge=False, pad_edge=False)
-    table.add_column("here", justify="right")
-    table.add_column("copying its bytes", justify="right")
-    for figure in figures:
-        table.add_row(figure.name, shown_ms(figure.seconds), shown_ms(figure.copy_seconds))
-    _out.print(f"{here['cores']} cores of {here['cpu']}, Python {here['python']}", highlight=False)
-    _out.print(
-        f"mmrender {__version__}, model {here['model']}, image mode {image_backend}\n", highlight=False
-    )
-    _out.print(table)
 
 
 @app.command()

@@ -181,20 +181,6 @@ def test_parity_of_bridges(run, tiny_model):
     assert counts["equal"] > 0
 
 
-def test_bench_measures_everything(run, tiny_model, monkeypatch):
-    """Each figure once, and what bounds it; without an answer on how fast it is to be."""
-    monkeypatch.setattr("gc.collect", lambda: 0)  # seconds, in a process with all that tests leave behind
-    status, out, _ = run("bench", tiny_model, "--rounds", 1, "--json")
-    document = json.loads(out)
-    assert status == 0
-    assert document["machine"]["cores"] > 0
-    names = [figure["name"].partition(",")[0] for figure in document["figures"]]
-    assert [names.count(each) for each in ("text", "bridge of a user's turn", "codec")] == [1, 1, 3]
-    assert len(names) == 9
-    assert all(figure["seconds"] > 0 for figure in document["figures"])
-    assert sum(figure["copy_seconds"] is not None for figure in document["figures"]) == 3
-
-
 def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
     honest = Renderer.render
 
