@@ -144,6 +144,8 @@ class LRUCache(Generic[K, V]):
                     self._running[key] = Future()
                     break
             if running.exception() is None:
+                with self._lock:
+                    self._hits += 1
                 return running.result()
         try:
             value = self.put(key, compute())

@@ -123,7 +123,7 @@ def view(
     image_backend: BackendOption = "torch",
     html: PageOption = None,
     tools: Annotated[
-        Path | None, typer.Option(help="JSON with the tools that trajectories were sampled with.")
+        Path | None, typer.Option(help="JSON with the tools; by default those that the trajectories keep.")
     ] = None,
 ) -> None:
     """Show every token, coloured by what it is: in the terminal, or as one page that loads nothing."""

@@ -41,7 +41,7 @@ MMRenderError
 │   └── EngineStateError                  the call does not fit its state, such as a second pause
 ├── ShippingError (RuntimeError)          trajectories on their way to the trainer
 │   ├── ShippingConnectionError           the peer was not reached, or went away
-│   ├── ShippingSecurityError             no key where one is needed, or a wrong one
+│   ├── ShippingSecurityError             the peer is not authenticated by TLS
 │   ├── ShippingProtocolError             the peer sent what cannot be understood
 │   └── ShippingClosedError               this side was closed
 ├── PluginError (ImportError)             an entry point of another package cannot be used
@@ -262,7 +262,7 @@ class ShippingConnectionError(ShippingError):
 
 
 class ShippingSecurityError(ShippingError):
-    """A key is missing where one is needed, or is wrong."""
+    """The peer is not authenticated by TLS."""
 
 
 class ShippingProtocolError(ShippingError):

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -422,12 +422,18 @@ async def _ask_form(
         raise _mismatch("placeholder tokens", where, *runs)
     form = await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
     if form.pixels == "uint8":
-        _log.warning(
-            "%s: the server normalises pixels by a mean and deviation that it does not show; those of its "
-            "preprocessor_config.json must be the ones used here, which mmrender cannot check",
-            transport.base_url,
-        )
+        _warn_of_normalisation(transport.base_url)
     return form
+
+
+@lru_cache(1024)
+def _warn_of_normalisation(url: str) -> None:
+    """Warn once for each server; the handshake is repeated after pauses and behind load balancers."""
+    _log.warning(
+        "%s: the server normalises pixels by a mean and deviation that it does not show; those of its "
+        "preprocessor_config.json must be the ones used here, which mmrender cannot check",
+        url,
+    )
 
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:

@@ -1,5 +1,7 @@
 """mmrender's rollouts behind `rollout_func` of TRL's GRPOTrainer.
 
+In this example the server keeps its first weights: TRL's new weights never reach it.
+
 ```python
 from mmrender import Renderer, Trajectory, generate
 from mmrender.integrations.trl import Rollouts

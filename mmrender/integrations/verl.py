@@ -1,4 +1,6 @@
-"""mmrender's rollouts as what verl's agent loops return.
+"""mmrender's rollouts in the form that verl's agent loops return.
+
+The loop below samples from a fixed URL: verl's new weights never reach that server.
 
 ```python
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register

@@ -2,7 +2,8 @@
 
 What one process has probed, no other one probes again. The name of an entry on disk is a digest of everything
 that its content depends on: the template, the special and added tokens that it is used with, the template
-arguments that it reads, its limits, and this library's own code. So entries never go stale. A file that
+arguments that it reads, its limits, this library's code for text, and the releases of Jinja and `tokenizers`.
+So entries never go stale. A file that
 cannot be read counts as missing and is written again. Both memory and disk are bounded; the least recently
 used entries go first.
 """
@@ -10,7 +11,8 @@ used entries go first.
 import datetime
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -32,7 +34,9 @@ from mmrender.template.text import TracedStr, clip, plain
 
 Value = TypeVar("Value")
 
-_CODE = ("template/*.py", "bridge/*.py", "probing/*.py", "tokens/*.py", "rendering.py", "model/tokenizer.py")
+_ROOMS = ("content", "model", "template", "probing", "tokens", "bridge", "parsing")
+_CODE = ("*.py", *(f"{room}/*.py" for room in _ROOMS))
+"""Files of this library whose code may change a finding."""
 FOLDER = "profiles"
 """Where findings are kept, within the folder of `MMRENDER_CACHE`."""
 _MEMORY_ENTRIES = 1024
@@ -77,9 +81,10 @@ class Findings:
         return known
 
 
+@cache
 def code_digest() -> str:
-    """Digest of the code that probes."""
-    return digest_of_code(_CODE)
+    """Digest of the code that probes, and of the releases that it runs on."""
+    return " ".join([digest_of_code(_CODE), *map(version, ("jinja2", "tokenizers"))])
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,6 +193,16 @@ def test_after_a_failure_in_the_servers_place_it_is_asked_anew(image, failure, a
     assert len(transport.of_path(RENDER_PATH)) == asked
 
 
+def test_a_server_that_normalises_pixels_is_warned_of_once(image, caplog):
+    """However often its handshake is repeated."""
+    transport = server(image)
+    transport.base_url = "http://normalises:8000"
+    for model in ("m", "other"):
+        run(transport, image, model=model)
+    assert len(transport.of_path(RENDER_PATH)) == 2
+    assert [record.message.startswith(transport.base_url) for record in caplog.records] == [True]
+
+
 def test_pixels_that_are_named_need_no_handshake(image):
     transport = server()
     run(transport, image, VLLMBackend(pixels="float16"))

@@ -104,6 +104,19 @@ def test_anything_that_matters_makes_another_entry(
     assert len(list(folder.iterdir())) == 5
 
 
+def test_other_code_and_other_releases_make_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All code that text, tokens and probes run through is in the digest, and so is each release."""
+    root = Path(templates.__file__).parents[1]
+    files = {file.relative_to(root).as_posix() for pattern in templates._CODE for file in root.glob(pattern)}
+    assert files >= {"content/values.py", "spans.py", "messages.py", "model/files.py", "parsing/prove.py"}
+    seen = {templates.code_digest.__wrapped__()}
+    for package in ("jinja2", "tokenizers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(templates, "version", lambda name, other=package: "9" if name == other else "1")
+            seen.add(templates.code_digest.__wrapped__())
+    assert len(seen) == 3
+
+
 def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_disk(
     tiny_model: Path, folder: Path, probed: list[str]
 ) -> None:
