@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
-from mmrender.bridge.bridge import TokenIds
 from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import MessageLike
@@ -18,6 +17,7 @@ from mmrender.probing.profile import TemplateProfile
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.renderer import Renderer
 from mmrender.template.text import TracedStr
+from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
 
-from mmrender.bridge.bridge import History, TokenIds
+from mmrender.bridge.bridge import History
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import MessageLike, Role
 from mmrender.spans import MultiModalData
+from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
-from mmrender.bridge.bridge import Bridge, History, NotBridged, TokenIds
+from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
@@ -36,6 +36,7 @@ from mmrender.template.limits import TemplateLimits
 from mmrender.template.processes import TemplateProcesses
 from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
+from mmrender.tokens.ids import TokenIds, checked_ids
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ class Renderer:
         self.templates = templates
         self.tokenizer = tokenizer
         self.media = media
-        self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size)
+        # Added tokens may lie beyond a gap.
+        last = max(tokenizer.added_ids.values(), default=0)
+        self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size, last + 1)
         self.sampling_defaults = dict(sampling_defaults or {})
         given = content_special_tokens
         self.rules = (
@@ -448,11 +451,14 @@ class Renderer:
             caller renders in full.
 
         Raises:
+            InputError: The ids are no flat integers, or lie outside the vocabulary.
             MessageError: A new message is malformed.
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
         """
         template_arguments = _merged(chat_template_kwargs, template_arguments)
+        prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
+        completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
         reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
@@ -464,8 +470,8 @@ class Renderer:
             rendering = Rendering(known, self._writer, self.media, self._unprinted)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(
-                previous_prompt_ids,
-                previous_completion_ids,
+                prompt,
+                completion,
                 messages,
                 previous=MultiModalData() if previous_multi_modal_data is None else previous_multi_modal_data,
                 history=history,
@@ -513,14 +519,19 @@ class Renderer:
             chat_template: The template of the prompt's rendering, where it was given by call.
             chat_template_kwargs: Template variables of the prompt's rendering.
             **template_arguments: The same as keywords.
+
+        Raises:
+            InputError: The ids are no flat integers, or lie outside the vocabulary.
         """
+        ids = checked_ids(token_ids, "token_ids", self.vocab_size)
+        prompt = None if prompt_ids is None else checked_ids(prompt_ids, "prompt_ids", self.vocab_size)
         parser = self.response_parser(
             has_tools=tools is not None,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
             **template_arguments,
         )
-        return parser.parse(token_ids, tools=tools, prompt_ids=prompt_ids)
+        return parser.parse(ids, tools=tools, prompt_ids=prompt)
 
     def response_parser(
         self,
@@ -562,8 +573,12 @@ class Renderer:
         return sorted(self.profile.stop_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
-        return self.tokenizer.decode(token_ids)
+        """Return the text of tokens, special ones included.
+
+        Raises:
+            InputError: The ids are no flat integers, or lie outside the vocabulary.
+        """
+        return self.tokenizer.decode(checked_ids(token_ids, "token_ids", self.vocab_size))
 
 
 def _merged(given: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,14 +9,12 @@ does, the bridge is refused with a reason.
 import re
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
-
-import numpy as np
+from typing import Literal, TypeAlias
 
 from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
 from mmrender.bridge.proof import Objection, Proof, TailProver
 from mmrender.bridge.tail import NotBridged, ReasoningState, Tails
-from mmrender.errors import InputError, SpecialTokenError, TemplateError
+from mmrender.errors import SpecialTokenError, TemplateError
 from mmrender.messages import Message, Role
 from mmrender.rendering import Rendering
 from mmrender.spans import MultiModalData
@@ -25,9 +23,8 @@ from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.tokens.turns import PROMPT_TOKENS
 
-__all__ = ["Bridge", "History", "NotBridged", "TokenIds"]
+__all__ = ["Bridge", "History", "NotBridged"]
 
-TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
 
 History: TypeAlias = Literal["sampled", "template"]
 """`sampled` keeps earlier turns as they were sampled; `template` gives no bridge where the template would now
@@ -56,8 +53,8 @@ class Bridge:
 
     def extend(
         self,
-        prompt_ids: TokenIds,
-        completion_ids: TokenIds,
+        prompt: Sequence[int],
+        completion: Sequence[int],
         new_messages: Sequence[Message],
         *,
         previous: MultiModalData,
@@ -67,8 +64,8 @@ class Bridge:
         """Append the new messages and the generation prompt.
 
         Args:
-            prompt_ids: What the model was asked with.
-            completion_ids: What it sampled.
+            prompt: Token ids of the previous prompt.
+            completion: Token ids sampled after it.
             new_messages: The extension.
             previous: Sidecar of the prompt.
             history: Whether earlier turns may differ from what the template would write now.
@@ -76,7 +73,7 @@ class Bridge:
 
         Raises:
             NotBridged: It cannot be proved that appending is right.
-            InputError: The ids are not token ids, or the sidecar is of another prompt.
+            InputError: The sidecar is of another prompt.
             PlaceholderError: The template drops a new image.
             SpecialTokenError: New content holds a special token, and its role is set to `error`.
             MediaError: A new image cannot be loaded or processed.
@@ -85,8 +82,6 @@ class Bridge:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
-        prompt = _as_list(prompt_ids, "previous_prompt_ids")
-        completion = _as_list(completion_ids, "previous_completion_ids")
         if not prompt:
             raise NotBridged("the previous prompt is empty")
         if (
@@ -252,18 +247,3 @@ class Bridge:
             turn=turn,
         )
         return next(filter(stands, proof.objections), None)
-
-
-def _as_list(ids: TokenIds, where: str) -> Sequence[int]:
-    """Token ids as Python integers; a list is taken as it is."""
-    if not isinstance(ids, np.ndarray):
-        return ids
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError(
-            "not token ids",
-            where=where,
-            expected="a list of integers, or an integer array of shape (n,)",
-            got=f"{ids.dtype} of shape {ids.shape}",
-        )
-    listed: list[int] = ids.tolist()
-    return listed
