@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 from mmrender.caching import LRUCache
+from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import (
     InputError,
     PlaceholderError,
@@ -42,7 +43,6 @@ class Given(TypedDict, total=False):
 
 Unprinted: TypeAlias = Literal["error", "allow"]
 
-_MAX_DEPTH = 32
 _BYTES_PER_TOKEN = 64
 
 
@@ -266,6 +266,7 @@ class Rendering:
                     resolved = self.media.resolve(
                         [(place.where, place.part) for place in places],
                         num_images=len(earlier.mm_hashes.get("image", ())) + images,
+                        num_earlier=sum(map(len, earlier.mm_hashes.values())),
                         fingerprints=fingerprints,
                     )
                     items = [resolved[index] for index in order]
@@ -386,10 +387,6 @@ def _order(
     )
 
 
-class _NoKeyError(Exception):
-    """Some value has no key."""
-
-
 def conversation_key(
     messages: Sequence[Message], fingerprints: Sequence[Hashable | None], *options: Any
 ) -> Hashable | None:
@@ -411,9 +408,9 @@ def conversation_key(
                 else _message_key(message, media)
                 for message in messages
             ],
-            *[None if option is None else _key(option, 0) for option in options],
+            *[None if option is None else plain_key(option) for option in options],
         )
-    except _NoKeyError:
+    except NoKeyError:
         return None
 
 
@@ -430,28 +427,11 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
         message.role,
         content,
         message.reasoning_content,
-        tuple([(call.name, _key(call.arguments, 1), call.id) for call in message.tool_calls]),
+        tuple([(call.name, plain_key(call.arguments), call.id) for call in message.tool_calls]),
         message.name,
         message.tool_call_id,
-        _key(message.extra, 1) if message.extra else None,
+        plain_key(message.extra) if message.extra else None,
     )
-
-
-def _key(value: Any, depth: int) -> Hashable:
-    """Return a hashable that equal plain values of equal types share."""
-    kind = type(value)
-    if kind is str:
-        return str(value)
-    if kind is bool or kind is int or value is None:
-        return kind, value
-    if kind is float:
-        return float, str(value.hex())  # 0.0 and -0.0 are equal, but not printed alike
-    if depth < _MAX_DEPTH and kind is dict:
-        # 1, 1.0 and True are one dict key, but three texts.
-        return tuple([(_key(name, depth + 1), _key(item, depth + 1)) for name, item in value.items()])
-    if depth < _MAX_DEPTH and (kind is list or kind is tuple):
-        return kind, *[_key(item, depth + 1) for item in value]
-    raise _NoKeyError
 
 
 def new_memo(max_bytes: int) -> LRUCache[Hashable, RenderedTokens]:

@@ -7,7 +7,7 @@ encodable `str`; nested containers are copied to a bounded depth. Every refusal 
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from mmrender.errors import MessageError
 MAX_DEPTH = 100
 """Deepest nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
 
+_MAX_KEY_DEPTH = 32
 _EXCERPT = 60
 _LONGEST_INT = 4096  # bits; Python itself refuses to print more than 4300 digits
 
@@ -213,3 +214,30 @@ def too_deep(where: str) -> MessageError:
         expected=f"at most {MAX_DEPTH} levels of dicts and lists",
         remedy="A container that holds itself looks like this too",
     )
+
+
+class NoKeyError(Exception):
+    """A value cannot be part of a cache key."""
+
+
+def plain_key(value: Any, depth: int = 0) -> Hashable:
+    """Return a hashable that only equal plain values of equal types share.
+
+    Raises:
+        NoKeyError: The value is not plain, or nests deeper than 32 levels.
+    """
+    kind = type(value)
+    if kind is str:
+        return str(value)
+    if kind is bool or kind is int or value is None:
+        return kind, value
+    if kind is float:
+        return float, str(value.hex())  # 0.0 and -0.0 are equal, but print differently
+    if depth < _MAX_KEY_DEPTH and kind is dict:
+        # 1, 1.0 and True are one dict key, but three texts.
+        return tuple(
+            [(plain_key(name, depth + 1), plain_key(item, depth + 1)) for name, item in value.items()]
+        )
+    if depth < _MAX_KEY_DEPTH and (kind is list or kind is tuple):
+        return kind, *[plain_key(item, depth + 1) for item in value]
+    raise NoKeyError

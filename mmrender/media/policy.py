@@ -101,7 +101,7 @@ class MediaPolicy:
         """Raise MediaLimitError if `count` bytes are more than one source may hold."""
         if count > self.max_bytes:
             raise MediaLimitError(
-                "the encoded image is too large",
+                "the encoded file is too large",
                 expected=f"at most {self.max_bytes} bytes",
                 got=f"{count} bytes",
                 remedy="Raise MediaPolicy(max_bytes=...).",
@@ -111,7 +111,7 @@ class MediaPolicy:
         """Raise MediaLimitError if `count` images and videos are more than one conversation may hold."""
         if count > self.max_items:
             raise MediaLimitError(
-                "the conversation holds too many images",
+                "the conversation holds too many images and videos",
                 where="messages",
                 expected=f"at most {self.max_items}",
                 got=str(count),

@@ -141,13 +141,15 @@ class MediaResolver:
         media: Sequence[tuple[str, MediaPart]],
         *,
         num_images: int | None = None,
+        num_earlier: int = 0,
         fingerprints: Sequence[Hashable | None] | None = None,
     ) -> list[MediaItem]:
         """Return one item per part, in order; equal sources give the same item.
 
         Args:
             media: Each part with its path in the conversation, for errors.
-            num_images: Number of images in the whole conversation where `media` holds only some of them.
+            num_images: Number of images in the whole conversation; by default the images in `media`.
+            num_earlier: Number of images and videos of the conversation that `media` leaves out.
             fingerprints: `source_fingerprint` of each source, where the caller has taken them already.
 
         Raises:
@@ -155,8 +157,9 @@ class MediaResolver:
             MediaError: A part cannot be loaded or processed.
             ProcessorError: The model takes no such medium.
         """
-        total = len(media) if num_images is None else num_images
-        self.policy.check_items(total)
+        self.policy.check_items(len(media) + num_earlier)
+        if num_images is None:
+            num_images = sum(isinstance(part, ImagePart) for _, part in media)
         for where, part in media:
             kind = "image" if isinstance(part, ImagePart) else "video"
             if kind == "video" and self.processor.videos is None:
@@ -183,7 +186,7 @@ class MediaResolver:
             same = part.source if isinstance(part.source, str) else id(part.source)
             keys.append(("object", same, _timing(part)) if fingerprint is None else fingerprint)
             jobs.setdefault(keys[-1], (where, part, fingerprint))
-        items = map_shared(lambda job: self._item(*job, total), list(jobs.values()), self._executor)
+        items = map_shared(lambda job: self._item(*job, num_images), list(jobs.values()), self._executor)
         found = dict(zip(jobs, items, strict=True))
         return [found[key] for key in keys]
 

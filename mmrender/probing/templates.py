@@ -20,6 +20,7 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, digest_of_code
+from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import RenderError
 from mmrender.messages import Message
 from mmrender.model.files import ModelDir
@@ -204,7 +205,7 @@ class TemplateSet:
         }
         self._given: LRUCache[str, ChatTemplate] = LRUCache(_MOST_GIVEN)
         self._folder = folder
-        self._known: LRUCache[tuple[str, bytes], KnownTemplate] = LRUCache(_MOST_SETTINGS)
+        self._known: LRUCache[tuple[str, Hashable], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
     @classmethod
     def load(
@@ -275,13 +276,13 @@ class TemplateSet:
         template = self._templates[name] if chat_template is None else self.given(chat_template)
         read = {key: value for key, value in arguments.items() if key in template.arguments}
         try:
-            encoded = msgspec.msgpack.encode(sorted(read.items())) if read else b""
-        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError):
+            key = plain_key(dict(sorted(read.items())))
+        except NoKeyError:
             return self._build(template, read, None)
-        return self._known.get_or_compute((name, encoded), lambda: self._build(template, read, encoded))
+        return self._known.get_or_compute((name, key), lambda: self._build(template, read, repr(key)))
 
     def _build(
-        self, template: ChatTemplate, arguments: Mapping[str, Any], encoded: bytes | None
+        self, template: ChatTemplate, arguments: Mapping[str, Any], setting: str | None
     ) -> KnownTemplate:
         facts = {
             "source": template.source,
@@ -291,10 +292,10 @@ class TemplateSet:
             "special_ids": sorted(self._tokenizer.special_ids),
             "vocabulary": self._tokenizer.vocab_size,
             "stop_ids": sorted(self._model_stop_ids),
-            "arguments": encoded,
+            "arguments": None if setting is None else setting.encode("utf-8", "surrogatepass"),
             "tool_images": self._tool_images,
         }
-        is_kept = encoded is not None and not template.reads_clock
+        is_kept = setting is not None and not template.reads_clock
         findings = Findings(self._folder, facts if is_kept else None)
         return KnownTemplate(
             template, self._tokenizer, arguments, findings, self._model_stop_ids, self._tool_images

@@ -194,7 +194,7 @@ def test_byte_limit_of_every_source(png_file: Path) -> None:
         with pytest.raises(MediaLimitError) as caught:
             load_image(source, policy, where=WHERE)
         assert str(caught.value) == (
-            f"{WHERE}: the encoded image is too large - expected at most {len(PNG) - 1} bytes, got "
+            f"{WHERE}: the encoded file is too large - expected at most {len(PNG) - 1} bytes, got "
             f"{len(PNG)} bytes. Raise MediaPolicy(max_bytes=...)."
         )
     policy = MediaPolicy(max_bytes=len(PNG), local_roots=(png_file.parent,))

@@ -137,8 +137,8 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns() 
     images = resolver(max_items=3)
     given = parts(*[png((index, 0, 0)) for index in range(3)])
     assert len(images.resolve(given)) == 3
-    with pytest.raises(MediaLimitError, match="too many images - expected at most 3, got 4"):
-        images.resolve(given[:1], num_images=4)
+    with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 3, got 4"):
+        images.resolve(given[:1], num_earlier=3)
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:

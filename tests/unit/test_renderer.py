@@ -231,3 +231,13 @@ def test_an_image_without_a_source_is_named(renderer, part):
         renderer.render([{"role": "user", "content": [{"type": "text", "text": "what?"}, part]}])
     assert caught.value.where == "messages[0].content[1]"
     assert "no source" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [([1], {1}, "<set>"), (1, True, "True"), (1, 1.0, "1.0"), ("1", 1, "1"), ("a", ["a"], "['a']")],
+)
+def test_values_that_print_differently_are_different_settings(first, second, shown):
+    renderer = MODELS["everything"].renderer()
+    renderer.render_text(USER, persona=first)
+    assert str(renderer.render_text(USER, persona=second)).startswith(shown)

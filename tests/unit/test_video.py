@@ -225,7 +225,7 @@ def test_a_forged_duration_is_not_believed() -> None:
         ({"max_frames": 29}, "the video holds too many frames"),
         ({"decode_timeout": 1e-3}, "decoding the video takes too long"),
         ({"max_video_bytes": 10_000}, "the sampled frames of the video are too large"),
-        ({"max_bytes": 100}, "the encoded image is too large"),
+        ({"max_bytes": 100}, "the encoded file is too large"),
     ],
 )
 def test_limits_hold_for_a_small_file_that_becomes_large(
@@ -389,3 +389,12 @@ def test_a_family_that_is_not_native_asks_for_torchvision_by_name(tmp_path: Path
     assert str(caught.value).startswith(
         f"{WHERE}: videos of this family need Transformers and torchvision, which cannot be imported"
     )
+
+
+def test_videos_count_among_the_media_of_a_conversation(shared_models: Path) -> None:
+    frames = {"type": "video", "video": frames_of(2, 32, 32)}
+    renderer = Renderer.from_pretrained(
+        shared_models / "qwen3_vl", image_backend="pil", media_policy=MediaPolicy(max_items=2)
+    )
+    with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 2, got 3"):
+        renderer.render([{"role": "user", "content": [frames, frames, frames]}])

@@ -72,6 +72,7 @@ class TransformersProcessor(MediaProcessor):
         self._framework = "pt" if backend == "torch" else "np"
         self._lock = threading.Lock()
         self._geometries: LRUCache[tuple[int, int, int], Geometry] = LRUCache(_REMEMBERED_SIZES)
+        self._kept: dict[str, bool] = {}
         self._arithmetic = arithmetic_of(self._image_processor, backend)
         self.name = type(self._image_processor).__name__
         self.image_backend = backend
@@ -85,7 +86,6 @@ class TransformersProcessor(MediaProcessor):
         self.placeholder = {"image": token, "video": video} if isinstance(video, str) else {"image": token}
         alone = [self._observe(_blank(*size), 1) for size in _PROBE_SIZES]
         self._image_options = dict(alone[0].image_options)
-        self._names = tuple(alone[0].tensors)
         self._feature_token = self._find_feature_token(files, alone[0].text)
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
         self.settings_digest = digest_settings(self._described(files))
@@ -131,8 +131,12 @@ class TransformersProcessor(MediaProcessor):
     def _tensors(self, image: Image.Image, copies: int) -> Tensors:
         """Run the image processor alone, as the whole processor would run it."""
         with _refusals_named(image):
-            output = self._image_processor([[image] * copies], **self._image_options)
-        return _first_of({name: as_numpy(output[name]) for name in self._names}, copies)
+            output = dict(self._image_processor([[image] * copies], **self._image_options))
+            if not self._kept.keys() >= output.keys():
+                # A picture may have tensors that no earlier one had; only a whole run tells which are kept.
+                return self._observe(image, copies).tensors
+            tensors = {name: as_numpy(values) for name, values in output.items() if self._kept[name]}
+        return _first_of(tensors, copies)
 
     def _observe(self, image: Image.Image, copies: int) -> _Observation:
         """Run the whole processor on copies of an image, each with its placeholder, and note what it does."""
@@ -146,6 +150,8 @@ class TransformersProcessor(MediaProcessor):
                 output = processor(text=[text], images=[[image] * copies], return_tensors=self._framework)
             finally:
                 processor.tokenizer, processor.image_processor = text_side.part, image_side.part
+            self._kept |= {name: name in output for name in image_side.returned}
+            tensors = {name: as_numpy(output[name]) for name in image_side.returned if name in output}
         written = text_side.args[0] if text_side.args else text_side.options.get("text")
         written = written[0] if isinstance(written, list) and len(written) == 1 else written
         if not isinstance(written, str):
@@ -162,7 +168,6 @@ class TransformersProcessor(MediaProcessor):
                 expected=f"{copies} image(s) between the marks of the probe",
                 got=repr(written[:200]),
             )
-        tensors = {key: as_numpy(output[key]) for key in image_side.returned if key in output}
         options = {key: value for key, value in image_side.options.items() if key != "images"}
         return _Observation(pieces[0], _first_of(tensors, copies), options)
 
