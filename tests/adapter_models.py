@@ -114,8 +114,17 @@ def smolvlm(directory: Path) -> Path:
     return _write(directory, image, processor, tokens)
 
 
+def deepseek_ocr2(directory: Path) -> Path:
+    """Tiles in a tensor of their own, which images smaller than a tile lack."""
+    image = {**HALF, "image_processor_type": "DeepseekOcr2ImageProcessor", "size": square(64)}
+    image |= {"tile_size": 256, "resample": 3}
+    processor = {"processor_class": "DeepseekOcr2Processor", "patch_size": 16, "downsample_ratio": 4}
+    return _write(directory, image, processor, ["<image>"])
+
+
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {
-    build.__name__: build for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm)
+    build.__name__: build
+    for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm, deepseek_ocr2)
 }
 
 TOKENS = {

@@ -192,6 +192,19 @@ def test_adapted_tensors(adapted: tuple[TransformersProcessor, Any], height: int
     assert torch.equal(rounded, expected["pixel_values"].to(torch.bfloat16))
 
 
+def test_another_picture_of_a_size_has_all_tensors(tmp_path: Path) -> None:
+    """Images larger than a tile have `pixel_values_local`; the first probe is smaller than a tile."""
+    directory = ADAPTER_FAMILIES["deepseek_ocr2"](tmp_path / "model")
+    processor, reference = loaded(directory, "pil"), load_reference_image_processor(directory, "pil")
+    for degrees in (0, 180, 0):
+        image = picture(300, 600).rotate(degrees)
+        expected = reference([[image]], return_tensors="np")
+        got = processor.process(load_image(image)).tensors()
+        assert set(got) == set(expected) == {"pixel_values", "pixel_values_local", "num_local_patches"}
+        for name, values in got.items():
+            np.testing.assert_array_equal(values, expected[name])
+
+
 def test_adapted_items_survive_the_wire(adapted: tuple[TransformersProcessor, Any]) -> None:
     item = adapted[0].process(load_image(picture(210, 330)))
     read = item_from_wire(mmcodecs.decode(mmcodecs.encode(item_to_wire(item))))

@@ -287,10 +287,15 @@ def _same_tensors(one: Tensors, other: Tensors) -> bool:
 
 
 def _first_of(tensors: Tensors, copies: int) -> Tensors:
-    """Return what belongs to the first of several images; counts over the whole batch are left out."""
+    """Return the tensors of the first of several copies of an image, without counts over the batch."""
     if copies == 1:
         return tensors
-    return {name: values[:1] for name, values in tensors.items() if values.shape[:1] == (copies,)}
+    shares = {
+        name: values.reshape(copies, -1, *values.shape[1:])
+        for name, values in tensors.items()
+        if values.ndim and len(values) and not len(values) % copies
+    }
+    return {name: values[0] for name, values in shares.items() if np.array_equal(values[0], values[-1])}
 
 
 def _grid(tensors: Tensors) -> tuple[int, ...]:
