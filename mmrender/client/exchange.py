@@ -6,7 +6,6 @@ it is large.
 """
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ from mmrender.client.transport import GATEWAY_STATUSES, JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
     EngineConnectionError,
-    EngineError,
     EngineStatusError,
     EngineTimeoutError,
     EngineUnsupportedError,
@@ -30,6 +28,8 @@ from mmrender.media.item import encoded_image
 from mmrender.spans import MediaItem, MediaSpan
 
 _ABORT_SECONDS: Final = 5.0
+_ABORT_GRACE: Final = 0.25
+"""Seconds that a cancelled caller waits for the server to take the abort, which goes on without it."""
 _LARGE_REPLY: Final = 1 << 20
 """Bytes from which on a reply is read on a thread."""
 _REPLY_BYTES: Final = 4 << 20
@@ -181,10 +181,19 @@ async def _send_abort(transport: Transport, path: str, body: Any) -> None:
     """Stop a server's sampling; failures are ignored, as they must not hide why it is stopped."""
     call = transport.request("POST", path, json=body, timeout=_ABORT_SECONDS, idempotent=True)
     sending = asyncio.ensure_future(call)
-    # A second cancellation ends the wait, not the request; then its failure has no one to report it to.
-    sending.add_done_callback(lambda done: done.cancelled() or done.exception())
-    with contextlib.suppress(EngineError):
-        await asyncio.shield(sending)
+    _aborts.add(sending)
+    sending.add_done_callback(_forget_abort)
+    await asyncio.wait({sending}, timeout=_ABORT_GRACE)
+
+
+_aborts: set[asyncio.Future[Any]] = set()
+"""Aborts in flight: the event loop keeps no task alive by itself."""
+
+
+def _forget_abort(sending: asyncio.Future[Any]) -> None:
+    _aborts.discard(sending)
+    if not sending.cancelled():
+        sending.exception()  # which has no one to report it to
 
 
 _texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=len)

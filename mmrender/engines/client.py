@@ -1,7 +1,6 @@
 """`InferenceEngineClient`: many engines that act as one; completions survive pauses and failures exactly."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -191,12 +190,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         await asyncio.sleep(self._retries.wait_before(aborts + 1))
 
     async def max_prompt_len(self) -> int | None:
-        """Return the most tokens that a prompt may have on every engine; None where none says."""
-        limits = []
-        for replica in self._pool.targets:
-            with contextlib.suppress(EngineError):  # whether it serves shows when it is asked for tokens
-                limits.append(await replica.engine.max_prompt_len())
-        return min((limit for limit in limits if limit is not None), default=None)
+        """Return the maximum length of a prompt on every engine that serves; None if no engine says."""
+        return await self._pool.max_prompt_len()
 
     def as_backend(self) -> RendererBackend:
         """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""

@@ -105,7 +105,7 @@ class Call:
                 return await request
         except TimeoutError as error:
             if not self._scope.expired():
-                raise
+                raise EngineTimeoutError("the engine timed out", where=name) from error
             if self.ending == "down":
                 raise EngineUnavailableError("the engine does not answer", where=name) from error
             if self.ending == "late":
@@ -341,8 +341,9 @@ class ReplicaPool:
             asked = [(each, each.calls & running) for each in self.targets if each.calls & running]
             if self.targets is not self.replicas:  # any engine may have what the router was asked
                 asked = [(each, running) for each in self.healthy()]
-            results = await asyncio.gather(
-                *[each.engine.abort_generation() for each, _ in asked], return_exceptions=True
+            left = max(deadline - time.monotonic(), look)
+            results = await answers(
+                [each for each, _ in asked], lambda engine: engine.abort_generation(), within=left
             )
             late = running if time.monotonic() > deadline else set()
             for (_, calls), result in zip(asked, results, strict=True):
@@ -402,7 +403,12 @@ class ReplicaPool:
                 await self._on_reached(others, lambda engine: engine.reset_prefix_cache())
         except BaseException:
             # Also those that have not answered, since a pause that fails may have reached its server.
-            for replica, error in await failures(self._halted, lambda engine: engine.resume_generation()):
+            # One that hangs must not hold up the caller, who may have been cancelled.
+            for replica, error in await failures(
+                self._halted,
+                lambda engine: engine.resume_generation(),
+                within=min(self._pause_timeout, _HEALTH_TIMEOUT),
+            ):
                 if not isinstance(error, EngineStateError | EngineUnsupportedError):
                     self.take_down(replica, str(error))  # it may still be paused
             self._move("pausing", "open")
@@ -411,20 +417,22 @@ class ReplicaPool:
 
     async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
         """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
-        failed = await failures(replicas, action)
+        failed = await failures(replicas, action, within=self._pause_timeout)
         for replica, error in failed:
-            if isinstance(error, EngineConnectionError):
+            if isinstance(error, EngineConnectionError | EngineTimeoutError):
                 self._halted = [each for each in self._halted if each is not replica]
                 self.take_down(replica, str(error))
         for _, error in failed:
-            if not isinstance(error, EngineConnectionError):
+            if not isinstance(error, EngineConnectionError | EngineTimeoutError):
                 raise error
 
     async def resume(self) -> None:
         """Resume the engines that were paused; one that does not resume is down."""
         self._move("paused", "resuming", "the client is not paused")
         try:
-            failed = await failures(self._halted, lambda engine: engine.resume_generation())
+            failed = await failures(
+                self._halted, lambda engine: engine.resume_generation(), within=self._pause_timeout
+            )
         except BaseException:
             self._move("resuming", "paused")
             raise
@@ -457,7 +465,7 @@ class ReplicaPool:
             EngineUnavailableError: One does not serve.
         """
         down = [each for each in self.replicas if each.down is not None]
-        failed = await failures(down, lambda engine: asyncio.wait_for(engine.check_health(), _HEALTH_TIMEOUT))
+        failed = await failures(down, lambda engine: engine.check_health(), within=_HEALTH_TIMEOUT)
         if failed:
             raise EngineUnavailableError(
                 "weights are sent to all engines at once, and some are down",
@@ -524,12 +532,41 @@ class ReplicaPool:
         _log.info("engine %s is back", replica.name)
         replica.down = None
 
+    async def max_prompt_len(self) -> int | None:
+        """Return the smallest limit of the engines that serve; one that does not answer in time is down."""
+        serving = [each for each in self.targets if each.down is None]
+        limits = await answers(serving, lambda engine: engine.max_prompt_len(), within=_HEALTH_TIMEOUT)
+        for replica, limit in zip(serving, limits, strict=True):
+            if isinstance(limit, EngineTimeoutError):
+                self.take_down(replica, str(limit))
+            elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
+                raise limit
+        return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
-async def failures(replicas: Collection[Replica], action: Action) -> list[tuple[Replica, BaseException]]:
-    """Act on engines concurrently; return those that failed, with their errors."""
-    answers = await asyncio.gather(*[action(each.engine) for each in replicas], return_exceptions=True)
+
+async def answers(
+    replicas: Collection[Replica], action: Action, *, within: float | None = None
+) -> list[Any | BaseException]:
+    """Act on engines concurrently; return each answer or error. `within` bounds each, in seconds."""
+
+    async def ask(replica: Replica) -> Any:
+        scope = asyncio.timeout(within)
+        try:
+            async with scope:
+                return await action(replica.engine)
+        except TimeoutError as error:
+            bound = f" within {within:g} s" if scope.expired() else ""
+            raise EngineTimeoutError(f"the engine did not answer{bound}", where=replica.name) from error
+
+    return await asyncio.gather(*map(ask, replicas), return_exceptions=True)
+
+
+async def failures(
+    replicas: Collection[Replica], action: Action, *, within: float | None = None
+) -> list[tuple[Replica, BaseException]]:
+    """Act on engines concurrently; return those that failed, with their errors. `within` is in seconds."""
     failed = []
-    for replica, answer in zip(replicas, answers, strict=True):
+    for replica, answer in zip(replicas, await answers(replicas, action, within=within), strict=True):
         if isinstance(answer, BaseException):
             answer.add_note(f"engine {replica.name}")
             failed.append((replica, answer))

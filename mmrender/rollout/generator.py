@@ -241,8 +241,9 @@ class VLMGenerator:
                 for index, rollout in queue:
                     trajectory = await self._one(rollout, sampling, checkpoint, metadata.weight_version)
                     ended.put_nowait((index, trajectory))
-            except Exception as error:  # noqa: BLE001 - raised for the caller
-                ended.put_nowait(error)
+            except BaseException as error:
+                ended.put_nowait(error)  # raised for the caller
+                raise
 
         with checkpoint or nullcontext():
             workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
@@ -298,6 +299,15 @@ class VLMGenerator:
                 max_turns=self.max_turns,
                 max_length=self.max_length,
             )
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            cancelled = MMRenderError(
+                "the environment awaited a task that was cancelled", where=f"rollout {rollout.name}"
+            )
+            cancelled.__cause__ = error
+            failed(cancelled)
         except Exception as error:  # noqa: BLE001 - whatever an environment raises
             failed(error)
         if checkpoint is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from client_engines import ENGINES, IDS, LOGPROBS, Engine, asked
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from mmrender.client import reply
+from mmrender.client import exchange, reply
 from mmrender.client.reply import check_completion
 from mmrender.client.types import RendererBackend, Usage
 from mmrender.client.vllm import VLLMBackend
@@ -195,6 +195,25 @@ def test_cancelling_aborts_by_the_requests_own_id(engine: Engine, times: int) ->
     assert [each.path for each in transport.cancelled] == [engine.path]
     aborts = [(each.path, each.json, each.idempotent) for each in transport.asked[1:]]
     assert aborts == ([] if engine.abort is None else [(*engine.abort, True)])
+
+
+def test_cancelling_does_not_wait_for_a_server_that_hangs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_ABORT_GRACE", 0.0)
+    path = engine.abort[0] if engine.abort is not None else "/none"
+    transport = MemoryTransport({engine.route: Answer(delay=3600), f"POST {path}": Answer(delay=3600)})
+
+    async def work() -> int:
+        task = asyncio.create_task(engine.backend.generate(asked(), transport))
+        while not transport.asked:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return len(exchange._aborts)
+
+    assert asyncio.run(work()) == (engine.abort is not None)
 
 
 @pytest.mark.parametrize("abort", [Answer(status=500), DROPPED, Answer("")])

@@ -11,6 +11,7 @@ import pytest
 
 from engine_cases import in_loop, patient, setup, sidecar, turns
 from mmrender.client.transport import RetryPolicy
+from mmrender.engines import replicas
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import (
     EngineConnectionError,
@@ -544,3 +545,76 @@ def test_importing_starts_nothing_and_loads_no_framework():
         "assert not heavy, heavy; assert threading.active_count() == 1"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Hanging(ScriptedEngine):
+    """Answers no control call: its server accepts connections and says nothing."""
+
+    asked: tuple[str, ...] = ()
+
+    async def _hang(self, call):
+        self.asked = (*self.asked, call)
+        await asyncio.Event().wait()
+
+    async def max_prompt_len(self):
+        await self._hang("max_prompt_len")
+
+    async def check_health(self):
+        await self._hang("check_health")
+
+    async def pause_generation(self, mode="abort", *, clear_cache=True):
+        await self._hang("pause")
+
+    async def resume_generation(self):
+        await self._hang("resume")
+
+    async def abort_generation(self):
+        await self._hang("abort")
+
+
+@in_loop
+async def test_the_limit_of_a_hung_engine_is_not_waited_for_again(monkeypatch):
+    monkeypatch.setattr(replicas, "_HEALTH_TIMEOUT", 0.01)
+    hung, good = Hanging("hung"), ScriptedEngine("good")
+    client = InferenceEngineClient([hung, good], **patient())
+    expected = await good.max_prompt_len()
+    for _ in range(3):
+        assert await client.max_prompt_len() == expected
+    assert hung.asked.count("max_prompt_len") == 1
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+@in_loop
+async def test_a_pause_ends_without_an_engine_that_hangs(mode):
+    hung, good = Hanging("hung"), ScriptedEngine("good")
+    client = InferenceEngineClient([hung, good], **patient(pause_timeout=0.01))
+    await client.pause_generation(mode)
+    assert client.is_paused
+    assert [each.name for each in client.replicas if each.down] == ["hung"]
+    await client.resume_generation()
+    assert not client.is_paused
+
+
+@in_loop
+async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled(monkeypatch):
+    monkeypatch.setattr(replicas, "_HEALTH_TIMEOUT", 0.01)
+    hung = Hanging("hung")
+    client = InferenceEngineClient([hung, ScriptedEngine("good")], **patient(pause_timeout=3600))
+    pausing = asyncio.create_task(client.pause_generation("abort"))
+    while "pause" not in hung.asked:
+        await asyncio.sleep(0)
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert not client.is_paused
+
+
+@in_loop
+async def test_an_engine_of_a_users_own_may_raise_a_timeout_error():
+    class Late(ScriptedEngine):
+        async def complete(self, request, **_):
+            raise TimeoutError
+
+    client = client_of(Late("late"), attempts=2, attempt_timeout=None)
+    with pytest.raises(EngineTimeoutError, match="late: the engine timed out"):
+        await client.generate(batch([[2, 3]]))

@@ -1,6 +1,7 @@
 """VLMGenerator: rows, rewards, masks, failures, saving; and the example environment end to end."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -8,7 +9,14 @@ import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
-from mmrender.errors import EngineConnectionError, EngineError, InputError, MessageError, TrajectoryError
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    InputError,
+    MessageError,
+    MMRenderError,
+    TrajectoryError,
+)
 from mmrender.messages import Message
 from mmrender.rollout.checkpoint import RolloutCheckpoint
 from mmrender.rollout.client import RendererClient
@@ -128,6 +136,37 @@ def test_what_fails_is_kept_and_the_others_go_on(renderer, caplog):
         "rollout 1_0 failed: KeyError: 'lost'",
     ]
     assert all(environment.closed == 1 for environment in made)
+
+
+class Cancelled(ScriptedEnvironment):
+    """Awaits a task that somebody cancelled, as environments with browsers or remote calls do."""
+
+    async def step(self, *arguments, **options):
+        task = asyncio.ensure_future(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
+
+def test_a_cancellation_within_an_environment_ends_its_own_rollout_only(renderer):
+    generator, batch, *_ = scripted(renderer, scripts=[(ends(),), (ends(1.0),)], max_concurrency=1)
+    generator.environments["0"] = lambda: Cancelled([])
+    out = generate(generator, batch)
+    problem = "rollout 0_0: the environment awaited a task that was cancelled"
+    assert out["errors"] == [f"MMRenderError: {problem}", None]
+    generator = replace(generator, failures="raise")
+    with pytest.raises(MMRenderError, match=f"^{problem}$"):
+        generate(generator, batch)
+
+
+def test_a_worker_that_is_cancelled_does_not_hang_the_batch(renderer, monkeypatch):
+    generator, batch, *_ = scripted(renderer, scripts=[(ends(),)] * 2)
+
+    async def fail(*_):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(VLMGenerator, "_one", fail)
+    with pytest.raises(asyncio.CancelledError):
+        generate(generator, batch)
 
 
 def test_a_failure_may_end_the_batch(renderer):
