@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, get_args
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
@@ -54,6 +54,14 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "profile": ("has_tools", "chat_template", "chat_template_kwargs"),
 }
 """Keywords of each call, beside template variables."""
+
+_KINDS: Mapping[str, type] = {
+    "media_policy": MediaPolicy,
+    "media_cache": MediaCache,
+    "limits": TemplateLimits,
+    "template_processes": TemplateProcesses,
+}
+"""Options of `Renderer.from_pretrained` that are objects of ours, or None."""
 
 _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
     "why_not_bridged"
@@ -131,11 +139,16 @@ class Renderer:
         self._memo = new_memo(memo_bytes) if memo_bytes else None
         self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
+        if tool_call_grammar is not None:
+            # Imported here, since most programs that render never parse.
+            from mmrender.parsing.grammars import all_grammars
+
+            names = all_grammars(tool_call_grammar)
+            _check_option("tool_call_grammar", tool_call_grammar, names.__contains__, " or ".join(names))
         self._tool_call_grammar = tool_call_grammar
-        if unprinted not in ("error", "allow"):
-            raise RenderError(
-                "unprinted is not understood", expected="'error' or 'allow'", got=repr(unprinted)
-            )
+        _check_option(
+            "unprinted", unprinted, lambda value: value in get_args(Unprinted), "'error' or 'allow'"
+        )
         self._unprinted = unprinted
         self._load: Callable[[], Renderer] | None = None
 
@@ -193,6 +206,11 @@ class Renderer:
                 with the first image; `renderer.media.require_processor()` reads them at once.
         """
         options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
+        _check_option("name_or_path", name_or_path, _is_path, "a directory or a hub id")
+        for option, kind in _KINDS.items():
+            is_kind = partial(_is_none_or, kind)
+            _check_option(option, options[option], is_kind, f"a {kind.__name__}, or None")
+        _check_option("clock", clock, callable, "a function that returns the time")
         name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
@@ -338,8 +356,11 @@ class Renderer:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
         arguments = _merged(chat_template_kwargs, template_arguments)
         known = self._known("render", tools is not None, arguments, chat_template, chat_template_kwargs)
+        conversation = normalize_messages(messages)
+        if images is not None or videos is not None:
+            conversation = attach_media(conversation, images, videos)
         return Rendering(known, self._writer, self.media, self._unprinted).text(
-            normalize_messages(messages),
+            conversation,
             tools=None if tools is None else normalize_tools(tools),
             documents=normalize_documents(documents),
             add_generation_prompt=add_generation_prompt,
@@ -459,6 +480,9 @@ class Renderer:
         template_arguments = _merged(chat_template_kwargs, template_arguments)
         prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
         completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
+        _check_option("history", history, get_args(History).__contains__, "'sampled' or 'template'")
+        if previous_roles is not None:
+            _check_option("previous_roles", previous_roles, _are_roles, "a collection of roles")
         reason = None
         try:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
@@ -579,6 +603,28 @@ class Renderer:
             InputError: The ids are no flat integers, or lie outside the vocabulary.
         """
         return self.tokenizer.decode(checked_ids(token_ids, "token_ids", self.vocab_size))
+
+
+def _check_option(name: str, value: Any, is_valid: Callable[[Any], object], expected: str) -> None:
+    """Refuse an option that is not one of its values."""
+    try:
+        if is_valid(value):
+            return
+    except TypeError:  # an unhashable value is in no collection
+        pass
+    raise RenderError(f"{name} is not understood", where=name, expected=expected, got=describe(value))
+
+
+def _is_none_or(kind: type, value: object) -> bool:
+    return value is None or isinstance(value, kind)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _are_roles(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and {*value} <= {*get_args(Role)}
 
 
 def _merged(given: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -116,17 +116,27 @@ class Rendering:
             raise
 
     def _first_refused(self, messages: Sequence[Message], given: Given) -> int | None:
-        """Index of the message with which the conversation stops being accepted, if there is one."""
-        accepted = 0
-        for count in range(1, len(messages) + 1):
+        """Return the index of a message that the template refuses although it takes those before.
+
+        Found by bisection in some log2(n) runs; None if the template takes no shorter conversation.
+        """
+
+        def is_accepted(count: int) -> bool:
             try:
                 self.known.render(messages[:count], **given)
             except TemplateError:
-                if accepted == count - 1 and (accepted or len(messages) == 1):
-                    return count - 1
-            else:
-                accepted = count
-        return None
+                return False
+            return True
+
+        refused = len(messages)
+        # Some templates refuse a lone system message.
+        accepted = next((count for count in (1, 2) if count < refused and is_accepted(count)), 0)
+        if not accepted and refused != 1:
+            return None
+        while refused - accepted > 1:
+            middle = (accepted + refused) // 2
+            accepted, refused = (middle, refused) if is_accepted(middle) else (accepted, middle)
+        return refused - 1
 
     def render(
         self,
@@ -160,7 +170,7 @@ class Rendering:
         if "assistant" in roles:
             # A turn that is to be continued is prompt as far as it goes.
             sampled = messages[:-1] if continue_final_message else messages
-            turns, rewritten = assistant_turns(text, sampled, profile, partial(self._run, **given))
+            turns, rewritten = assistant_turns(text, sampled, profile, partial(self.known.render, **given))
             if self.writer.affixes(plain(text))[1]:
                 # Each prompt ends in tokens that the conversation does not go on from.
                 turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])

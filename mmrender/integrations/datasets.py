@@ -19,7 +19,7 @@ from blake3 import blake3
 from mmrender._version import __version__
 from mmrender.model.files import find_model
 from mmrender.renderer import Renderer
-from mmrender.training.samples import build_training_sample
+from mmrender.training.samples import build_training_sample, with_row_arguments
 from mmrender.trajectory.sample import TrainingSample
 
 
@@ -69,7 +69,9 @@ class RenderRow:
         if row.get("tools"):
             given["tools"] = row["tools"]
         arguments = row.get("chat_template_kwargs") or {}
-        return build_training_sample(self._renderer, messages, **{**self.options, **given, **arguments})
+        return build_training_sample(
+            self._renderer, messages, **with_row_arguments({**self.options, **given}, arguments)
+        )
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `mm_token_type_ids` and the identities of the row's images."""

@@ -20,7 +20,9 @@ rollout_func = Rollouts(play)  # of GRPOTrainer
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +54,7 @@ class Rollouts:
             TrajectoryError: A trajectory has branches, nothing to train on, no log probabilities, or images
                 that its first prompt lacks.
         """
-        trajectories = asyncio.run(self._played(prompts))
+        trajectories = _run(self._played(prompts))
         fields: dict[str, list[Any]] = {
             "prompt_ids": [],
             "completion_ids": [],
@@ -75,6 +77,16 @@ class Rollouts:
                 return await self.play(prompt)
 
         return await asyncio.gather(*map(one, prompts))
+
+
+def _run(playing: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+    """Run to the end; in a thread of its own if this one runs an event loop, as notebooks do."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(playing)
+    with ThreadPoolExecutor(1, "mmrender-trl") as thread:
+        return thread.submit(copy_context().run, asyncio.run, playing).result()
 
 
 def _only_sample(trajectory: Trajectory, where: str) -> tuple[TrainingSample, Any, int]:

@@ -24,8 +24,8 @@ from tokenizers import models
 
 _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
-_WORTH = 1 << 16
-"""Characters that `tokenizers` encodes before the fast engine is loaded, which costs what millions do."""
+_WORTH = 1 << 20
+"""Characters that `tokenizers` encodes before the fast engine is loaded, which costs as much as they do."""
 _BLANK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>\Z")
 _UNCOUNTABLE = -(1 << 40)

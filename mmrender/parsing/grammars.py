@@ -195,5 +195,10 @@ def provided_grammars() -> dict[str, Grammar]:
     return {plugin.value.name: plugin.value for plugin in found.values()}
 
 
+def all_grammars(name: object) -> dict[str, Grammar]:
+    """Return our grammars, and those of other packages unless `name` is one of ours or None."""
+    return GRAMMARS if name is None or name in GRAMMARS else {**GRAMMARS, **provided_grammars()}
+
+
 def _is_new(value: object) -> bool:
     return isinstance(value, Grammar) and value.name not in GRAMMARS

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, provided_grammars
+from mmrender.parsing.grammars import Grammar, Section, all_grammars, provided_grammars
 from mmrender.parsing.parser import (
     After,
     Before,
@@ -129,12 +129,10 @@ class GrammarProver:
 
     def choose(self, name: str | None = None) -> GrammarChoice:
         """Choose a grammar by proof, or take the one that is named and say whether it is proved."""
-        grammars = GRAMMARS
+        grammars = all_grammars(name)
         if name is not None and name not in grammars:
-            grammars = {**GRAMMARS, **provided_grammars()}
-            if name not in grammars:
-                known = " or ".join(grammars)
-                raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
+            known = " or ".join(grammars)
+            raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
         named = grammars.get(name or "")
         if not any(_ARGUMENTS["digits"] in (probe.text or "") for probe in self._probed(None, _PROVE)):
             return GrammarChoice("named" if named is not None else "not_printed", named)

@@ -16,7 +16,7 @@ from mmrender.training.batch import PaddingSide, TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily
 from mmrender.training.packing import first_fit_decreasing
-from mmrender.training.samples import build_training_sample
+from mmrender.training.samples import build_training_sample, with_row_arguments
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.truncate import truncate
@@ -141,5 +141,5 @@ class Collator:
             self.renderer,
             [*messages, *prompt, *completion],
             sample_id=where,
-            **{**self.options, **split, **given, **arguments},
+            **with_row_arguments({**self.options, **split, **given}, arguments),
         )

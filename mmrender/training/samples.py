@@ -49,6 +49,20 @@ _TOKEN_CHARACTERS: Final = 16
 _NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "tool calls"}
 
 
+def with_row_arguments(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `build_training_sample` with the template variables of one row of data.
+
+    A row sets template variables alone, in place of those in `options`.
+    """
+    kept = {
+        name: value
+        for name, value in options.items()
+        if name not in arguments or name in (build_training_sample.__kwdefaults__ or {})
+    }
+    shared = options.get("chat_template_kwargs") or {}
+    return {**kept, "chat_template_kwargs": {**shared, **arguments}} if arguments else kept
+
+
 def build_training_sample(
     renderer: "RendererProtocol",
     messages: Sequence[Any],

@@ -13,11 +13,14 @@ from mmrender.errors import (
     InputError,
     MessageError,
     MMRenderError,
+    RenderError,
     TemplateMissingError,
+    TemplateRefusedError,
     TemplateSyntaxError,
 )
 from mmrender.probing.templates import TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
+from mmrender.template.chat import ChatTemplate
 from small_models import MODELS
 
 USER = [{"role": "user", "content": "hi"}]
@@ -231,6 +234,74 @@ def test_an_image_without_a_source_is_named(renderer, part):
         renderer.render([{"role": "user", "content": [{"type": "text", "text": "what?"}, part]}])
     assert caught.value.where == "messages[0].content[1]"
     assert "no source" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("tool_call_grammar", "zzz"),
+        ("unprinted", "no"),
+        ("unprinted", ["error"]),
+        ("limits", 5),
+        ("media_policy", 5),
+        ("media_cache", {}),
+        ("clock", 5),
+        ("template_processes", "two"),
+    ],
+)
+def test_options_that_are_none_of_their_values_are_refused_when_a_model_is_opened(tiny_model, option, value):
+    with pytest.raises(RenderError, match=f"{option}: {option} is not understood") as caught:
+        Renderer.from_pretrained(tiny_model, image_backend="pil", **{option: value})
+    assert caught.value.where == option
+
+
+def test_a_name_that_is_no_path_is_refused():
+    with pytest.raises(
+        RenderError, match="name_or_path is not understood - expected a directory or a hub id, got 5"
+    ):
+        Renderer.from_pretrained(5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"history": "templates"},
+        {"history": ["sampled"]},
+        {"previous_roles": "user"},
+        {"previous_roles": ["human"]},
+    ],
+)
+def test_options_of_a_bridge_that_are_none_of_their_values_are_refused(printing, options):
+    (name,) = options
+    with pytest.raises(RenderError, match=f"{name}: {name} is not understood"):
+        printing.bridge_to_next_turn([1], [2], USER, **options)
+
+
+@pytest.mark.parametrize("name", ["images", "videos"])
+def test_media_that_no_part_waits_for_are_refused_for_text_too(printing, name):
+    with pytest.raises(MessageError):
+        printing.render_text(USER, **{name: [1, 2, 3]})
+
+
+REFUSING = """{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('refused') }}{% endif %}
+{{- m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
+
+@pytest.mark.parametrize("refused", [1, 150, 399])
+def test_the_message_that_is_refused_is_found_in_few_runs(tiny_model, monkeypatch, refused):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=REFUSING)
+    messages = [{"role": ("user", "assistant")[index % 2], "content": "yes"} for index in range(400)]
+    renderer.render(messages[:4])
+    messages[refused]["content"] = "no"
+    runs = []
+    run = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, *args, **options: runs.append(1) or run(self, *args, **options)
+    )
+    with pytest.raises(TemplateRefusedError) as caught:
+        renderer.render(messages)
+    assert caught.value.where.startswith(f"messages[{refused}], ")
+    assert len(runs) <= 12
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from mmrender import Renderer
 from mmrender.errors import BatchError, InputError
 from mmrender.training import Collator, ModelFamily, build_training_sample, collate
+from mmrender.training.samples import with_row_arguments
 from training_cases import family_of
 
 
@@ -180,3 +181,18 @@ def test_trl_trains(collator: Collator, tiny_model: Path, tmp_path: Path) -> Non
     )
     assert len(losses) == 2
     assert losses[0] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("option", ["train_on", "weights", "select", "final_stop", "on_rewritten"])
+def test_a_row_sets_template_variables_and_no_option_of_the_sample(collator: Collator, option: str) -> None:
+    row = {**CONVERSATIONS[0], "chat_template_kwargs": {option: "all_messages"}}
+    with pytest.raises(InputError, match="this argument") as caught:
+        collator([row])
+    assert caught.value.where == f"chat_template_kwargs.{option}"
+
+
+def test_a_row_s_template_variables_go_before_those_of_all() -> None:
+    options = {"train_on": "all_messages", "day": 1, "chat_template_kwargs": {"a": 1, "b": 1}}
+    expected = {"train_on": "all_messages", "chat_template_kwargs": {"a": 1, "b": 2, "day": 2}}
+    assert with_row_arguments(options, {"b": 2, "day": 2}) == expected
+    assert with_row_arguments(options, {}) == options
