@@ -76,9 +76,19 @@ class Collator:
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward, with `labels` int64 `(rows, width)`.
 
-        Labels are token ids where trained on, else -100, not shifted. Raises as `batch`.
+        Labels are token ids where trained on, else -100, not shifted.
+
+        Raises:
+            BatchError: Tokens have weights other than 1, which labels cannot carry; and as `batch`.
         """
         batch = self.batch(examples)
+        if batch.loss_weights is not None and not torch.equal(batch.loss_weights, batch.loss_mask.float()):
+            raise BatchError(
+                "messages have weights, and a loss over labels ignores them",
+                where="examples",
+                expected="weights of 0 and 1",
+                remedy="Call `batch`, and weigh each token's loss with its loss_weights",
+            )
         return batch.model_inputs() | {"labels": batch.labels()}
 
     def batch(self, examples: Sequence[Any]) -> TrainingBatch:
@@ -107,9 +117,22 @@ class Collator:
         )
 
     def sample(self, example: Any, where: str = "example") -> TrainingSample:
-        """Return one example as a sample, truncated; raises as `batch`."""
+        """Return one example as a sample, truncated.
+
+        Raises:
+            BatchError: No token of it is trained on; and as `batch`.
+        """
         sample = example if isinstance(example, TrainingSample) else self._rendered(example, where)
-        return sample if self.max_length is None else truncate(sample, self.max_length)
+        if self.max_length is not None:
+            sample = truncate(sample, self.max_length)
+        if not sample.loss_mask.any():
+            bound = "" if self.max_length is None else f" of the first {self.max_length}"
+            raise BatchError(
+                f"no token{bound} is trained on",
+                where=where,
+                remedy="Leave the example out, change train_on, or raise max_length",
+            )
+        return sample
 
     def _rendered(self, example: Any, where: str) -> TrainingSample:
         columns = dict(example) if isinstance(example, Mapping) else {"messages": example}

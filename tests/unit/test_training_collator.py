@@ -3,6 +3,7 @@
 import base64
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,20 @@ def test_a_row_s_template_variables_go_before_those_of_all() -> None:
     expected = {"train_on": "all_messages", "chat_template_kwargs": {"a": 1, "b": 2, "day": 2}}
     assert with_row_arguments(options, {"b": 2, "day": 2}) == expected
     assert with_row_arguments(options, {}) == options
+
+
+def test_weights_that_labels_cannot_carry_are_refused(collator: Collator) -> None:
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes.", "weight": 0.5}]
+    with pytest.raises(BatchError, match="messages have weights, and a loss over labels ignores them"):
+        collator([{"messages": messages}])
+    weights = collator.batch([{"messages": messages}]).loss_weights
+    assert weights is not None
+    assert weights.unique().tolist() == [0.0, 0.5]
+    whole = [messages[0], {**messages[1], "weight": 1}]
+    assert (collator([{"messages": whole}])["labels"] >= 0).any()
+
+
+def test_an_example_without_a_label_is_refused(collator: Collator) -> None:
+    short = replace(collator, max_length=4)
+    with pytest.raises(BatchError, match=r"examples\[0\]: no token of the first 4 is trained on"):
+        short([CONVERSATIONS[0]])
