@@ -144,14 +144,16 @@ class _Request(httpcore.NetworkBackend):
             host = parts.hostname or ""
             host = host.encode("ascii" if ":" in host else "idna").decode()
             port = _PORTS[parts.scheme] if parts.port is None else parts.port
+            path = quote(parts.path or "/", safe=_SAFE)  # a lone surrogate cannot be written
+            pair = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}".encode()
+            query = quote(parts.query, safe=_SAFE + "?")
         except (ValueError, KeyError):
             host = ""
         if not host:
             raise self.error(MediaFetchError, "is not a URL with a host")
         self.policy.check_scheme(parts.scheme)
-        path = quote(parts.path or "/", safe=_SAFE)
         if parts.query:
-            path += "?" + quote(parts.query, safe=_SAFE + "?")
+            path += "?" + query
         headers = [
             ("Host", (f"[{host}]" if ":" in host else host) + (f":{port}" if parts.port else "")),
             ("User-Agent", f"mmrender/{__version__}"),
@@ -160,8 +162,7 @@ class _Request(httpcore.NetworkBackend):
             ("Connection", "close"),
         ]
         if parts.username is not None:
-            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            headers.append(("Authorization", "Basic " + base64.b64encode(pair.encode()).decode()))
+            headers.append(("Authorization", "Basic " + base64.b64encode(pair).decode()))
         return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=path), headers
 
     def _answer(self, response: httpcore.Response) -> bytes | str:

@@ -22,7 +22,7 @@ from PIL import ExifTags, Image
 
 from mmcodecs import BufferPool
 from mmrender.caching import LRUCache
-from mmrender.errors import MediaError
+from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, PixelArithmetic, storage_of
 from mmrender.media.load import load_image, open_image
 from mmrender.media.policy import MediaPolicy
@@ -127,13 +127,21 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
 
         Nothing is memoised: each call writes other arrays, which the caller owns. Memory of those that nobody
         refers to any more, at most 64 MiB of it, is used again.
+
+        Raises:
+            MissingDependencyError: `framework="torch"` without torch.
         """
         specs = self.specs(dtype)
         arrays = {name: _new_array(spec) for name, spec in specs.items()}
         self.write(arrays, dtype)
         if framework == "numpy":
             return arrays
-        import torch
+        try:
+            import torch
+        except ImportError as error:
+            raise MissingDependencyError.of_extra(
+                "torch", "torch", 'framework="torch"', otherwise='choose framework="numpy"'
+            ) from error
 
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if dtype == "bfloat16":

@@ -260,7 +260,11 @@ def source_fingerprint(source: Any) -> Hashable | None:
         return "bytes", xxhash.xxh3_128_digest(source, seed=_SEED)
     if isinstance(source, str):
         is_data = source[:5].lower() == "data:"
-        return ("text", xxhash.xxh3_128_digest(source.encode(), seed=_SEED)) if is_data else None
+        return (
+            ("text", xxhash.xxh3_128_digest(source.encode("utf-8", "surrogatepass"), seed=_SEED))
+            if is_data
+            else None
+        )
     if isinstance(source, Path):
         try:
             found = source.stat()

@@ -301,6 +301,17 @@ def _is_binary(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in ("PIL", "torch")
 
 
+_MALFORMED: Final = (
+    msgspec.MsgspecError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RecursionError,
+    BufferError,  # an array of another dtype
+)
+"""Errors that a damaged table of trajectories ends in."""
+
+
 def read_records(wire: Any) -> list[Record]:
     """Return the content of trajectories from plain data, which may come from anywhere: all of it is checked.
 
@@ -322,7 +333,7 @@ def read_records(wire: Any) -> list[Record]:
     try:
         form = msgspec.convert(wire, _Form)
         table = msgspec.msgpack.decode(np.ascontiguousarray(form.table).data, type=Table)
-    except (msgspec.MsgspecError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     reader = _Reader(
         items_from_wire(form.items, where="wire.items"),

@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 from item_cases import encoded
-from mmrender.errors import MediaBlockedError, MediaFetchError, MediaLimitError
+from mmrender.errors import MediaBlockedError, MediaError, MediaFetchError, MediaLimitError
 from mmrender.media import fetch as fetching
 from mmrender.media.fetch import fetch, printable_url
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.resolve import source_fingerprint
 
 WHERE = "messages[0].content[0]"
 OWN_CONTEXT = fetching._tls_context
@@ -399,3 +400,22 @@ def test_redirect_from_https_to_http_is_refused(secure_site: Site, names: dict[s
         f"{url} redirects from https: to http: - expected a redirect to https:. Fetch it yourself "
         "and pass the bytes."
     )
+
+
+SURROGATE = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{SURROGATE}",
+        f"http://127.0.0.1:1/{SURROGATE}",
+        f"http://127.0.0.1:1/?q={SURROGATE}",
+        f"http://{SURROGATE}:secret@127.0.0.1:1/",
+        f"http://{SURROGATE}.example/",
+    ],
+)
+def test_a_lone_surrogate_in_a_url_is_a_media_error(url: str) -> None:
+    source_fingerprint(url)
+    with pytest.raises(MediaError):
+        load_image(url, MediaPolicy())

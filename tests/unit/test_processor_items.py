@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from item_cases import PROCESSOR, picture, same_tensors
-from mmrender.errors import MediaError
+from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
@@ -163,3 +163,11 @@ def test_raw_pixels_are_whole_in_every_mode(mode: str, bytes_per_pixel: int) -> 
     assert pixels.shape == (3, 5, bytes_per_pixel)
     assert pixels[2, 4].any()
     assert not pixels[:2].any()
+
+
+def test_without_torch_its_tensors_are_refused_by_name(
+    item: PatchItem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match='framework="torch" needs torch, which is not installed'):
+        item.tensors(framework="torch")

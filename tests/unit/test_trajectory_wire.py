@@ -338,3 +338,11 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
     wire["table"] = np.frombuffer(msgspec.msgpack.encode(Table(rows, [])), np.uint8)
     with pytest.raises(TrajectoryError, match=r"the number of tokens is wrong - .* at most 4096"):
         trajectories_from_wire(wire)
+
+
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "object", "float16", "bool"])
+def test_a_table_of_another_dtype_is_malformed(dtype):
+    wire = trajectories_to_wire([Trajectory()])
+    wire["table"] = np.zeros(9, dtype)
+    with pytest.raises(TrajectoryError, match="trajectories are malformed"):
+        trajectories_from_wire(wire)
