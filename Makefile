@@ -128,7 +128,7 @@ $(BROWSER_STAMP): $(MAIN_STAMP)
 		|| echo "no axe-core from npm: accessibility is not judged" >&2
 	@touch $@
 
-browser: $(BROWSER_STAMP) ## test the page of tokens in headless Chromium
+browser: $(BROWSER_STAMP) ## test the page of tokens and the guides in headless Chromium
 	MMRENDER_TIERS=browser $(BIN)/python -m pytest -q tests/browser
 
 screenshots: MODEL ?= $(wildcard ../shared/models/qwen3_vl)

@@ -1,6 +1,6 @@
 // Controls: search, colouring, sequences side by side, the outline and the token under the pointer.
 const place = (name) => document.getElementById(name);
-const panes = place("panes"), inspector = place("inspector"), outline = place("outline"), query = place("query");
+const panes = place("panes"), inspector = place("inspector"), outline = place("outline"), query = place("query"), menu = place("menu");
 const strips = [];
 let active = null, view = "origin", hits = [], hit = -1, hovered = "", settled = 0;
 
@@ -56,8 +56,9 @@ const events = {
 
 function choose(strip, token, options) {
   activate(strip);
-  strip.go(Math.max(0, Math.min(strip.sequence.length - 1, token)), options);
-  inspect(strip.sequence, strip.current);
+  const at = Math.max(0, Math.min(strip.sequence.length - 1, token));
+  inspect(strip.sequence, at); // first: on a narrow screen its panel grows, and takes lines of the strip
+  strip.go(at, options);
 }
 
 function activate(strip) {
@@ -124,10 +125,12 @@ function inspect(sequence, token) {
   fact(list, "difference", values.difference === undefined ? "" : nats(values.difference));
   for (const name of ["advantage", "reward", "weight"]) fact(list, name, values[name] === undefined ? "" : `${values[name]}`);
   parts.push(list);
+  inspector.classList.remove("idle");
   inspector.replaceChildren(...parts);
 }
 
 function welcome() {
+  inspector.classList.add("idle");
   const notes = (active?.sequence.notes || []).map((note) => element("p", { className: "remarks", textContent: note }));
   inspector.replaceChildren(element("h2", { textContent: "Token" }),
     element("p", { className: "remarks", textContent: "Point at a token to see its id, its owner and its numbers; over a picture, the token that sees the patch there." }), ...notes);
@@ -138,6 +141,7 @@ function drawOutline() {
   const parts = [];
   // Where two sequences are compared, a mark has a twin, to which both jump.
   const marks = data.sideBySide ? data.marks.filter((mark) => mark.strip === 0) : data.marks;
+  const found = marks.length ? `${marks.length} ${marks.length === 1 ? "mark" : "marks"}` : "";
   if (marks.length) {
     const list = element("ul", { className: "marks" });
     for (const mark of marks) {
@@ -147,7 +151,7 @@ function drawOutline() {
       button.addEventListener("click", () => jump(mark));
       list.append(element("li", {}, button));
     }
-    parts.push(element("h2", { textContent: marks.length === 1 ? "1 mark" : `${marks.length} marks` }), list);
+    parts.push(element("h2", { textContent: found }), list);
   }
   const list = element("ul");
   sequence.sections.slice(0, 2000).forEach((section, index) => {
@@ -159,8 +163,17 @@ function drawOutline() {
     list.append(element("li", {}, button));
   });
   if (sequence.sections.length) parts.push(element("h2", { textContent: "Messages" }), list);
+  menu.textContent = `☰ ${found || "Outline"}`;
+  menu.setAttribute("aria-label", found ? `Outline and ${found}` : "Outline");
   outline.replaceChildren(...parts);
   events.scrolled(active);
+}
+
+/** Open or close the outline, which a narrow window shows over the tokens. */
+function drawer(open) {
+  outline.classList.toggle("open", open);
+  menu.setAttribute("aria-expanded", open);
+  if (open) outline.querySelector("button")?.focus();
 }
 
 /** Show in the outline which message is at the top; after scrolling, since it costs a layout. */
@@ -375,6 +388,18 @@ place("theme").addEventListener("click", () => {
   const dark = root.colorScheme ? root.colorScheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.colorScheme = dark ? "light" : "dark";
   for (const strip of visible()) strip.drawMap();
+});
+menu.addEventListener("click", () => drawer(!outline.classList.contains("open")));
+panes.addEventListener("pointerdown", () => drawer(false));
+outline.addEventListener("click", (event) => {
+  if (!event.target.closest("button") || !outline.classList.contains("open")) return;
+  drawer(false);
+  active.scroller.focus({ preventScroll: true });
+});
+outline.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !outline.classList.contains("open")) return;
+  drawer(false);
+  menu.focus();
 });
 panes.addEventListener("focusin", (event) => {
   const strip = strips.find((one) => one?.scroller === event.target);

@@ -27,6 +27,20 @@ HOSTILE = (
 )
 
 
+def findings(tab):
+    """What axe-core finds on a page: rule, impact, places and the first place's summary."""
+    tab.add_script_tag(path=str(AXE))
+    return [
+        (
+            one["id"],
+            one["impact"],
+            [node["target"] for node in one["nodes"]],
+            one["nodes"][0]["failureSummary"],
+        )
+        for one in tab.evaluate("axe.run()")["violations"]
+    ]
+
+
 @pytest.fixture(scope="session")
 def browser():
     if "browser" not in os.environ.get("MMRENDER_TIERS", ""):

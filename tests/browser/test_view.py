@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from browser.conftest import AXE, HOSTILE
+from browser.conftest import AXE, HOSTILE, findings
 from mmrender.audit.report import AuditReport, Comparison, Finding
 from mmrender.trajectory import TrainingSample, Trajectory
 from mmrender.view import Page
@@ -252,25 +252,33 @@ def test_a_difference_opens_where_it_begins(opened, renderer, rendered):
     assert f"{len(rendered) - 6} tokens are equal before it" in tab.inner_text("#inspector")
 
 
-def test_a_finding_opens_at_its_token_and_image(opened, renderer, rendered):
+@pytest.fixture(scope="module")
+def audited(renderer, rendered):
+    """An audit with differences of every size and two findings, one of them at the second image."""
     mask = rendered.loss_mask()
+    logprobs = np.where(mask, -3.0, 0.0).astype(np.float32)
     sample = TrainingSample(
         np.array(rendered.token_ids, np.int32),
         mask,
-        np.zeros(len(rendered), np.float32),
+        logprobs,
         rendered.multi_modal_data,
         rendered=rendered,
         sample_id="one",
+        advantages=np.where(mask, np.linspace(-3, 3, len(mask)), 0).astype(np.float32),
     )
+    trainer = np.full(len(rendered), -3.0, np.float32)
+    trainer[mask] += np.resize([0, 1e-4, 1e-3, 0.02, 0.3, 3, -1e-3, -0.02, -0.3, -3], mask.sum())
     token = int(np.flatnonzero(mask)[-3])
-    finding = Finding("pixels", "another picture", "0.5 nats", "one", image=1, token=token)
-    report = AuditReport(
-        (Comparison.of(sample, np.ones(len(rendered), np.float32)),),
-        (finding,),
-        (),
-        1e-3,
-        _decode=renderer.decode,
+    named = (
+        Finding("pixels", "another picture", "0.5 nats", "one", image=1, token=token),
+        Finding("tokens", "encoded again", "by 3 tokens", "one", token=token - 2),
     )
+    comparison = Comparison.of(sample, trainer)
+    return token, AuditReport((comparison,), named, (), 1e-3, _decode=renderer.decode)
+
+
+def test_a_finding_opens_at_its_token_and_image(opened, audited):
+    token, report = audited
     tab = opened(Page(report))
     tab.get_by_role("button", name="pixels: another picture").click()
     assert tab.locator(f'.t.marked.current[data-token="{token}"]').is_visible()
@@ -279,26 +287,55 @@ def test_a_finding_opens_at_its_token_and_image(opened, renderer, rendered):
     assert tab.locator("#inspector .note img").count() == 1
 
 
+@pytest.mark.parametrize("width", [390, 768])
+def test_findings_are_reached_without_a_keyboard_on_a_narrow_screen(opened, audited, width):
+    token, report = audited
+    tab = opened(Page(report), viewport={"width": width, "height": 780}, has_touch=True)
+    finding = tab.get_by_role("button", name="pixels: another picture")
+    assert not finding.is_visible()
+    # Before a token is chosen, its panel leaves the height to the tokens.
+    panel = tab.locator("#inspector").bounding_box()
+    assert width > 720 or panel["height"] < 780 / 8
+    outline = tab.get_by_role("button", name="Outline and 3 marks")
+    outline.tap()
+    assert outline.get_attribute("aria-expanded") == "true"
+    box = finding.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    assert box["height"] >= 24
+    finding.tap()
+    assert not finding.is_visible()
+    assert outline.get_attribute("aria-expanded") == "false"
+    assert tab.locator(f'.t.marked.current[data-token="{token}"]').is_visible()
+    assert "0.5 nats" in tab.inner_text("#inspector")
+    outline.tap()
+    tab.keyboard.press("Escape")
+    assert not finding.is_visible()
+    assert tab.evaluate("document.activeElement.id") == "menu"
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason=f"needs {AXE}, which `make browser` fetches")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1360, 400])
-def test_axe_finds_nothing_serious(opened, renderer, rendered, scheme, width):
-    if not AXE.is_file():
-        pytest.skip(f"needs {AXE}, which `make browser` fetches")
-    tab = opened(
-        Page.of_difference(rendered, replace(rendered, token_ids=[*rendered.token_ids[:-1], 7])),
-        color_scheme=scheme,
-        viewport={"width": width, "height": 800},
-        bypass_csp=True,
-    )
-    tab.locator(".strip").first.press("End")
-    tab.add_script_tag(path=str(AXE))
-    found = tab.evaluate("axe.run()")["violations"]
-    serious = [
-        (one["id"], [node["target"] for node in one["nodes"]][:3], one["nodes"][0]["failureSummary"])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
-    assert serious == [], json.dumps(serious, indent=1)
+@pytest.mark.parametrize("width", [390, 768, 1440])
+def test_axe_finds_nothing(opened, rendered, audited, scheme, width):
+    """On pages of tokens, of a difference and of an audit, in every colouring, and with the outline open."""
+    other = replace(rendered, token_ids=[*rendered.token_ids[:-1], 7])
+    pages = [Page(rendered), Page.of_difference(rendered, other), Page(audited[1])]
+    found = []
+    for page in pages:
+        tab = opened(page, color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
+        views = tab.get_by_role("radio")
+        for index in range(views.count()):
+            views.nth(index).click()
+            tab.locator(".strip").first.press("End")
+            found += [(views.nth(index).inner_text(), *one) for one in findings(tab)]
+        if tab.locator("#menu").is_visible():
+            tab.locator("#menu").click()
+            found += [("outline", *one) for one in findings(tab)]
+            tab.keyboard.press("Escape")
+        tab.locator(".strip").first.press("m")
+        found += [("mark", *one) for one in findings(tab)]
+    assert found == [], json.dumps(found, indent=1)
 
 
 def test_it_prints_every_token(opened, rendered):
