@@ -21,7 +21,7 @@ from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import TransformersProcessor
+from mmrender.media.processors.transformers import TransformersProcessor, _first_of
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.testing.reference import (
     has_reference_backend,
@@ -203,6 +203,22 @@ def test_another_picture_of_a_size_has_all_tensors(tmp_path: Path) -> None:
         assert set(got) == set(expected) == {"pixel_values", "pixel_values_local", "num_local_patches"}
         for name, values in got.items():
             np.testing.assert_array_equal(values, expected[name])
+
+
+def test_the_first_of_several_copies_has_its_rows_of_every_tensor() -> None:
+    tiles = np.arange(12).reshape(6, 2)
+    tensors = {
+        "one row each": np.array([[7], [8]]),
+        "three rows each": np.concatenate([tiles[:3], tiles[:3]]),
+        "rows of all": tiles,
+        "a count": np.array(2),
+        "an odd number of rows": np.arange(3),
+    }
+    shares = _first_of(tensors, 2)
+    assert {name: values.tolist() for name, values in shares.items()} == {
+        "one row each": [[7]],
+        "three rows each": tiles[:3].tolist(),
+    }
 
 
 def test_adapted_items_survive_the_wire(adapted: tuple[TransformersProcessor, Any]) -> None:

@@ -295,7 +295,12 @@ def _first_of(tensors: Tensors, copies: int) -> Tensors:
         for name, values in tensors.items()
         if values.ndim and len(values) and not len(values) % copies
     }
-    return {name: values[0] for name, values in shares.items() if np.array_equal(values[0], values[-1])}
+    return {
+        name: values[0]
+        for name, values in shares.items()
+        # One row an image is the image's own; several rows are only if the copies have them alike.
+        if values.shape[1] == 1 or np.array_equal(values[0], values[-1])
+    }
 
 
 def _grid(tensors: Tensors) -> tuple[int, ...]:
