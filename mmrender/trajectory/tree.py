@@ -219,7 +219,7 @@ class Trajectory:
             allowed=tuple(allowed),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
-            tools=self._shared_tools(check_tools(tools, f"{where}.tools")),
+            tools=self._shared_tools(tools, f"{where}.tools"),
             _reward=reward,
             extra=check_extra(extra, f"{where}.extra"),
         )
@@ -340,9 +340,13 @@ class Trajectory:
             )
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
-    def _shared_tools(self, tools: Tools | None) -> Tools | None:
-        """Return the definitions of an earlier step if they are equal, in the order of keys too."""
-        return tools and self._tools.setdefault(msgspec.msgpack.encode(tools), tools)
+    def _shared_tools(self, tools: Sequence[Any] | None, where: str) -> Tools | None:
+        """Check definitions; return those of an earlier step if they are equal, in the order of keys too."""
+        for known in self._tools.values():
+            if known is tools:
+                return known
+        checked = check_tools(tools, where)
+        return checked and self._tools.setdefault(msgspec.msgpack.encode(checked), checked)
 
     def _settle(self) -> None:
         """Drop what only makes the next call cheap; a rollout that is read out has mostly ended."""
