@@ -146,9 +146,7 @@ class Renderer:
             names = all_grammars(tool_call_grammar)
             _check_option("tool_call_grammar", tool_call_grammar, names.__contains__, " or ".join(names))
         self._tool_call_grammar = tool_call_grammar
-        _check_option(
-            "unprinted", unprinted, lambda value: value in get_args(Unprinted), "'error' or 'allow'"
-        )
+        _check_option("unprinted", unprinted, get_args(Unprinted).__contains__, "'error' or 'allow'")
         self._unprinted = unprinted
         self._load: Callable[[], Renderer] | None = None
 

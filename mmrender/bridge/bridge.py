@@ -25,7 +25,6 @@ from mmrender.tokens.turns import PROMPT_TOKENS
 
 __all__ = ["Bridge", "History", "NotBridged"]
 
-
 History: TypeAlias = Literal["sampled", "template"]
 """`sampled` keeps earlier turns as they were sampled; `template` gives no bridge where the template would now
 write them differently."""

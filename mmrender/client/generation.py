@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, Unpack, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from mmrender.caching import LRUCache
 from mmrender.client.limits import forbidding
@@ -30,9 +29,9 @@ from mmrender.client.types import (
 from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
 from mmrender.protocols import AsyncRenderer, ParseOptions, RendererProtocol, RenderOptions
 from mmrender.spans import MultiModalData
+from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
 RouteName: TypeAlias = Literal["vllm_generate", "sglang_generate", "dynamo_chat"]
 

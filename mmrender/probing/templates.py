@@ -3,9 +3,8 @@
 What one process has probed, no other one probes again. The name of an entry on disk is a digest of everything
 that its content depends on: the template, the special and added tokens that it is used with, the template
 arguments that it reads, its limits, this library's code for text, and the releases of Jinja and `tokenizers`.
-So entries never go stale. A file that
-cannot be read counts as missing and is written again. Both memory and disk are bounded; the least recently
-used entries go first.
+So entries never go stale. A file that cannot be read counts as missing and is written again. Both memory and
+disk are bounded; the least recently used entries go first.
 """
 
 import datetime

@@ -1,14 +1,16 @@
 """Token ids from outside: checked once, where they enter."""
 
+import contextlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from mmrender.errors import InputError
 
-TokenIds: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """A flat sequence of integers, or an integer array of shape `(n,)`."""
 
 
@@ -23,24 +25,23 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     Raises:
         InputError: They are no flat integers, or one lies outside the vocabulary.
     """
-    values: Any = ids
-    if not isinstance(values, list | tuple) and hasattr(values, "__array__"):
-        values = np.asarray(values)
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            raise _error(where, f"{values.dtype} of shape {values.shape}")
-        values = values.tolist()
-    if isinstance(values, str | bytes | bytearray | memoryview) or not isinstance(values, Sequence):
-        raise _error(where, type(values).__name__)
-    try:
-        packed = array("I", values)
-    except (TypeError, OverflowError):
-        packed = None
-    if packed is None or (packed and np.asarray(packed).max() >= vocab_size):
+    numbers: npt.NDArray[Any] | None = None
+    if not isinstance(ids, list | tuple) and hasattr(ids, "__array__"):
+        numbers = np.asarray(ids)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise _error(where, f"{numbers.dtype} of shape {numbers.shape}")
+    elif isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
+        raise _error(where, type(ids).__name__)
+    else:
+        with contextlib.suppress(TypeError, OverflowError):
+            numbers = np.asarray(array("I", ids))
+    values: list[Any] = list(ids) if numbers is None else numbers.tolist()
+    if numbers is None or (numbers.size and not (numbers.min() >= 0 and numbers.max() < vocab_size)):
         index = next(index for index, value in enumerate(values) if not _is_id(value, vocab_size))
         error = _error(f"{where}[{index}]", repr(values[index])[:80])
         error.expected = f"an integer from 0 to {vocab_size - 1}"
         raise error
-    return packed.tolist()
+    return values
 
 
 def _is_id(value: object, vocab_size: int) -> bool:
