@@ -109,6 +109,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
                 if isinstance(part, (ImagePart, VideoPart)):  # a union would be built for each part
                     yield index, part
 
+    @property
+    def has_text(self) -> bool:
+        """Whether the content holds text other than blanks."""
+        if isinstance(self.content, str):
+            return bool(self.content.strip())
+        return any(isinstance(part, TextPart) and part.text.strip() for part in self.content or ())
+
 
 class FunctionCallDict(TypedDict, total=False):
     """The `function` of a tool call; `arguments` is a mapping or its JSON text."""

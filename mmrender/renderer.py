@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, get_args
 from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
 from mmrender.content import normalize_messages, normalize_tools
+from mmrender.content.messages import refuse_misspelt
 from mmrender.content.parts import attach_media
 from mmrender.content.tools import normalize_documents
 from mmrender.content.values import copy_containers, describe
@@ -81,8 +82,8 @@ class Renderer:
         content_special_tokens: How special tokens in content are encoded, for all roles or by role; roles
             that are not named follow `mmrender.tokens.encode.DEFAULT_RULES`.
         tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
-        unprinted: Whether tools and documents that the template prints nothing of are an error; `"allow"`
-            where the messages tell of them.
+        unprinted: Whether a tool, a document or a message's text that the template does not print is an
+            error; `"allow"` if it is meant to be left out.
         memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
             default the tokenizer's.
@@ -292,8 +293,8 @@ class Renderer:
 
         Raises:
             InputError: There is no such keyword, and the template reads no such variable; a variable is given
-                twice; the template prints nothing of `tools` or `documents`.
-            MessageError: A message is malformed.
+                twice; the template does not print a tool, a document or a message's text.
+            MessageError: A message is malformed, or a member of it is misspelt.
             MediaError: An image cannot be loaded or processed.
             TemplateError: The template refuses or fails.
             PlaceholderError: The template drops an image, or writes one too many.
@@ -321,6 +322,7 @@ class Renderer:
         template = self._known(
             "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
         )
+        refuse_misspelt(conversation, template.template.source)
         rendered = Rendering(template, self._writer, self.media, self._unprinted).render(
             conversation,
             tools=None if tools is None else normalize_tools(tools),
@@ -357,6 +359,7 @@ class Renderer:
         conversation = normalize_messages(messages)
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
+        refuse_misspelt(conversation, known.template.source)
         return Rendering(known, self._writer, self.media, self._unprinted).text(
             conversation,
             tools=None if tools is None else normalize_tools(tools),
@@ -489,6 +492,7 @@ class Renderer:
             known = self._known(
                 "bridge", tools is not None, template_arguments, chat_template, chat_template_kwargs
             )
+            refuse_misspelt(messages, known.template.source, "new_messages")
             rendering = Rendering(known, self._writer, self.media, self._unprinted)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
             return bridge.extend(

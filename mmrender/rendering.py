@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
+import msgspec
+
 from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import (
@@ -25,7 +27,7 @@ from mmrender.errors import (
     TemplateRuntimeError,
 )
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, TextPart, VideoPart
 from mmrender.probing.templates import KnownTemplate
 from mmrender.spans import MediaItem, MultiModalData
 from mmrender.template.text import TracedStr, plain
@@ -44,6 +46,7 @@ class Given(TypedDict, total=False):
 Unprinted: TypeAlias = Literal["error", "allow"]
 
 _BYTES_PER_TOKEN = 64
+_OTHER_TEXT = "mmrender"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Rendering:
         known: The chat template with its arguments, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
-        unprinted: Whether tools and documents that the template prints nothing of are an error.
+        unprinted: Whether unprinted tools, documents and texts of messages are an error.
     """
 
     known: KnownTemplate
@@ -73,7 +76,7 @@ class Rendering:
         """Run the template; each character is attributed.
 
         Raises:
-            InputError: It prints nothing of a tool or a document.
+            InputError: It does not print a tool, a document or a message's text.
             TemplateError: It refuses or fails.
         """
         run = partial(
@@ -86,7 +89,33 @@ class Rendering:
         if self.unprinted == "error":
             _refuse_unprinted("tools", "tool", text, run, given)
             _refuse_unprinted("documents", "document", text, run, given)
+            self._refuse_unprinted_messages(
+                text,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **given,
+            )
         return text
+
+    def _refuse_unprinted_messages(
+        self, text: TracedStr, messages: Sequence[Message], **options: Any
+    ) -> None:
+        """Raise for the first message whose text is not printed, and makes no difference to the template."""
+        for index in unprinted_messages(text, messages):
+            others = list(messages)
+            others[index] = _reworded(messages[index])
+            try:
+                is_read = plain(self.known.render(others, **options)) != plain(text)
+            except TemplateError:
+                is_read = True
+            if not is_read:
+                raise InputError(
+                    f"the chat template does not print this {messages[index].role} message",
+                    where=f"messages[{index}]",
+                    remedy="Put its text into a message that the template prints, or open the model with "
+                    'unprinted="allow" if it is to be left out',
+                )
 
     def _run(
         self,
@@ -290,6 +319,24 @@ class Rendering:
             return encoded, earlier
         found = MultiModalData.of(entries)
         return encoded, earlier.merged(found) if earlier.mm_hashes else found
+
+
+def unprinted_messages(text: TracedStr, messages: Sequence[Message], first: int = 0) -> list[int]:
+    """Return the indices of messages with text of which a rendering holds no character.
+
+    `first` is the index that the template knew the first message by.
+    """
+    printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
+    return [index for index, message in enumerate(messages) if index not in printed and message.has_text]
+
+
+def _reworded(message: Message) -> Message:
+    """A message with other text in the same places."""
+    content = message.content
+    if isinstance(content, tuple):
+        parts = [TextPart(_OTHER_TEXT) if isinstance(part, TextPart) else part for part in content]
+        return msgspec.structs.replace(message, content=tuple(parts))
+    return msgspec.structs.replace(message, content=_OTHER_TEXT)
 
 
 def _refuse_unprinted(

@@ -217,7 +217,7 @@ class SmallModel:
 
     def renderer(self, **options: Any) -> Renderer:
         """A renderer of this model, or with another `tokenizer`; `options` as for `Renderer` and its templates."""
-        options.setdefault("memo_bytes", 0)
+        options = {"memo_bytes": 0, "unprinted": "allow", **options}
         tool_images = options.pop("tool_images", "tool")
         tokenizer = options.pop("tokenizer", self.tokenizer)
         templates = TemplateSet(

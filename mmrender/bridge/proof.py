@@ -28,7 +28,8 @@ from mmrender.bridge.histories import (
 )
 from mmrender.bridge.tail import HELD, NotBridged, NotPrinted, ReasoningState, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
-from mmrender.messages import Message, Role, TextPart
+from mmrender.messages import Message, Role
+from mmrender.rendering import unprinted_messages
 from mmrender.spans import common_prefix
 from mmrender.template.text import plain
 
@@ -295,7 +296,7 @@ class TailProver:
         return filter(self._is_possible, variations(self._extension, self._tails.profile))
 
     def _is_possible(self, variation: Variation) -> bool:
-        if "content" in variation.answer and not _holds_text(self._history.assistant):
+        if "content" in variation.answer and not self._history.assistant.has_text:
             # None was sampled, as before the call that ends the completion.
             return False
         if not variation.in_parts:
@@ -329,10 +330,8 @@ class TailProver:
         """Texts of new messages that the template leaves out."""
         first = len(self._history.messages)
         text = self._tails.render(self._history, self._extension)
-        printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
-        for index, message in enumerate(self._extension):
-            if index not in printed and _holds_text(message):
-                yield f"the template does not print the text of new_messages[{index}]"
+        for index in unprinted_messages(text, self._extension, first):
+            yield f"the template does not print the text of new_messages[{index}]"
 
     def _rewriting(self) -> Iterator[Objection]:
         """Histories whose earlier turns the template writes differently once the extension follows."""
@@ -364,12 +363,6 @@ class TailProver:
             keeps_reasoning |= alone.reasoning in HELD and not states
         if not keeps_reasoning:
             yield Objection(why, reasoning=HELD)
-
-
-def _holds_text(message: Message) -> bool:
-    content = message.content
-    parts = [TextPart(content)] if isinstance(content, str) else content or ()
-    return any(isinstance(part, TextPart) and part.text.strip() for part in parts)
 
 
 def _is_decided(objection: Objection, seen: Sequence[tuple[set[Role], int | None, str | None]]) -> bool:

@@ -4,7 +4,9 @@ This is the hot path: a plain `{"role": …, "content": "…"}` takes one branch
 for an error.
 """
 
+import difflib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +51,11 @@ _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "vi
 
 # Fields that responses and datasets carry along, and that mean nothing when they are empty.
 _API_FIELDS = _MISPLACED_MEDIA | {"annotations", "parsed", "refusal"}
+
+_MEMBERS = ("role", "content", *_REASONING_KEYS, "tool_calls", "name", "tool_call_id", "function_call")
+
+_MISSPELT = 0.8
+"""Likeness, by `difflib`, from which a member counts as one of `_MEMBERS` misspelt."""
 
 _MESSAGE = "a dict with role and content, a Message, a pydantic model or a dataclass"
 
@@ -179,6 +186,33 @@ def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
             )
         extra[key] = copy_containers(value, path)
     return extra
+
+
+def refuse_misspelt(messages: Sequence[Message], template: str, where: str = "messages") -> None:
+    """Refuse a member that a chat template cannot read, if another member was probably meant.
+
+    Other members that are not part of any standard, such as a row's `weight`, may stay.
+
+    Args:
+        messages: The conversation.
+        template: Jinja text of the chat template.
+        where: Start of the paths in errors.
+
+    Raises:
+        MessageError: The member resembles a standard one, or stands in a message without any content.
+    """
+    for index, message in enumerate(messages):
+        is_empty = message.content is None and not message.tool_calls and message.reasoning_content is None
+        for key in message.extra:
+            near = difflib.get_close_matches(key, _MEMBERS, n=1, cutoff=_MISSPELT)
+            if (not near and not is_empty) or re.search(rf"\b{re.escape(key)}\b", template):
+                continue
+            raise MessageError(
+                "neither the renderer nor the chat template reads this member",
+                where=member(f"{where}[{index}]", key),
+                expected=one_of(_MEMBERS),
+                remedy=f"Did you mean {near[0]!r}?" if near else "Write what the message says as its content",
+            )
 
 
 def to_openai(message: Message) -> dict[str, Any]:

@@ -62,7 +62,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_operation_of_a_template_makes_content_syntax(printing, operation):
     shown = f"{{{{ {operation} }}}}"
-    source = f"{shown}{{% set x %}}{shown}{{% endset %}}{{{{ x }}}}{{% filter trim %}}{shown}{{% endfilter %}}<|im_end|>"
+    source = f"{shown}{{% set x %}}{shown}{{% endset %}}{{{{ x }}}}{{% filter trim %}}{shown}{{% endfilter %}}<|im_end|>{{{{ messages[0].content }}}}"
     stop = printing.tokenizer.token_id("<|im_end|>")
     for text in ("<|im_end|>", "a<|im_end|>b <|im_end|>", ">|dne_mi|<", "<||iimm__eenndd||>>"):
         ids = printing.render_ids([{"role": "user", "content": "x"}], chat_template=source, persona=text)

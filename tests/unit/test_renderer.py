@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import jinja2
@@ -195,6 +196,78 @@ def test_tools_and_documents_do_not_vanish(kind, write):
                 assert caught.value.where in lost
             getattr(lax, call)(USER, **{kind: given})
         assert getattr(strict, call)(USER, **{kind: []}) == "hi"
+
+
+MESSAGE_TEMPLATES = {
+    "all": "{% for m in messages %}<{{ m.content }}>{% endfor %}",
+    "first system only": "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.content }}>"
+    "{% endif %}{% endfor %}",
+    "a flag": "{% for m in messages %}{% if m.role == 'system' %}{{ '!' if 'loud' in m.content else '.' }}"
+    "{% else %}<{{ m.content }}>{% endif %}{% endfor %}",
+    "the last": "<{{ messages[-1].content }}>",
+    "together": "{{ messages | map(attribute='content') | join(' ') | upper | center(99) }}",
+}
+TURNS = [("system", "loud"), ("user", "hi"), ("system", "loud"), ("user", "  "), ("user", "bye")]
+
+
+@pytest.mark.parametrize("name", MESSAGE_TEMPLATES)
+def test_the_text_of_a_message_does_not_vanish(name):
+    """A message is refused exactly if other text in its place makes no difference."""
+    source, tokenizer = MESSAGE_TEMPLATES[name], MODELS["everything"].tokenizer
+    strict, lax = (
+        Renderer(TemplateSet({"default": source}, tokenizer), tokenizer, unprinted=rule)
+        for rule in ("error", "allow")
+    )
+    plain = jinja2.Environment().from_string(source)
+    for length in range(1, len(TURNS) + 1):
+        messages = [{"role": role, "content": text} for role, text in TURNS[:length]]
+        whole = plain.render(messages=messages)
+        lost = []
+        for index, message in enumerate(messages):
+            other = [*messages[:index], {**message, "content": "other"}, *messages[index + 1 :]]
+            if message["content"].strip() and plain.render(messages=other) == whole:
+                lost.append(f"messages[{index}]")
+        assert lax.render_text(messages) == whole
+        for call in (strict.render, strict.render_text):
+            if not lost:
+                call(messages)
+                continue
+            with pytest.raises(InputError, match="the chat template does not print this") as caught:
+                call(messages)
+            assert caught.value.where == lost[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "misspelt"),
+    [
+        ({"role": "user", "contents": "x"}, "contents"),
+        ({"role": "user", "text": "x"}, "text"),
+        ({"role": "assistant", "content": "x", "tool_call": [{"name": "f"}]}, "tool_call"),
+        ({"role": "assistant", "content": "x", "reasoning_contents": "y"}, "reasoning_contents"),
+        ({"role": "tool", "content": "x", "tool_callid": "1"}, "tool_callid"),
+        ({"role": "user", "content": "x", "weight": 0.5, "id": "m1", "timestamp": 3}, None),
+    ],
+)
+def test_a_misspelt_member_of_a_message_is_refused(message, misspelt):
+    tokenizer = MODELS["everything"].tokenizer
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    conversation = [*USER, message]
+    calls = {
+        f"messages[1].{misspelt}": (renderer.render, renderer.render_text),
+        f"new_messages[1].{misspelt}": (partial(renderer.bridge_to_next_turn, [1], [2]),),
+    }
+    for where, methods in calls.items():
+        for call in methods:
+            if misspelt is None:
+                call(conversation)
+                continue
+            with pytest.raises(MessageError, match="reads this member") as caught:
+                call(conversation)
+            assert caught.value.where == where
+    if misspelt is not None:
+        reading = Renderer(TemplateSet({"default": source + "{# " + misspelt + " #}"}, tokenizer), tokenizer)
+        reading.render_text(conversation)
 
 
 def test_a_template_by_call_has_its_own_profile(printing):

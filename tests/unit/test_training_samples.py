@@ -58,7 +58,8 @@ def renderer(model: Path) -> Renderer:
 
 
 def variant(model: Path, template: str) -> Renderer:
-    return Renderer.from_pretrained(model, image_backend="pil", chat_template=template)
+    options: Any = {"image_backend": "pil", "unprinted": "allow"}
+    return Renderer.from_pretrained(model, chat_template=template, **options)
 
 
 def user(content: Any = "What now?") -> dict[str, Any]:
