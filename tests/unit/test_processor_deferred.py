@@ -5,14 +5,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from adapter_models import TOKENS, model
+from adapter_models import HALF, TOKENS, model, square, write
 from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.media.processor import ProcessorFiles
+from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.transformers import _refusals_named
+from mmrender.media.video import Timeline
+from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
 
 PICTURE = Image.new("RGB", (64, 48), "red")
@@ -43,6 +48,49 @@ def test_media_tokens_in_content_are_text_before_the_processor_is_loaded_and_aft
     assert not isinstance(renderer.media.processor, DeferredProcessor)
     assert with_image.multi_modal_data
     assert renderer.render(said).token_ids == before
+
+
+def test_media_tokens_that_processor_config_names_are_text(tmp_path: Path) -> None:
+    directory = model("pixtral", tmp_path)
+    settings = json.loads((directory / "processor_config.json").read_text())
+    (directory / "processor_config.json").write_text(json.dumps({**settings, "video_token": "</s>"}))
+    renderer = opened(directory, content_special_tokens="parse")
+    assert renderer.media is not None
+    assert isinstance(renderer.media.processor, DeferredProcessor)
+    assert "</s>" in renderer.media.processor.placeholder_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Blip2Processor", "moves or drops the text around an image"),
+        ("InstructBlipProcessor", "has parts beside an image processor and a tokenizer"),
+    ],
+)
+def test_the_true_reason_why_a_processor_is_refused(name: str, why: str, tmp_path: Path) -> None:
+    image = {**HALF, "image_processor_type": "BlipImageProcessor", "size": square(32), "resample": 3}
+    processor = {"processor_class": name, "num_query_tokens": 4}
+    with pytest.raises(ProcessorError, match=why):
+        load_processor(write(tmp_path, image, processor, []), image_backend="pil")
+
+
+def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
+    class Whole:
+        video_token = "<video>"
+
+        def tokenizer(self, text: list[str]) -> dict[str, np.ndarray]:
+            return {"input_ids": np.arange(6)[None]}
+
+        def __call__(self, text: list[str], **_: object) -> dict[str, np.ndarray]:
+            ids = self.tokenizer([text[0].replace("<video>", "<v><v>")])["input_ids"]
+            kinds = {"kinds_of_tokens": np.zeros((1, 6)), "positions": np.zeros((1, 6, 3))}
+            return {"input_ids": ids, **kinds, "pixel_values_videos": np.ones((8, 4)), "seconds": np.ones(1)}
+
+    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir("."), {}, {}, {}))
+    videos._reference = Whole()
+    text, tensors = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None))
+    assert text == "<v><v>"
+    assert set(tensors) == {"pixel_values_videos", "seconds"}
 
 
 def test_text_and_its_bridge_do_not_load_the_processor(tmp_path: Path) -> None:

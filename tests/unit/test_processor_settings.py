@@ -71,6 +71,12 @@ def test_defaults_of_the_family_where_the_files_are_silent(tmp_path: Path) -> No
     assert processor.placeholder == {"image": "<|image|>", "video": "<|video|>"}
 
 
+@pytest.mark.parametrize("whole", ["Dots3NoteProcessor", "ColQwen2Processor", "unknown"])
+def test_a_whole_processor_of_another_class_is_not_native(tmp_path: Path, whole: str) -> None:
+    files = ProcessorFiles.read(directory(tmp_path, preprocessor_config={**QWEN, "processor_class": whole}))
+    assert PatchProcessor.from_files(files, "pil") is None
+
+
 def test_tokenizer_settings_name_the_placeholder(tmp_path: Path) -> None:
     processor = load(tmp_path, QWEN, tokenizer_config={"extra_special_tokens": {"image_token": "<|pic|>"}})
     assert processor.placeholder["image"] == "<|pic|>"

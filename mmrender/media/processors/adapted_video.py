@@ -163,11 +163,12 @@ class AdaptedVideoProcessor(VideoProcessor):
                 expected="the marks of the probe",
                 got=repr(written)[:200],
             )
-        of_text = {*recorder.returned, "mm_token_type_ids", "token_type_ids"}
+        # A tensor with a value for each token follows from the ids.
+        aligned = tuple(output["input_ids"].shape)
         tensors = {
             name: as_numpy(value)
             for name, value in output.items()
-            if name not in of_text and hasattr(value, "shape")
+            if name not in recorder.returned and hasattr(value, "shape") and value.shape[:2] != aligned
         }
         return written[len(BEFORE) : -len(AFTER)], tensors
 

@@ -8,6 +8,7 @@ image features, and its template writes the placeholder; the processor, once loa
 import copy
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.load import LoadedImage
@@ -46,19 +47,20 @@ class DeferredProcessor(MediaProcessor):
         self.name = files.image_processor_type or "unknown"
         self.image_backend = backend
         self.placeholder = {}
-        tokens: set[str | None] = set()
+        tokens: set[Any] = set()
         seen: set[str] = set()
         for modality, part in _PARTS.items():
             held = {template.tokenizer.token(index) for index in files.token_ids(modality)}
-            named = files.model.special_tokens.get(f"{modality}_token")
+            key = f"{modality}_token"
+            named = files.model.special_tokens.get(key), files.processor.get(key)
             # A template may write tokens around the one that holds features, and take any part for an image.
             written = _added_tokens(template, part) - seen
             found = written & held or written
             if len(found) == 1:
                 self.placeholder[modality] = next(iter(found))
-            tokens |= {*held, *found, named}
+            tokens |= {*held, *found, *named}
             seen |= written
-        self.placeholder_tokens = frozenset(token for token in tokens if token)
+        self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
         self.can_wait = "image" in self.placeholder and bool(files.token_ids("image"))
         self._build = build
         self._lock = threading.Lock()

@@ -59,6 +59,12 @@ _GLM: Mapping[str, Any] = {
 }
 _FAMILIES = {"Qwen2VLImageProcessor": _QWEN, "Glm4vImageProcessor": _GLM, "Glm46VImageProcessor": _GLM}
 """Defaults for one family."""
+_WHOLE = {
+    *(None, "Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor", "Qwen2_5OmniProcessor"),
+    *("Qwen3OmniMoeProcessor", "Exaone4_5_Processor", "HyperCLOVAXVisionV2Processor", "Lfm3VlProcessor"),
+    *("Glm4vProcessor", "Glm46VProcessor"),
+}
+"""Classes of the whole processor that write one pad token per merged square, and nothing else."""
 
 
 @dataclass(eq=False)
@@ -86,7 +92,7 @@ class PatchProcessor(MediaProcessor):
         """Build the processor, or return `None` where the settings leave the rules that are native here."""
         name = files.image_processor_type or ""
         family = _FAMILIES.get(name)
-        if family is None:
+        if family is None or files.processor_class not in _WHOLE:
             return None
         given = {key: value for key, value in files.image.items() if value not in (None, {})}
         settings = {**_DEFAULTS, **family, **given}

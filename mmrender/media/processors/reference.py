@@ -21,6 +21,8 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
+_PARTS_OF_OTHERS = ("video_processor", "feature_extractor", "audio_processor", "audio_tokenizer")
+"""Parts of a processor that images do without."""
 
 
 def build_reference_processor(
@@ -46,6 +48,11 @@ def build_reference_processor(
             parts = {"image_processor": image_processor, "tokenizer": tokenizer}
             names = cls.get_attributes()
             settings = {key: value for key, value in files.processor.items() if key not in names}
+            if unknown := {*names} - {*parts, *_PARTS_OF_OTHERS}:
+                raise ProcessorError(
+                    f"{name} has parts beside an image processor and a tokenizer",
+                    got=", ".join(sorted(unknown)),
+                )
             arguments = [parts.get(part) for part in names]
             try:
                 return lenient.from_args_and_dict(arguments, dict(settings))

@@ -77,6 +77,7 @@ class TransformersProcessor(MediaProcessor):
         self.name = type(self._image_processor).__name__
         self.image_backend = backend
         token = getattr(self._reference, "image_token", None)
+        token = getattr(token, "content", token)  # BLIP-2's is an AddedToken
         video = getattr(self._reference, "video_token", None)
         if not isinstance(token, str):
             raise ProcessorError(
