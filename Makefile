@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families bench learn learn-vllm speed-page soak faults fuzz clean \
+.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -106,6 +106,9 @@ $(FAMILIES)/.built: tools/families.py tools/families.toml $(PARITY_STAMP)
 	@touch $@
 
 families: $(FAMILIES)/.built ## build directories of twenty-nine families, without weights, in .families/models
+
+processors: $(FAMILIES)/.built ## compare every model type with images of Transformers, and write the table of docs/families.md
+	$(PARITY_VENV)/bin/python tools/processors_page.py $(FAMILIES)/wheels $(FAMILIES)/processors
 
 # Beside torchvision, without which the reference has no torch back end.
 $(BENCH_STAMP): $(PARITY_STAMP)

@@ -172,13 +172,13 @@ def _byte_level(ranks: list[bytes], pattern: str) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [(written(left), written(right)) for left, right in merges_of(ranks)]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    split: pre_tokenizers.PreTokenizer
+    in_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern not in PATTERNS)
+    splits: list[pre_tokenizers.PreTokenizer] = []
     if pattern == "gpt2":
-        split = pre_tokenizers.Digits(individual_digits=True)
-    else:
-        split = pre_tokenizers.Split(Regex(PATTERNS[pattern]), behavior="isolated")
-    in_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "gpt2")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_letters])
+        splits = [pre_tokenizers.Digits(individual_digits=True)]
+    elif pattern in PATTERNS:
+        splits = [pre_tokenizers.Split(Regex(PATTERNS[pattern]), behavior="isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, in_letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -288,7 +288,8 @@ def build(name: str, family: dict[str, Any], packages: Packages, output: Path) -
     if "processor" in family:
         files["tokenizer_config.json"]["processor_class"] = family["processor"]["class"]
         files |= _processor_files(family)
-    template = packages.template(*family["template"])
+    source = family["template"]
+    template = source if isinstance(source, str) else packages.template(*source)
     stored = family.get("stored", "chat_template.jinja")
     if stored.endswith(".json"):
         files.setdefault(stored, {})["chat_template"] = template

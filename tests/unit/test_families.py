@@ -70,3 +70,26 @@ def test_the_page_says_what_was_not_equal():
     assert "| `b` | - | differs | - | 0 | 0 | 0 | 3 differ | 2 leaks |\n" in written
     assert "old" not in written
     assert written.endswith(f"|\n\n{page.END}rest")
+
+
+@pytest.fixture(scope="module")
+def processors():
+    pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        return load(ROOT / "tools" / "processors_page.py")
+
+
+def test_the_page_has_a_row_for_every_model_type_with_images(processors):
+    rows = processors.rows_of((ROOT / "docs" / "families.md").read_text("utf-8"))
+    assert list(rows) == processors.model_types()
+    for name, line in rows.items():
+        assert set(processors.kinds_of(line)) <= processors.OUTCOMES.keys(), name
+
+
+def test_rows_of_processors_are_whole(processors):
+    known = set(processors.model_types())
+    for name in processors.read_rows():
+        family = processors.family_of(name)
+        assert name in known
+        assert set(family["tokens"].values()) <= set(family["special"]), name
