@@ -104,11 +104,12 @@ class ReferenceRenderer:
         if has_reference_backend("torch"):
             import_torchvision()  # before Transformers does, which would fail beside a CPU torch
         try:
-            from transformers import AutoTokenizer, logging
+            from transformers import logging
             from transformers.processing_utils import ProcessorMixin
         except ImportError as error:
             raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
+        self._directory = directory
         files = ProcessorFiles.read(directory)
         self.processor: Any = None
         self.processor_missing: str | None = None
@@ -120,27 +121,30 @@ class ReferenceRenderer:
                 self.processor = build_reference_processor(files, backend)
             except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
                 self.processor_missing = " ".join(str(error).split()) or type(error).__name__
+            if self.processor is not None and not hasattr(self.processor, "tokenizer"):
+                self.processor_missing = f"{type(self.processor).__name__} has no tokenizer"
+                self.processor = None
             self._find_video_processor(directory)
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = _NoVideos()
-        try:
-            # It takes as long to load as all else, so the processor's own serves.
-            self.tokenizer = getattr(self.processor, "tokenizer", None) or AutoTokenizer.from_pretrained(
-                directory
-            )
-        except Exception as error:
-            problem = "Transformers cannot open the tokenizer"
-            raise TokenizerError(problem, where=str(directory), got=str(error)) from error
+        # It takes as long to load as all else, so the processor's own serves.
+        self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(directory)
         # Last, the places that Transformers overlooks.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
+
+    def read_text_alone(self, why: str) -> None:
+        """Leave the model's processor out, for a reason that `processor_missing` is to be."""
+        self.processor, self.processor_missing, self.takes_videos = None, why, False
+        # Some processors change the tokenizer that they are given.
+        self.tokenizer = _load_tokenizer(self._directory)
 
     def _find_video_processor(self, directory: Path) -> None:
         """Give the processor its part for videos, where there is one and it can be built."""
         if getattr(self.processor, "video_processor", self) is None and has_reference_backend("torch"):
             from transformers import AutoVideoProcessor
 
-            with suppress(ImportError, OSError, ValueError, TypeError, AttributeError):
+            with suppress(ImportError, OSError, ValueError, TypeError, AttributeError, RecursionError):
                 self.processor.video_processor = AutoVideoProcessor.from_pretrained(directory)
                 self.takes_videos = isinstance(getattr(self.processor, "video_token", None), str)
 
@@ -214,6 +218,16 @@ class ReferenceRenderer:
     @property
     def _speaker(self) -> Any:
         return self.processor or self.tokenizer
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:
+        problem = "Transformers cannot open the tokenizer"
+        raise TokenizerError(problem, where=str(directory), got=str(error)) from error
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:

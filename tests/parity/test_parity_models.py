@@ -14,10 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from adapter_models import ADAPTER_FAMILIES
+from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, square, write
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
-from mmrender.testing.parity import RULES, ParityPair, ParityReport, check_parity, first_difference
+from mmrender.testing.parity import (
+    RULES,
+    ParityPair,
+    ParityReport,
+    _parts,
+    check_parity,
+    first_difference,
+)
 from mmrender.testing.reference import has_reference_backend
 from mmrender.testing.shrinking import shrink
 from small_models import build_engine
@@ -215,3 +222,27 @@ def test_a_token_that_only_the_reference_has_is_named_and_not_written(tiny_model
     report = check_parity(directory, image_backend="pil", cases=12)
     assert (report.mismatch, list(report.invented)) == (None, ["<|endoftext|>"])
     assert "the reference adds <|endoftext|>, in no file of the model and no text" in report.notes()
+
+
+def test_text_of_a_model_whose_images_are_refused_is_compared_with_its_tokenizer(tmp_path):
+    image = {**HALF, "image_processor_type": "SiglipImageProcessor", "size": square(32), "resample": 3}
+    processor = {"processor_class": "ColPaliProcessor"}
+    directory = write(tmp_path / "model", {**image, "image_seq_length": 4}, processor, ["<image>"])
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", "<image>"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"image_token_id": tokenizer.token_to_id("<image>")}))
+    report = check_parity(directory, image_backend="pil", cases=8)
+    assert report.mismatch is None
+    assert "Only one of text or images" in report.not_compared
+    assert report.tokens > 0
+
+
+@pytest.mark.parametrize(("padding", "fits"), [(0, True), (1, True), ([0, 1], False)])
+def test_items_are_parts_of_a_batch_that_is_padded_with_one_value(padding, fits):
+    items = [np.array([[3, 0, 5]]), np.array([[7]])]
+    batch = np.array([[3, 0, 5], [7, 9, 9]])
+    batch[1, 1:] = padding
+    parts = _parts(items, batch)
+    assert (parts is not None) is fits
+    if parts is not None:
+        assert all(np.array_equal(part, item) for part, item in zip(parts, items, strict=True))
