@@ -214,7 +214,7 @@ def judged(report: ParityReport) -> tuple[str, str]:
             return "reference fails", theirs
         return "wrong", f"{what}: {ours} / {theirs}"
     if report.outcome == "equal" and report.images:
-        return "exact", ""
+        return "exact", f"without videos: {report.without_videos}" if report.without_videos else ""
     return "not compared", str(report.not_compared)
 
 

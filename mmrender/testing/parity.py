@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmrender.errors import MMRenderError
+from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.renderer import Renderer
@@ -274,12 +274,9 @@ class ParityPair:
         if self.without_images is not None:
             self.reference.read_text_alone(self.without_images)
         videos = renderer.media.processor.videos if renderer.media is not None else None
-        has_videos = videos is not None
-        self.takes_videos = has_videos and self.reference.takes_videos
+        self.without_videos = None if videos is None else self._why_without_videos(renderer)
+        self.takes_videos = videos is not None and self.without_videos is None
         self.joins_videos = isinstance(videos, PatchVideoProcessor)
-        self.without_videos = None
-        if has_videos and not self.takes_videos:
-            self.without_videos = "the reference's video processor cannot be built here"
         media = (
             renderer.media.processor.placeholder_tokens if renderer.media is not None else frozenset[str]()
         )
@@ -297,6 +294,18 @@ class ParityPair:
         if self.reference.processor is None:
             return self.reference.processor_missing
         return None if self.profile.image_roles else "the template writes no placeholder for an image"
+
+    def _why_without_videos(self, renderer: Renderer) -> str | None:
+        if not self.reference.takes_videos:
+            return "the reference's video processor cannot be built here"
+        *_, video = sample_videos(random.Random(0), 3)
+        try:
+            renderer.render([{"role": "user", "content": [video]}])
+        except ProcessorError as error:
+            return str(error)
+        except MMRenderError:
+            pass  # The template may take none there.
+        return None
 
     def accepts(self, conversation: Conversation) -> bool:
         """Whether either side renders a conversation."""

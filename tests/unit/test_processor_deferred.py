@@ -93,6 +93,25 @@ def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
     assert set(tensors) == {"pixel_values_videos", "seconds"}
 
 
+def test_a_video_whose_tokens_around_it_are_replaced_too_is_refused() -> None:
+    class Whole:
+        video_token, vision_start_token, vision_end_token = "<video>", "<v>", "</v>"
+
+        def tokenizer(self, text: list[str]) -> dict[str, np.ndarray]:
+            return {"input_ids": np.arange(6)[None]}
+
+        def __call__(self, text: list[str], **_: object) -> dict[str, np.ndarray]:
+            written = text[0].replace("<v><video></v>", "<video>").replace("<video>", "0 s<v><video></v>")
+            return {**self.tokenizer([written]), "pixel_values_videos": np.ones((8, 4))}
+
+    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir("."), {}, {}, {}))
+    videos._reference = Whole()
+    pixels, timeline = np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None)
+    text, _ = videos._run(pixels, timeline)
+    with pytest.raises(ProcessorError):
+        videos._prove_beside(text, pixels, timeline)
+
+
 def test_text_and_its_bridge_do_not_load_the_processor(tmp_path: Path) -> None:
     renderer = opened(model("pixtral", tmp_path))
     prompt = renderer.render_ids([{"role": "user", "content": "before"}])

@@ -48,6 +48,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         self._files = files
         self._trusts = trust_remote_code
         self._lock = threading.RLock()
+        self._is_proved = False
 
     @cached_property
     def _reference(self) -> Any:
@@ -87,6 +88,7 @@ class AdaptedVideoProcessor(VideoProcessor):
 
         def finish() -> ProcessedItem:
             text, tensors = self._run(pixels, timeline)
+            self._prove_beside(text, pixels, timeline)
             arithmetic = arithmetic_of(self._reference.video_processor, "torch")
             return ProcessedItem(
                 identity=identity,
@@ -121,8 +123,29 @@ class AdaptedVideoProcessor(VideoProcessor):
                 del videos.sample_frames
         return range(int(timeline.total))
 
-    def _run(self, pixels: Any, timeline: Timeline) -> tuple[str, Mapping[str, Any]]:
-        """Return the text that replaced the placeholder, and the tensors."""
+    def _prove_beside(self, text: str, pixels: Any, timeline: Timeline) -> None:
+        """Prove, with the first video, that its expansion is the same between the family's own tokens.
+
+        Raises:
+            ProcessorError: The processor replaces these tokens, too.
+        """
+        processor = self._reference
+        edges = [getattr(processor, f"vision_{side}_token", None) for side in ("start", "end")]
+        if self._is_proved or not all(isinstance(token, str) for token in edges):
+            return
+        written, _ = self._run(pixels, timeline, *edges)
+        if written != text:
+            raise ProcessorError(
+                f"{type(processor).__name__} writes a video differently between {' and '.join(edges)}",
+                expected=repr(text[:200]),
+                got=repr(written[:200]),
+            )
+        self._is_proved = True
+
+    def _run(
+        self, pixels: Any, timeline: Timeline, start: str = "", end: str = ""
+    ) -> tuple[str, Mapping[str, Any]]:
+        """Return the text that replaced the placeholder between two texts, and the tensors."""
         metadata: dict[str, Any] = {
             "total_num_frames": timeline.total,
             "fps": timeline.fps,
@@ -135,7 +158,8 @@ class AdaptedVideoProcessor(VideoProcessor):
             metadata["frames_indices"] = list(timeline.indices)
             how["do_sample_frames"] = False
         processor = self._reference
-        text = BEFORE + processor.video_token + AFTER
+        before, after = BEFORE + start, end + AFTER
+        text = before + processor.video_token + after
         with self._lock:
             recorder = Recorder(processor.tokenizer)
             processor.tokenizer = recorder
@@ -157,7 +181,7 @@ class AdaptedVideoProcessor(VideoProcessor):
                 processor.tokenizer = recorder.part
         written = recorder.args[0] if recorder.args else recorder.options.get("text")
         written = written[0] if isinstance(written, list) and len(written) == 1 else written
-        if not isinstance(written, str) or not (written.startswith(BEFORE) and written.endswith(AFTER)):
+        if not isinstance(written, str) or not (written.startswith(before) and written.endswith(after)):
             raise ProcessorError(
                 "the model's processor moves or drops the text around a video",
                 expected="the marks of the probe",
@@ -170,7 +194,7 @@ class AdaptedVideoProcessor(VideoProcessor):
             for name, value in output.items()
             if name not in recorder.returned and hasattr(value, "shape") and value.shape[:2] != aligned
         }
-        return written[len(BEFORE) : -len(AFTER)], tensors
+        return written[len(before) : -len(after)], tensors
 
     def _feature_token(self, text: str) -> str:
         """Return the token that holds features: one that the model's settings name, for videos first."""
