@@ -130,13 +130,14 @@ class AdaptedVideoProcessor(VideoProcessor):
             ProcessorError: The processor replaces these tokens, too.
         """
         processor = self._reference
-        edges = [getattr(processor, f"vision_{side}_token", None) for side in ("start", "end")]
-        if self._is_proved or not all(isinstance(token, str) for token in edges):
+        start: str = getattr(processor, "vision_start_token", None) or ""
+        end: str = getattr(processor, "vision_end_token", None) or ""
+        if self._is_proved or not (start and end):
             return
-        written, _ = self._run(pixels, timeline, *edges)
+        written, _ = self._run(pixels, timeline, start, end)
         if written != text:
             raise ProcessorError(
-                f"{type(processor).__name__} writes a video differently between {' and '.join(edges)}",
+                f"{type(processor).__name__} writes a video differently between {start} and {end}",
                 expected=repr(text[:200]),
                 got=repr(written[:200]),
             )
