@@ -19,6 +19,7 @@ from mmrender.media.processors.transformers import _refusals_named
 from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
+from mmrender.spans import Repeat, Text
 
 PICTURE = Image.new("RGB", (64, 48), "red")
 
@@ -72,6 +73,19 @@ def test_the_true_reason_why_a_processor_is_refused(name: str, why: str, tmp_pat
     processor = {"processor_class": name, "num_query_tokens": 4}
     with pytest.raises(ProcessorError, match=why):
         load_processor(write(tmp_path, image, processor, []), image_backend="pil")
+
+
+def test_the_placeholder_of_templates_need_not_be_the_token_of_features(tmp_path: Path) -> None:
+    image = {**HALF, "image_processor_type": "GotOcr2ImageProcessor", "size": square(28), "resample": 3}
+    processor = {"processor_class": "QianfanOCRProcessor", "image_seq_length": 4}
+    names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<ctx>"}
+    tokens = ["<image>", *names.values()]
+    directory = write(tmp_path, image, processor, tokens, extra_special_tokens=names)
+    loaded = load_processor(directory, image_backend="pil")
+    assert loaded is not None
+    assert loaded.placeholder == {"image": "<image>"}
+    expected = Text("<img>"), Repeat("<ctx>", 4), Text("</img>")
+    assert loaded.geometry(28, 28).expansion == expected
 
 
 def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:

@@ -78,6 +78,8 @@ class TransformersProcessor(MediaProcessor):
         self.image_backend = backend
         token = getattr(self._reference, "image_token", None)
         token = getattr(token, "content", token)  # BLIP-2's is an AddedToken
+        # Qianfan-OCR's is the token of features, and templates write another.
+        token = getattr(self._reference, "image_placeholder_token", token)
         video = getattr(self._reference, "video_token", None)
         if not isinstance(token, str):
             raise ProcessorError(
