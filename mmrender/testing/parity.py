@@ -107,7 +107,7 @@ class ParityReport:
         invented: Tokens that the reference adds, and that no file of the model has: no text holds them.
         not_compared: Why something that the model takes, such as images, was left out; or None.
         mismatch: The first difference, or None.
-        without_videos: Why the videos that our side takes were left out, or None.
+        without_videos: Why videos that our side takes were left out, all or some, or None.
     """
 
     model: str
@@ -193,7 +193,9 @@ def check_parity(
     source = random.Random(seed)
     report.not_compared, report.invented = pair.without_images, pair.invented
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
-    videos = sample_videos(source, 8) if images and pair.takes_videos else []
+    samples = sample_videos(source, 8) if images and pair.takes_videos else []
+    refusals = [pair.reference_refusal(video) for video in samples]
+    videos = [video for video, why in zip(samples, refusals, strict=True) if why is None]
     documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
     maker = ConversationMaker(
         pair.profile,
@@ -220,6 +222,11 @@ def check_parity(
     elif report.mismatch is None and images and not report.images:
         report.not_compared = "no conversation held an image"
     report.without_videos = pair.without_videos
+    if len(videos) < len(samples):
+        why = next(why for why in refusals if why is not None)
+        report.without_videos = (
+            f"{len(samples) - len(videos)} of {len(samples)}, which the reference refuses: {why}"
+        )
     report.seconds = time.perf_counter() - began
     return report
 
@@ -306,6 +313,15 @@ class ParityPair:
         except MMRenderError:
             pass  # The template may take none there.
         return None
+
+    def reference_refusal(self, video: dict[str, Any]) -> str | None:
+        """Return why the reference refuses a video without times that our side renders, or None."""
+        messages = [{"role": "user", "content": [{key: video[key] for key in ("type", "video", "fps")}]}]
+        theirs = _outcome(lambda: self.reference.render(messages))
+        if not isinstance(theirs, Exception):
+            return None
+        ours = _outcome(lambda: self.renderers[RULES[0]].render(messages))
+        return None if isinstance(ours, Exception) else f"{type(theirs).__name__}: {theirs}"
 
     def accepts(self, conversation: Conversation) -> bool:
         """Whether either side renders a conversation."""

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -246,3 +247,15 @@ def test_items_are_parts_of_a_batch_that_is_padded_with_one_value(padding, fits)
     assert (parts is not None) is fits
     if parts is not None:
         assert all(np.array_equal(part, item) for part, item in zip(parts, items, strict=True))
+
+
+def test_videos_that_only_the_reference_refuses_are_left_out(pair, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("one frame")
+
+    video = {"type": "video", "video": np.zeros((1, 8, 8, 3), np.uint8), "fps": 1.0}
+    monkeypatch.setattr(pair.reference, "render", refuse)
+    monkeypatch.setattr(pair, "renderers", {"default": SimpleNamespace(render=len)})
+    assert pair.reference_refusal(video) == "RuntimeError: one frame"
+    monkeypatch.setattr(pair, "renderers", {"default": SimpleNamespace(render=refuse)})
+    assert pair.reference_refusal(video) is None
