@@ -22,9 +22,7 @@ from typing import Any
 from PIL import Image
 
 import families
-from mmrender.errors import MMRenderError
 from mmrender.media.pixels import ImageBackend
-from mmrender.renderer import Renderer
 from mmrender.testing.parity import ParityReport, check_parity
 from mmrender.testing.reference import import_torchvision
 
@@ -186,36 +184,28 @@ def outcome(name: str, directory: Path, mode: ImageBackend, cases: int) -> tuple
         return "-", ""
     pictures = [_picture(number, *size) for number, size in enumerate(_ODD_SIZES)]
     try:
-        why = refusal(directory, mode, pictures[0])
-        if why is None:
-            return judged(check_parity(directory, image_backend=mode, cases=cases, pictures=pictures))
+        report = check_parity(directory, image_backend=mode, cases=cases, pictures=pictures)
     except Exception as error:  # noqa: BLE001 - which is the finding
         return "raw exception", f"{type(error).__name__}: {error}"
-    return ("refused" if is_for_chat(name) else "not for chat"), why
+    kind, why = judged(report, for_chat=is_for_chat(name))
+    return kind, why.replace(f"{directory.parent}/", "")
 
 
-def refusal(directory: Path, mode: ImageBackend, picture: Image.Image) -> str | None:
-    """Return why mmrender refuses an image of a model; None when it renders one."""
-    content = [{"type": "text", "text": "x"}, {"type": "image", "image": picture}]
-    try:
-        renderer = Renderer.from_pretrained(directory, image_backend=mode, profile_cache=False)
-        renderer.render([{"role": "user", "content": content}])
-    except MMRenderError as error:
-        error.where = None
-        return str(error)
-    return None
-
-
-def judged(report: ParityReport) -> tuple[str, str]:
+def judged(report: ParityReport, *, for_chat: bool) -> tuple[str, str]:
     """Return the outcome that a report amounts to, and why it is not exact."""
+    why = (report.not_compared or "").removeprefix("images: ")
+    if why and not for_chat:
+        return "not for chat", why
     if report.mismatch is not None:
         what, ours, theirs = report.mismatch.difference
         if what == "acceptance" and ours == "renders":
             return "reference fails", theirs
         return "wrong", f"{what}: {ours} / {theirs}"
-    if report.outcome == "equal" and report.images:
-        return "exact", f"without videos: {report.without_videos}" if report.without_videos else ""
-    return "not compared", str(report.not_compared)
+    if why:
+        return "refused", why
+    if not report.images:
+        return "not compared", "no conversation held an image"
+    return "exact", f"without videos: {report.without_videos}" if report.without_videos else ""
 
 
 def _picture(seed: int, width: int, height: int) -> Image.Image:
