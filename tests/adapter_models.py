@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 
-def write(
+def _write(
     directory: Path, image: dict[str, Any], processor: dict[str, Any], tokens: list[str], **settings: Any
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def gemma3(directory: Path) -> Path:
         "image_token": "<image_soft_token>",
     }
     processor = {"processor_class": "Gemma3Processor", "image_seq_length": 16}
-    return write(directory, image, processor, [*names.values()], extra_special_tokens=names, **names)
+    return _write(directory, image, processor, [*names.values()], extra_special_tokens=names, **names)
 
 
 def pixtral(directory: Path) -> Path:
@@ -67,20 +67,20 @@ def pixtral(directory: Path) -> Path:
     image = {**CLIP, "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 128}}
     image |= {"patch_size": square(16), "resample": 3}
     processor = {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 1}
-    return write(directory, image, processor, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    return _write(directory, image, processor, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
 
 
 def llava(directory: Path) -> Path:
     """A square crop and a fixed number of tokens."""
     image = {**CROPPED, "image_processor_type": "CLIPImageProcessor"}
-    return write(directory, image, {**LLAVA, "processor_class": "LlavaProcessor"}, ["<image>"])
+    return _write(directory, image, {**LLAVA, "processor_class": "LlavaProcessor"}, ["<image>"])
 
 
 def llava_next(directory: Path) -> Path:
     """Tiles of the best of several resolutions."""
     image = {**CROPPED, "image_processor_type": "LlavaNextImageProcessor"}
     image |= {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]}
-    return write(directory, image, {**LLAVA, "processor_class": "LlavaNextProcessor"}, ["<image>"])
+    return _write(directory, image, {**LLAVA, "processor_class": "LlavaNextProcessor"}, ["<image>"])
 
 
 def llava_onevision(directory: Path) -> Path:
@@ -90,14 +90,14 @@ def llava_onevision(directory: Path) -> Path:
     image |= {"image_grid_pinpoints": [[56 * i, 56 * j] for i in range(1, 4) for j in range(1, 4)]}
     processor = {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16}
     processor |= {"vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
-    return write(directory, image, processor, ["<image>", "<video>"])
+    return _write(directory, image, processor, ["<image>", "<video>"])
 
 
 def mllama(directory: Path) -> Path:
     """Features reach the text by cross-attention: one token an image."""
     image = {**CLIP, "image_processor_type": "MllamaImageProcessor", "size": square(56)}
     image |= {"max_image_tiles": 4, "resample": 2, "do_pad": True}
-    return write(directory, image, {"processor_class": "MllamaProcessor"}, ["<|image|>", "<|python_tag|>"])
+    return _write(directory, image, {"processor_class": "MllamaProcessor"}, ["<|image|>", "<|python_tag|>"])
 
 
 def smolvlm(directory: Path) -> Path:
@@ -111,7 +111,7 @@ def smolvlm(directory: Path) -> Path:
     processor = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
     tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
-    return write(directory, image, processor, tokens)
+    return _write(directory, image, processor, tokens)
 
 
 def deepseek_ocr2(directory: Path) -> Path:
@@ -119,7 +119,7 @@ def deepseek_ocr2(directory: Path) -> Path:
     image = {**HALF, "image_processor_type": "DeepseekOcr2ImageProcessor", "size": square(64)}
     image |= {"tile_size": 256, "resample": 3}
     processor = {"processor_class": "DeepseekOcr2Processor", "patch_size": 16, "downsample_ratio": 4}
-    return write(directory, image, processor, ["<image>"])
+    return _write(directory, image, processor, ["<image>"])
 
 
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {

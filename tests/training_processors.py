@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from adapter_models import HALF, write
+from adapter_models import HALF, _write
 
 
 def internvl(directory: Path) -> Path:
@@ -15,7 +15,7 @@ def internvl(directory: Path) -> Path:
         "context_image_token": "<IMG_CONTEXT>",
         "video_token": "<video>",
     }
-    return write(
+    return _write(
         directory,
         image,
         {"processor_class": "InternVLProcessor", "image_seq_length": 4},
@@ -35,4 +35,4 @@ def idefics3(directory: Path) -> Path:
     }
     tokens = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
     tokens += [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
-    return write(directory, image, {"processor_class": "Idefics3Processor", "image_seq_len": 4}, tokens)
+    return _write(directory, image, {"processor_class": "Idefics3Processor", "image_seq_len": 4}, tokens)

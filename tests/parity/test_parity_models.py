@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, square, write
+from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, _write, square
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
 from mmrender.testing.parity import (
@@ -228,7 +228,7 @@ def test_a_token_that_only_the_reference_has_is_named_and_not_written(tiny_model
 def test_text_of_a_model_whose_images_are_refused_is_compared_with_its_tokenizer(tmp_path):
     image = {**HALF, "image_processor_type": "SiglipImageProcessor", "size": square(32), "resample": 3}
     processor = {"processor_class": "ColPaliProcessor"}
-    directory = write(tmp_path / "model", {**image, "image_seq_length": 4}, processor, ["<image>"])
+    directory = _write(tmp_path / "model", {**image, "image_seq_length": 4}, processor, ["<image>"])
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", "<image>"))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps({"image_token_id": tokenizer.token_to_id("<image>")}))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from adapter_models import HALF, TOKENS, model, square, write
+from adapter_models import HALF, TOKENS, _write, model, square
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
@@ -72,7 +72,7 @@ def test_the_true_reason_why_a_processor_is_refused(name: str, why: str, tmp_pat
     image = {**HALF, "image_processor_type": "BlipImageProcessor", "size": square(32), "resample": 3}
     processor = {"processor_class": name, "num_query_tokens": 4}
     with pytest.raises(ProcessorError, match=why):
-        load_processor(write(tmp_path, image, processor, []), image_backend="pil")
+        load_processor(_write(tmp_path, image, processor, []), image_backend="pil")
 
 
 def test_the_placeholder_of_templates_need_not_be_the_token_of_features(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_placeholder_of_templates_need_not_be_the_token_of_features(tmp_path
     processor = {"processor_class": "QianfanOCRProcessor", "image_seq_length": 4}
     names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<ctx>"}
     tokens = ["<image>", *names.values()]
-    directory = write(tmp_path, image, processor, tokens, extra_special_tokens=names)
+    directory = _write(tmp_path, image, processor, tokens, extra_special_tokens=names)
     loaded = load_processor(directory, image_backend="pil")
     assert loaded is not None
     assert loaded.placeholder == {"image": "<image>"}
