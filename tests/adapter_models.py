@@ -122,6 +122,23 @@ def deepseek_ocr2(directory: Path) -> Path:
     return _write(directory, image, processor, ["<image>"])
 
 
+def idefics2(directory: Path) -> Path:
+    """Writes a blank after an image before a word, and merges the tokens between two images: refused."""
+    image = {**HALF, "image_processor_type": "Idefics2ImageProcessor", "do_image_splitting": False}
+    image |= {"size": {"shortest_edge": 56, "longest_edge": 112}, "resample": 2, "do_pad": True}
+    processor = {"processor_class": "Idefics2Processor", "image_seq_len": 4}
+    return _write(directory, image, processor, ["<image>", "<fake_token_around_image>", "<end_of_utterance>"])
+
+
+def chameleon(directory: Path) -> Path:
+    """Writes a separator after each prompt: refused."""
+    image = {**HALF, "image_processor_type": "ChameleonImageProcessor", "size": {"shortest_edge": 56}}
+    image |= {"crop_size": square(56), "do_center_crop": True, "resample": 1}
+    processor = {"processor_class": "ChameleonProcessor", "image_seq_length": 4, "image_token": "<image>"}
+    tokens = ["<image>", "<racm3:break>", "<eoss>", "<sep>"]
+    return _write(directory, image, processor, tokens, sep_token="<sep>")
+
+
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {
     build.__name__: build
     for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm, deepseek_ocr2)

@@ -16,10 +16,15 @@ from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
+from mmrender.probing.probes import user
 from mmrender.probing.templates import KnownTemplate
+from mmrender.template.text import plain
 
 NATIVE = (PatchProcessor,)
 """Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
+
+TEXT_WRITERS = frozenset({"ChameleonProcessor", "Emu3Processor", "Molmo2Processor", "PaliGemmaProcessor"})
+"""Processors of Transformers that add text to any prompt: they are built at once, not at the first image."""
 
 GROUP = "mmrender.processors"
 """Entry points of other packages' classes; each is as those of `NATIVE`, and sets `videos` itself."""
@@ -71,7 +76,10 @@ def load_processor(
         # Imported here: native families need none of it, and it is the larger half of the package.
         from mmrender.media.processors.transformers import TransformersProcessor
 
-        processor = TransformersProcessor(files, image_backend, trust_remote_code=trust_remote_code)
+        opening = _opening(files, template)
+        processor = TransformersProcessor(
+            files, image_backend, trust_remote_code=trust_remote_code, opening=opening
+        )
         processor.videos = adapted_videos() if "video" in processor.placeholder else None
         return processor
 
@@ -91,7 +99,7 @@ def load_processor(
                     or adapted_videos()
                 )
                 return native
-        if template is None:
+        if template is None or files.processor_class in TEXT_WRITERS:
             return build()
         deferred = DeferredProcessor(files, image_backend, template, build)
         if not deferred.can_wait:
@@ -101,6 +109,15 @@ def load_processor(
     except (MissingDependencyError, ProcessorError, MediaError) as error:
         error.at(str(files.directory))
         raise
+
+
+def _opening(files: ProcessorFiles, template: KnownTemplate | None) -> str:
+    """Return `<s>` or its like if prompts of the template begin with it, or if there is no template."""
+    token = files.model.special_tokens.get("bos_token") or ""
+    if template is None:
+        return token
+    prompt = template.probes.render([user()])
+    return token if prompt is not None and plain(prompt).startswith(token) else ""
 
 
 def _provided(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:

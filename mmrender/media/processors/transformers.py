@@ -39,6 +39,8 @@ _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))
 _FORMAT_VERSION = 1
 BEFORE, _BETWEEN, AFTER = "before", "between", "after"
+_NEIGHBOURS = ("", " ", "\n", "<", ".")
+"""Text after a placeholder, beside the words of the marks."""
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -62,11 +64,28 @@ class TransformersProcessor(MediaProcessor):
 
     Its image processor is called from many threads at once; the processor as a whole, which tokenizes, by one
     thread at a time and once per image size. Identities hold the release of Transformers, whose code it is.
+
+    Args:
+        files: The model's settings.
+        backend: Which of the reference's back ends to run.
+        trust_remote_code: Run processor code that the directory brings along.
+        opening: Text that prompts of the chat template begin with, such as `<s>`; some processors add it to
+            prompts without it.
+
+    Raises:
+        MissingDependencyError: A package that it needs is not installed.
+        ProcessorError: It cannot be built, or its prompts are more than the template's text with expansions.
     """
 
     def __init__(
-        self, files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
+        self,
+        files: ProcessorFiles,
+        backend: ImageBackend,
+        *,
+        trust_remote_code: bool = False,
+        opening: str = "",
     ) -> None:
+        self._opening = opening
         self._reference = build_reference_processor(files, backend, trust_remote_code=trust_remote_code)
         self._image_processor: Any = self._reference.image_processor
         self._framework = "pt" if backend == "torch" else "np"
@@ -94,6 +113,7 @@ class TransformersProcessor(MediaProcessor):
         self.settings_digest = digest_settings(self._described(files))
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
             self._prove(seen, *size)
+        self._prove_text(alone[0].text)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return the grid and expansion of a blank image of this size; remembered by size."""
@@ -143,8 +163,34 @@ class TransformersProcessor(MediaProcessor):
 
     def _observe(self, image: Image.Image, copies: int) -> _Observation:
         """Run the whole processor on copies of an image, each with its placeholder, and note what it does."""
+        text = self._opening + BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + AFTER
+        written, tensors, options = self._run(text, image, copies)
+        start, stop = written.find(BEFORE), written.rfind(AFTER)
+        pieces = written[start + len(BEFORE) : stop].split(_BETWEEN)
+        if start < 0 or stop < 0 or len(pieces) != copies:
+            raise ProcessorError(
+                "the model's processor moves or drops the text around an image",
+                expected=f"{copies} image(s) between the marks of the probe",
+                got=repr(written[:200]),
+            )
+        ends = written[:start], written[stop + len(AFTER) :]
+        if ends != (self._opening, ""):
+            raise ProcessorError(
+                "the model's processor adds text of its own to a prompt",
+                expected=f"{self._opening!r} before it and nothing after it",
+                got=f"{ends[0]!r} and {ends[1]!r}",
+            )
+        if len(set(pieces)) > 1:
+            raise ProcessorError(
+                "the model's processor writes equal images of one prompt differently",
+                expected="one expansion for all images of a size",
+                got=" and ".join(repr(piece[-80:]) for piece in pieces[:2]),
+            )
+        return _Observation(pieces[0], tensors, options)
+
+    def _run(self, text: str, image: Image.Image, copies: int) -> tuple[str, Tensors, Mapping[str, Any]]:
+        """Run the whole processor; return its written text, the first image's tensors, and the options."""
         processor = self._reference
-        text = BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + AFTER
         with self._lock, _refusals_named(image):
             # Under the lock: outside it, these may be another thread's recorders.
             text_side, image_side = Recorder(processor.tokenizer), Recorder(processor.image_processor)
@@ -163,16 +209,25 @@ class TransformersProcessor(MediaProcessor):
                 expected="one text handed to the tokenizer",
                 got=type(written).__name__,
             )
-        start, stop = written.find(BEFORE), written.rfind(AFTER)
-        pieces = written[start + len(BEFORE) : stop].split(_BETWEEN)
-        if start < 0 or stop < 0 or len(pieces) != copies:
-            raise ProcessorError(
-                "the model's processor moves or drops the text around an image",
-                expected=f"{copies} image(s) between the marks of the probe",
-                got=repr(written[:200]),
-            )
         options = {key: value for key, value in image_side.options.items() if key != "images"}
-        return _Observation(pieces[0], _first_of(tensors, copies), options)
+        return written, _first_of(tensors, copies), options
+
+    def _prove_text(self, expansion: str) -> None:
+        """Prove that an expansion is the same whatever text or image follows the placeholder."""
+        token, image = self.placeholder["image"], _blank(*_PROBE_SIZES[0])
+        # Several images may have another expansion than one.
+        pair = self._observe(image, 2).text if self.depends_on_image_count else expansion
+        start = self._opening + BEFORE
+        probes = [(start + token + after, expansion, 1) for after in _NEIGHBOURS]
+        for text, piece, copies in (*probes, (start + token + token + AFTER, pair, 2)):
+            written = self._run(text, image, copies)[0]
+            if written != text.replace(token, piece):
+                raise ProcessorError(
+                    "the model's processor writes an image differently beside other text",
+                    where=repr(text),
+                    expected=repr(text.replace(token, piece)[-80:]),
+                    got=repr(written[-80:]),
+                )
 
     def _prove(self, seen: _Observation, height: int, width: int) -> None:
         """Prove that the image processor gives what the whole one does, and find what other images change."""
