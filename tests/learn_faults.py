@@ -113,10 +113,15 @@ def drive(config: Config, processes: Processes | Actors, kills: int, seed: int) 
     roles = [ROLES[number % 2] for number in range(kills)]
     dice.shuffle(roles)
     at = [1 + number * (config.steps - 2) // max(1, kills) for number in range(kills)]
+    seen, since, length = 0, time.monotonic(), 0.0
     try:
         while processes.run():
-            if len(killed) < kills and len(steps_of(config.out)) >= at[len(killed)]:
-                time.sleep(dice.random() * 2)
+            now, steps = time.monotonic(), len(steps_of(config.out))
+            if steps > seen:
+                # Steps may be so short that a longer wait outlasts the run.
+                seen, since, length = steps, now, (now - since) / (steps - seen) if seen else 0.0
+            if len(killed) < kills and steps >= at[len(killed)]:
+                time.sleep(dice.random() * min(2, length))
                 role = roles[len(killed)]
                 processes.kill(role)
                 killed.append((role, len(steps_of(config.out))))
