@@ -18,7 +18,11 @@ import numpy.typing as npt
 from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.reference import build_image_processor, build_reference_processor
+from mmrender.media.processors.reference import (
+    VideoSettings,
+    build_image_processor,
+    build_reference_processor,
+)
 from mmrender.template.sources import load_templates
 
 _UNBUILT_OPERATORS = (
@@ -85,13 +89,6 @@ class ReferenceRendering:
     tensors: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
 
-class _NoVideos:
-    """A video processor of which nothing is set."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 class ReferenceRenderer:
     """Renders with Transformers, through the processor's own `apply_chat_template` or else the tokenizer's.
 
@@ -127,7 +124,7 @@ class ReferenceRenderer:
             self._find_video_processor(directory)
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
-                self.processor.video_processor = _NoVideos()
+                self.processor.video_processor = VideoSettings()
         # It takes as long to load as all else, so the processor's own serves.
         self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(directory)
         # Last, the places that Transformers overlooks.
@@ -141,7 +138,8 @@ class ReferenceRenderer:
 
     def _find_video_processor(self, directory: Path) -> None:
         """Give the processor its part for videos, where there is one and it can be built."""
-        if getattr(self.processor, "video_processor", self) is None and has_reference_backend("torch"):
+        part = getattr(self.processor, "video_processor", self)
+        if (part is None or isinstance(part, VideoSettings)) and has_reference_backend("torch"):
             from transformers import AutoVideoProcessor
 
             with suppress(ImportError, OSError, ValueError, TypeError, AttributeError, RecursionError):

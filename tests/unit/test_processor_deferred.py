@@ -75,6 +75,19 @@ def test_the_true_reason_why_a_processor_is_refused(name: str, why: str, tmp_pat
         load_processor(_write(tmp_path, image, processor, []), image_backend="pil")
 
 
+def test_a_processor_that_reads_settings_of_its_video_part_is_built_and_numbers_images(
+    tmp_path: Path,
+) -> None:
+    names = {f"{part}_{side}_token": f"<{part}{side}>" for part in ("image", "slice", "image_id")
+             for side in ("start", "end")}  # fmt: skip
+    names |= {"image_token": "<image>", "video_token": "<video>"}
+    image = {**HALF, "image_processor_type": "MiniCPMV4_6ImageProcessor"}
+    processor = {"processor_class": "MiniCPMV4_6Processor"}
+    directory = _write(tmp_path, image, processor, [*names.values()], extra_special_tokens=names)
+    with pytest.raises(ProcessorError, match="writes equal images of one prompt differently"):
+        load_processor(directory, image_backend="pil")
+
+
 def test_the_placeholder_of_templates_need_not_be_the_token_of_features(tmp_path: Path) -> None:
     image = {**HALF, "image_processor_type": "GotOcr2ImageProcessor", "size": square(28), "resample": 3}
     processor = {"processor_class": "QianfanOCRProcessor", "image_seq_length": 4}

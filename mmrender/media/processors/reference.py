@@ -25,6 +25,15 @@ _PARTS_OF_OTHERS = ("video_processor", "feature_extractor", "audio_processor", "
 """Parts of a processor that images do without."""
 
 
+class VideoSettings(dict[str, Any]):
+    """The settings of a video processor that is not built; one that the files leave out is None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
 def build_reference_processor(
     files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
 ) -> Any:
@@ -56,6 +65,10 @@ def build_reference_processor(
             arguments = [parts.get(part) for part in names]
             try:
                 return lenient.from_args_and_dict(arguments, dict(settings))
+            except AttributeError:
+                # MiniCPM-V's reads settings of its video processor when it is made.
+                parts["video_processor"] = VideoSettings(files.video)
+                return lenient.from_args_and_dict([parts.get(part) for part in names], dict(settings))
             except ImportError as error:
                 with _asked_for_when_called(sys.modules[cls.__module__], str(error)):
                     return lenient.from_args_and_dict(arguments, settings)
