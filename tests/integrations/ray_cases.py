@@ -1,17 +1,39 @@
 """Conversations for the Ray tests, and the driver that one of them kills.
 
 Usage: `python ray_cases.py MODEL FOLDER COUNT SHARD WORKERS`: render to files, and print each shard that is done.
+`RAY_GATES` names a folder: from the shard STARTS["NAME"] on, workers wait for the file NAME in it.
 """
 
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import ray
 from PIL import Image
 
 from mmrender.integrations.ray import render_to_files
+
+SHARDS = 12
+STARTS = {"first": 3, "last": 9}
+"""Shards that workers begin after a gate is open, by the gate's name."""
+
+
+def train_on(message) -> bool:
+    """Choose the answers, once the gate of their conversation is open."""
+    if message.role != "assistant":
+        return False
+    index, count = map(int, re.findall(r"\d+", str(message.content)))
+    shard = index // max(count // SHARDS, 1)
+    gates = [Path(os.environ["RAY_GATES"], name) for name, start in STARTS.items() if shard >= start]
+    for _ in range(6000):
+        if all(gate.exists() for gate in gates):
+            return True
+        time.sleep(0.02)
+    raise TimeoutError(f"a gate of shard {shard} stays closed")
 
 
 def conversations(count: int, side: int = 224) -> list:
@@ -20,7 +42,9 @@ def conversations(count: int, side: int = 224) -> list:
     for index in range(count):
         values = np.random.default_rng(index - (index % 3 == 2)).integers(0, 255, (side, side, 3), np.uint8)
         ask = [{"type": "image", "image": Image.fromarray(values)}, {"type": "text", "text": f"No. {index}?"}]
-        made.append([{"role": "user", "content": ask}, {"role": "assistant", "content": f"Noise {index}."}])
+        made.append(
+            [{"role": "user", "content": ask}, {"role": "assistant", "content": f"Noise {index} of {count}."}]
+        )
     return made
 
 
@@ -34,7 +58,13 @@ def rendered(model: str, folder: str, count: int, shard: int, workers: int) -> I
 
     try:
         yield from render_to_files(
-            conversations(count), model, folder, shard_size=shard, in_flight=2 * workers, on_progress=progress
+            conversations(count),
+            model,
+            folder,
+            shard_size=shard,
+            in_flight=2 * workers,
+            on_progress=progress,
+            train_on=train_on,
         )
     finally:
         ray.shutdown()

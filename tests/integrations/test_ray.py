@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import ray
 from PIL import Image
 
 import mmrender
-from integrations.ray_cases import conversations, rendered
+from integrations.ray_cases import SHARDS, STARTS, conversations, rendered, train_on
 from mmrender import Renderer, Trajectory, build_training_sample
 from mmrender.errors import InputError
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
@@ -65,41 +66,50 @@ def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):
     )
 
 
-def test_a_worker_and_the_driver_die_and_the_output_equals_the_serial_run(tiny_model, tmp_path):
-    shard = max(COUNT // 12, 1)
-    command = [sys.executable, str(Path(__file__).with_name("ray_cases.py")), str(tiny_model), str(tmp_path)]
-    driver = subprocess.Popen(
+def test_a_worker_and_the_driver_die_and_the_output_equals_the_serial_run(tiny_model, tmp_path, monkeypatch):
+    gates, folder = tmp_path / "gates", tmp_path / "samples"
+    gates.mkdir()
+    monkeypatch.setenv("RAY_GATES", str(gates))
+    shard = max(COUNT // SHARDS, 1)
+    command = [sys.executable, str(Path(__file__).with_name("ray_cases.py")), str(tiny_model), str(folder)]
+    with subprocess.Popen(
         [*command, str(COUNT), str(shard), str(WORKERS)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    done = 0
-    for line in driver.stdout:
-        done += line.startswith("shard")
-        if done == 3:
-            victims = workers()
-            for victim in victims[:1]:
-                os.kill(victim, signal.SIGKILL)
-        if done == 6:
-            driver.kill()
-            break
-    driver.wait()
-    files = len(list(tmp_path.glob("samples-*")))
-    assert 6 <= files < -(-COUNT // shard)
-    print(f"driver killed with {files} shards written, a worker before that: {victims[:1]}")
+    ) as driver:
+        wait_for_shards(driver, STARTS["first"])
+        # The workers wait for the gate, each within a shard.
+        os.kill(next(filter(None, polled(workers)))[0], signal.SIGKILL)
+        (gates / "first").touch()
+        wait_for_shards(driver, STARTS["last"] - STARTS["first"])
+        driver.kill()
+    assert len(list(folder.glob("samples-*"))) == STARTS["last"]
+    (gates / "last").touch()
     started = time.perf_counter()
-    found = list(rendered(str(tiny_model), str(tmp_path), COUNT, shard, WORKERS))
+    found = list(rendered(str(tiny_model), str(folder), COUNT, shard, WORKERS))
     print(f"resumed: {time.perf_counter() - started:.1f} s for the rest")
     renderer = Renderer.from_pretrained(tiny_model)
     started = time.perf_counter()
     serial = [
-        build_training_sample(renderer, messages, sample_id=str(index))
+        build_training_sample(renderer, messages, sample_id=str(index), train_on=train_on)
         for index, messages in enumerate(conversations(COUNT))
     ]
     print(f"serial: {time.perf_counter() - started:.1f} s for all")
     assert list(map(state, found)) == list(map(state, serial))
-    assert victims
+
+
+def wait_for_shards(driver, count):
+    """Read the driver's output until this number of further shards is done."""
+    lines = (line for line in driver.stdout if line.startswith("shard"))
+    assert sum(1 for _ in islice(lines, count)) == count
+
+
+def polled(function):
+    """Yield what the function returns, five times a second, for two minutes."""
+    for _ in range(600):
+        yield function()
+        time.sleep(0.2)
 
 
 def test_the_store_holds_pixels_without_a_copy(cluster, tiny_model):
