@@ -32,7 +32,6 @@ from mmrender.client.reply import (
     add_alternatives,
     decode_as,
     response_of,
-    without_large,
 )
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
@@ -242,7 +241,6 @@ def read_reply(request: EngineRequest, ends: frozenset[int], body: bytes, where:
     return response_of(
         request,
         where=where,
-        raw=without_large(body),
         ids=ids,
         entries=entries,
         named=named,

@@ -102,13 +102,13 @@ async def sample(
     *,
     abort: tuple[str, Any] | None = None,
     on_tokens: OnTokens | None = None,
-    read_stream: Callable[[AsyncIterator[bytes]], Awaitable[bytes]] | None = None,
+    read_stream: Callable[[AsyncIterator[bytes]], Awaitable[EngineResponse]] | None = None,
 ) -> EngineResponse:
     """Send a request for a completion and read its answer.
 
     `read` gets the body of the answer and the call in errors. `abort` is the path and body that tell the
-    server to stop; None where the closed connection does. `read_stream` reads an answer that comes as lines,
-    and reports its tokens; otherwise `on_tokens` is called at the end.
+    server to stop; None if the closed connection does. `read_stream` reads an answer that comes as lines
+    instead, and reports its tokens; otherwise `on_tokens` is called at the end.
     """
     where = f"{transport.base_url}{path}"
     if taken := sorted(body.keys() & request.extra_body.keys()):
@@ -116,8 +116,7 @@ async def sample(
     body, headers = {**body, **request.extra_body}, request.extra_headers
     try:
         if read_stream is not None:
-            whole = await read_stream(transport.stream("POST", path, json=body, headers=headers))
-            return read(whole, where)
+            return await read_stream(transport.stream("POST", path, json=body, headers=headers))
         reply = await transport.request(
             "POST", path, json=body, headers=headers, max_reply_bytes=_largest_reply(request)
         )

@@ -38,11 +38,6 @@ _REASONS: Final[Mapping[str, FinishReason]] = {
     "repetition": "stop",  # vLLM's detection of repetition, which a caller asked for
     "tool_calls": "stop",  # a Dynamo frontend's own parser found a call
 }
-_is_large: Final = re.compile(
-    "(prompt_|completion_)?token_ids|output_ids|logprobs|(input|output)_(token|top)_logprobs|"
-    "routed_experts|engine_data|token_data|sampling_mask"
-).fullmatch
-"""Whether a member of a reply is left out of `EngineResponse.raw`."""
 
 
 class FailedInEngineError(EngineReplyError):
@@ -77,17 +72,6 @@ def _malformed(error: msgspec.ValidationError, where: str) -> EngineReplyError:
     expected, got, path = found.groups() if found else (None, text, None)
     where = f"{where} {path or ''}".strip()
     return EngineReplyError("the server's reply is malformed", where=where, expected=expected, got=got)
-
-
-def without_large(text: bytes | msgspec.Raw, depth: int = 3) -> Any:
-    """Decode JSON without its large members, looked for `depth` levels deep."""
-    kind = bytes(memoryview(text)[:1]) if isinstance(text, msgspec.Raw) else text.lstrip()[:1]
-    if depth and kind == b"{":
-        members = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        return {key: without_large(each, depth - 1) for key, each in members.items() if not _is_large(key)}
-    if depth and kind == b"[":
-        return [without_large(each, depth - 1) for each in msgspec.json.decode(text, type=list[msgspec.Raw])]
-    return msgspec.json.decode(text)
 
 
 class LogprobEntry(msgspec.Struct, gc=False):
@@ -142,7 +126,6 @@ def response_of(
     *,
     adopted: bool = False,
     where: str,
-    raw: Mapping[str, Any],
     ids: Sequence[int],
     entries: Sequence[LogprobEntry],
     named: bool = True,
@@ -155,7 +138,7 @@ def response_of(
     versions: Sequence[ReportedVersion] | None = None,
     request_id: str | None = None,
 ) -> EngineResponse:
-    """Check what a server says of one completion; `raw` is its reply, `where` the call in errors.
+    """Check what a server says of one completion; `where` is the call in errors.
 
     `adopted` says that the request's prompt is the server's own, and not what was sent.
 
@@ -190,7 +173,6 @@ def response_of(
         request_id=request_id,
         top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
         prompt=Prompt(list(request.prompt_ids), request.multi_modal_data, None) if adopted else None,
-        raw=raw,
     )
 
 

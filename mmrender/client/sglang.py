@@ -23,7 +23,6 @@ from mmrender.client.reply import (
     add_alternatives,
     decode_as,
     response_of,
-    without_large,
 )
 from mmrender.client.sampling import spell
 from mmrender.client.sampling import where as parameter
@@ -203,11 +202,10 @@ def read_reply(
 ) -> EngineResponse:
     """Read a reply of status 200."""
     found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
-    raw = without_large(body)
     if isinstance(found, list):
         if len(found) != 1:
             raise EngineReplyError("the reply is not one completion", where=where, got=str(len(found)))
-        (found,), (raw,) = found, raw
+        (found,) = found
     reply = found
     ids, meta = reply.output_ids, reply.meta_info
     finish = meta.finish_reason
@@ -215,7 +213,7 @@ def read_reply(
         raise EngineStatusError(
             f"the server gave up: {finish.message}",
             status=finish.status_code,
-            body=str(raw["meta_info"]["finish_reason"]),
+            body=msgspec.json.encode(finish).decode(),
             where=f"{where} finish_reason",
         )
     entries = [LogprobEntry(pair.logprob, pair.token_id) for pair in meta.output_token_logprobs or ()]
@@ -230,7 +228,6 @@ def read_reply(
         versions = [ReportedVersion(meta.weight_version, 0, len(ids))]
     most = request.sampling_params["max_tokens"]
     if finish.type == "length" and len(ids) < most:
-        raw["max_tokens_granted"] = len(ids)
         _log.warning(
             "SGLang cut max_tokens from %d to %d, since the prompt has %d tokens",
             most,
@@ -244,7 +241,6 @@ def read_reply(
         request,
         adopted=request is not sent,
         where=where,
-        raw=raw,
         ids=ids,
         entries=entries,
         reason=finish.type,

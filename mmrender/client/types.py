@@ -108,7 +108,6 @@ class EngineResponse:
         request_id: The engine's own name of the request.
         top_logprobs: Alternatives of each completion token, where asked for.
         prompt: What the server made of the prompt, where that is taken as the truth and is not what was sent.
-        raw: The decoded reply without its large fields.
     """
 
     completion_ids: list[int]
@@ -122,7 +121,6 @@ class EngineResponse:
     request_id: str | None = None
     top_logprobs: TopLogprobs | None = None
     prompt: Prompt | None = None
-    raw: Mapping[str, Any] = field(default_factory=dict)
 
 
 class OnTokens(Protocol):
@@ -232,8 +230,3 @@ class Generation:
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
         """Spans of completion tokens with their weights; empty where the engine reports none."""
         return self.response.weight_versions
-
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        """The engine's decoded reply without its large fields."""
-        return self.response.raw

@@ -35,7 +35,6 @@ from mmrender.client.reply import (
     decode_as,
     finish_reason_in,
     response_of,
-    without_large,
 )
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
@@ -294,15 +293,16 @@ async def sample_tokens(
     headers = {name.lower(): value for name, value in request.extra_headers.items()}
     engine_id = f"generate-tokens-{headers.get('x-request-id', request.request_id)}"
     where = f"{transport.base_url}{GENERATE_PATH}"
+    widened = trust if "content_parts" in prompt else None
     try:
         return await sample(
             request,
             transport,
             GENERATE_PATH,
             body,
-            partial(read_reply, request, widened=trust if "content_parts" in prompt else None),
+            partial(read_reply, request, widened=widened),
             abort=(ABORT_PATH, {"request_ids": [engine_id]}) if aborts else None,
-            read_stream=None if on_tokens is None else _Stream(request, on_tokens, where).read,
+            read_stream=None if on_tokens is None else _Stream(request, on_tokens, where, widened).read,
         )
     except EngineStatusError as error:
         if error.status == 403 and "--enable-scale-out" in error.body:
@@ -351,8 +351,12 @@ class _Reply(msgspec.Struct):
 def read_reply(
     request: EngineRequest, body: bytes, where: str, *, widened: Trust | None = None
 ) -> EngineResponse:
-    """Read the whole answer; `widened`: whose prompt is the truth, where the server widened placeholders."""
-    reply = decode_as(body, _Reply, where=where)
+    """Read a whole answer; `widened`: whose prompt is the truth, if the server widened placeholders."""
+    return _response(request, decode_as(body, _Reply, where=where), where, widened)
+
+
+def _response(request: EngineRequest, reply: _Reply, where: str, widened: Trust | None) -> EngineResponse:
+    """Check a decoded answer."""
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
     choice = reply.choices[0]
@@ -371,7 +375,6 @@ def read_reply(
         request,
         adopted=request is not sent,
         where=where,
-        raw=without_large(body),
         ids=choice.token_ids or [],
         entries=choice.logprobs.content or [] if choice.logprobs else [],
         reason=choice.finish_reason,
@@ -400,22 +403,25 @@ def read_reply(
 class _Stream:
     """Chunks of an answer, reported as they come and merged to the whole answer."""
 
-    def __init__(self, request: EngineRequest, on_tokens: OnTokens, where: str) -> None:
+    def __init__(
+        self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: Trust | None
+    ) -> None:
         self._request = request
         self._on_tokens = on_tokens
         self._where = where
-        self._choice: dict[str, Any] = {"token_ids": [], "logprobs": {"content": []}}
-        self._whole: dict[str, Any] = {"choices": [self._choice]}
+        self._widened = widened
+        self._choice = _Choice(token_ids=[], logprobs=_Logprobs([]))
+        self._whole = _Reply([self._choice])
 
-    async def read(self, lines: AsyncIterator[bytes]) -> bytes:
-        """Return the answer as it comes without streaming; a break behind the last token loses nothing."""
+    async def read(self, lines: AsyncIterator[bytes]) -> EngineResponse:
+        """Return the whole answer; a break behind the last token loses nothing."""
         try:
             async for chunk in read_events(lines, where=self._where):
                 self._take(chunk)
         except EngineError:
-            if self._choice.get("finish_reason") not in ("stop", "length"):
+            if self._choice.finish_reason not in ("stop", "length"):
                 raise
-        return msgspec.json.encode(self._whole)
+        return _response(self._request, self._whole, self._where, self._widened)
 
     def _take(self, decoded: dict[str, Any]) -> None:
         where = self._where
@@ -424,26 +430,28 @@ class _Stream:
                 "the engine failed within a stream", where=where, got=repr(decoded["error"])[:300]
             )
         chunk = convert(decoded, _Reply, where=where)
-        for choice, members in zip(chunk.choices, decoded.pop("choices", ()), strict=True):
-            before = len(self._choice["token_ids"])
+        for choice in chunk.choices:
+            before = len(self._choice.token_ids or ())
             entries = choice.logprobs.content or [] if choice.logprobs else []
             ids, logprobs = check_completion(
                 choice.token_ids or [], entries, self._request, where=where, before=before
             )
             told = choice.finish_reason
             reason = None if told is None else finish_reason_in(told, where=where)
-            _merge(self._choice, members)
+            _merge(self._choice, choice)
             if ids or reason is not None:
                 self._on_tokens(ids, logprobs, reason)
-        _merge(self._whole, decoded)
+        chunk.choices = self._whole.choices
+        _merge(self._whole, chunk)
 
 
-def _merge(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
-    """Add the members of a chunk: tokens and their logprobs behind those before, others in their place."""
-    for name, value in part.items():
+def _merge(whole: msgspec.Struct, part: msgspec.Struct) -> None:
+    """Add a chunk: tokens and their logprobs behind those before, other members in their place."""
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
         if name in ("token_ids", "content"):
-            whole[name] += value or []
-        elif name == "logprobs" and value is not None:
-            _merge(whole[name], value)
+            getattr(whole, name).extend(value or ())
+        elif isinstance(value, _Logprobs):
+            _merge(getattr(whole, name), value)
         elif value is not None:
-            whole[name] = value
+            setattr(whole, name, value)

@@ -283,7 +283,6 @@ class Continuation:
             request_id=first.request_id,
             top_logprobs=tuple(top) if top else None,
             prompt=self._prompt,
-            raw=first.raw,
         )
 
 

@@ -143,9 +143,9 @@ def test_the_longest_prompt_and_what_is_cut_of_max_tokens(server, caplog):
         return ask_directly(server, BACKEND, [5] * length, sampling_params=sampling)
 
     kept = sample(LONGEST, 5, ignore_eos=True)
-    assert (len(kept.completion_ids), "max_tokens_granted" in kept.raw) == (5, False)
+    assert (len(kept.completion_ids), caplog.text) == (5, "")
     cut = sample(LONGEST, 7, ignore_eos=True)
-    assert (len(cut.completion_ids), cut.raw["max_tokens_granted"]) == (5, 5)
+    assert len(cut.completion_ids) == 5
     assert "SGLang cut max_tokens from 7 to 5" in caplog.text
     with pytest.raises(PromptTooLongError) as caught:
         sample(LONGEST + 1, 1)

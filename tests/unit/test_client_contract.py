@@ -10,7 +10,7 @@ import pytest
 
 from client_engines import ENGINES, IDS, LOGPROBS, Engine, asked
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from mmrender.client import exchange, reply
+from mmrender.client import exchange, reply, vllm
 from mmrender.client.reply import check_completion
 from mmrender.client.types import RendererBackend, Usage
 from mmrender.client.vllm import VLLMBackend
@@ -55,7 +55,6 @@ def test_an_answer(engine: Engine) -> None:
     assert (response.finish_reason, response.request_id) == ("stop", "r")
     assert response.usage == Usage(3, 3)
     assert response.top_logprobs is None
-    assert "completion_token_ids" not in str(response.raw)
     assert transport.asked[0].headers == {"x-a": "b"}
     assert not transport.asked[0].idempotent
 
@@ -279,6 +278,12 @@ def test_a_stream_gives_what_the_whole_answer_gives() -> None:
     assert told == [([50], [-1.0], None), ([51, 52], [-1.0] * 2, "stop")]
     body = transport.asked[0].json
     assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
+
+
+def test_a_stream_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "decode_as", None)  # which reads whole bodies
+    work, _, _ = stream(chunk([50]), chunk([51, 52], "stop"), USAGE, DONE)
+    assert asyncio.run(work).completion_ids == IDS
 
 
 def test_a_stream_that_breaks_behind_the_last_token_is_complete() -> None:

@@ -199,11 +199,10 @@ def test_only_a_well_formed_call_that_stopped_is_tool_calls(renderer, words, rea
 def test_what_the_engine_says_besides_is_passed_on(renderer):
     experts = RoutedExperts(np.zeros((3, 2, 1), np.uint8))
     spans = (WeightVersionSpan("7", 0, 2),)
-    engine = Scripted(extra={"routed_experts": experts, "weight_versions": spans, "raw": {"id": "x"}})
+    engine = Scripted(extra={"routed_experts": experts, "weight_versions": spans})
     turn = run(renderer, engine, routed_experts_prompt_start=4)
     assert turn.routed_experts is experts
     assert turn.weight_versions is spans
-    assert turn.raw == {"id": "x"}
     run(renderer, engine, routed_experts=True)
     run(renderer, engine)
     asked = [(each.routed_experts, each.routed_experts_prompt_start) for each in engine.requests]

@@ -101,8 +101,6 @@ def assert_is(response, name, prompt_len):
     assert response.weight_versions == (("default", 0, len(choice["token_ids"])),)
     assert response.routed_experts is None
     assert response.request_id == "generate-tokens-contract"
-    assert response.raw["model"] == "tiny"
-    assert "token_ids" not in response.raw["choices"][0]
 
 
 def test_models():

@@ -79,22 +79,6 @@ def test_usage_and_a_reason_of_its_own():
     )
 
 
-def test_what_is_large_is_left_out_of_the_raw_reply():
-    raw = read(
-        {
-            **reply(sampling_mask=[[1]], routed_experts=None),
-            "prompt_token_ids": [1, 2, 3],
-            "prompt_logprobs": [None],
-        }
-    ).raw
-    assert raw == {
-        "prompt_logprobs": [None],
-        "request_id": "generate-tokens-r",
-        "usage": {"prompt_tokens": 3},
-        "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": None}],
-    }
-
-
 def test_malformed():
     nameless = reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}])
     assert error_of(EngineReplyError, nameless).startswith(
