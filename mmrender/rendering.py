@@ -23,8 +23,6 @@ from mmrender.errors import (
     PlaceholderError,
     ProcessorError,
     TemplateError,
-    TemplateRefusedError,
-    TemplateRuntimeError,
 )
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, TextPart, VideoPart
@@ -131,41 +129,12 @@ class Rendering:
                 where="continue_final_message",
                 expected="add_generation_prompt=False",
             )
-        try:
-            return self.known.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **given,
-            )
-        except (TemplateRefusedError, TemplateRuntimeError) as error:
-            index = self._first_refused(messages, given)
-            if index is not None:
-                error.where = f"messages[{index}], {error.where}"
-            raise
-
-    def _first_refused(self, messages: Sequence[Message], given: Given) -> int | None:
-        """Return the index of a message that the template refuses although it takes those before.
-
-        Found by bisection in some log2(n) runs; None if the template takes no shorter conversation.
-        """
-
-        def is_accepted(count: int) -> bool:
-            try:
-                self.known.render(messages[:count], **given)
-            except TemplateError:
-                return False
-            return True
-
-        refused = len(messages)
-        # Some templates refuse a lone system message.
-        accepted = next((count for count in (1, 2) if count < refused and is_accepted(count)), 0)
-        if not accepted and refused != 1:
-            return None
-        while refused - accepted > 1:
-            middle = (accepted + refused) // 2
-            accepted, refused = (middle, refused) if is_accepted(middle) else (accepted, middle)
-        return refused - 1
+        return self.known.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **given,
+        )
 
     def render(
         self,

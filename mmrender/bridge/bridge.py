@@ -6,14 +6,13 @@ alone. That the tail does not depend on what came before is proved once for each
 does, the bridge is refused with a reason.
 """
 
-import re
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
 from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
 from mmrender.bridge.proof import Objection, Proof, TailProver
-from mmrender.bridge.tail import NotBridged, ReasoningState, Tails
+from mmrender.bridge.tail import NotBridged, ReasoningState, Tails, place_of_new
 from mmrender.errors import SpecialTokenError, TemplateError
 from mmrender.messages import Message, Role
 from mmrender.rendering import Rendering
@@ -96,9 +95,7 @@ class Bridge:
             first = len(proved.messages)
             layout = self._appended(prompt, completion, new_messages, proved)
         except SpecialTokenError as error:
-            found = re.match(r"messages\[(\d+)\]", error.where or "")
-            if found is not None and error.where is not None:
-                error.where = f"new_messages[{int(found.group(1)) - first}]{error.where[found.end() :]}"
+            error.where = place_of_new(error.where, first)
             raise
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error

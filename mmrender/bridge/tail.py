@@ -5,6 +5,7 @@ content. A completion that was cut off, in its content or inside reasoning, is c
 writes there.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,12 +123,16 @@ class Tails:
     ) -> TracedStr:
         """Render a history, without the assistant's turn if `unanswered`, and what follows it."""
         messages = history.messages[:-1] if unanswered else history.messages
-        return self._known.render(
-            [*messages, *following],
-            tools=history.tools,
-            documents=history.documents,
-            add_generation_prompt=unanswered or bool(following),
-        )
+        try:
+            return self._known.render(
+                [*messages, *following],
+                tools=history.tools,
+                documents=history.documents,
+                add_generation_prompt=unanswered or bool(following),
+            )
+        except TemplateError as error:
+            error.where = place_of_new(error.where, len(messages))
+            raise
 
     def turn(self, history: ProbeHistory, following: Sequence[Message]) -> Turn:
         """The assistant's turn, once something follows."""
@@ -336,3 +341,14 @@ def content_end(spans: Sequence[Span], last: int) -> int:
     if any(origin.message == last and origin.is_content for _, _, origin in spans):
         raise NotBridged("the template writes a new message before the assistant's turn")
     raise NotPrinted("the template does not print the assistant's content")
+
+
+def place_of_new(where: str | None, first: int) -> str | None:
+    """The path of a message after a history as the caller knows it; one of the history itself is left out."""
+    found = re.match(r"messages\[(\d+)\][^,]*(, )?", where or "")
+    if found is None or where is None:
+        return where
+    number = int(found.group(1)) - first
+    if number < 0:
+        return where[found.end() :] or None
+    return f"new_messages[{number}]{where[found.end(1) + 1 :]}"

@@ -28,7 +28,7 @@ from mmrender.errors import (
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.compiler import names_read
-from mmrender.template.environment import OwnedDict, RefusedByTemplate, TracingEnvironment, run
+from mmrender.template.environment import FailedRun, OwnedDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.prefill import Prefill
 from mmrender.template.text import Kind, Origin, TracedStr
@@ -189,12 +189,12 @@ class ChatTemplate:
             variables[key] = value if is_plain else traced(value, Origin(-1, None, "documents", key))
         try:
             text = run(self._template, variables, limits=self.limits, clock=self._clock)
-        except Exception as error:
-            raise self._named(error) from error
+        except FailedRun as failed:
+            raise self._named(failed.error, failed.handled) from failed.error
         return text if prefill is None else prefill.cut(text)
 
-    def _named(self, error: Exception) -> TemplateError:
-        """Convert whatever Python, Jinja or the template raised to an error of the tree."""
+    def _named(self, error: Exception, handled: Origin | None) -> TemplateError:
+        """Convert whatever Python, Jinja or the template raised while a message was handled."""
         where = f"chat template {self.name!r}"
         line = self._line_of(error)
         if line is not None:
@@ -203,13 +203,15 @@ class ChatTemplate:
             return TemplateLimitError(
                 error.problem, where=where, expected=error.expected, got=error.got, remedy=error.remedy
             )
-        if isinstance(error, RefusedByTemplate):
-            return TemplateRefusedError(str(error), where=where)
         if isinstance(error, SecurityError):
             return TemplateSecurityError(_TRACED_NAME.sub(_plain_name, str(error)), where=where)
         got = f"{type(error).__name__}: {_TRACED_NAME.sub(_plain_name, str(error))}"
         if isinstance(error, RecursionError | MemoryError | OverflowError):
             return TemplateLimitError("the chat template used too much", where=where, got=got)
+        if handled is not None:
+            where = f"{handled.path}, {where}"
+        if isinstance(error, RefusedByTemplate):
+            return TemplateRefusedError(str(error), where=where)
         return TemplateRuntimeError("the chat template failed on these messages", where=where, got=got)
 
     def _line_of(self, error: Exception) -> int | None:

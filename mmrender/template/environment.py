@@ -14,7 +14,7 @@ import datetime
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -59,6 +59,11 @@ _TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust", "zfill
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
 """Clock of `strftime_now` in the rendering of this context."""
+
+
+_HANDLED: ContextVar[dict[int, list[Origin | None]]] = ContextVar("mmrender_template_handled")
+"""Loops that a run is in, from the outermost on: the origin of the message or part that each is at, and those
+of the messages that it looked up since."""
 
 
 class RefusedByTemplate(jinja2.TemplateError):
@@ -283,15 +288,22 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def marked(self, loop: int, kind: MarkKind, value: Any) -> Mark:
-        """Count a loop iteration; carry the scaffold origin of its message to `Joiner`."""
+        """Count a loop iteration; carry the scaffold origin of its message to `Joiner` and to errors."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
-        origin = None
+        origin: Origin | None = None
         if type(value) is OwnedDict:
             origin = value._owner
         elif isinstance(value, dict):
             role = value.get("role")
             origin = role.spans[0][2].scaffold if isinstance(role, TracedStr) and role.spans else None
+        handled = _HANDLED.get()
+        if kind == "enter":
+            handled[loop] = [origin]
+        elif kind == "leave":
+            handled.pop(loop, None)
+        elif loop in handled:
+            handled[loop].append(origin and (origin.scaffold or origin))
         return loop, kind, origin
 
     def joined(self, operands: tuple[Any, ...]) -> TracedStr:
@@ -366,6 +378,15 @@ def _output_text(value: Any) -> Any:
     return value if type(value) is TracedStr or type(value) is str else text_of(value)
 
 
+class FailedRun(Exception):  # noqa: N818 - carries the error of a run
+    """The error that a template raised, and the message, or the part of one, that it was handling."""
+
+    def __init__(self, error: Exception, handled: Origin | None) -> None:
+        super().__init__(error, handled)
+        self.error = error
+        self.handled = handled
+
+
 def run(
     template: jinja2.Template,
     variables: Mapping[str, Any],
@@ -373,12 +394,30 @@ def run(
     limits: TemplateLimits,
     clock: Callable[[], datetime.datetime],
 ) -> TracedStr:
-    """Render once, with a budget of its own."""
+    """Render once, with a budget of its own.
+
+    Raises:
+        FailedRun: The template, or what it called, failed.
+    """
     budget = BUDGET.set(Budget(limits))
     time = CLOCK.set(clock)
+    loops = _HANDLED.set({})
     try:
         pieces = template.root_render_func(template.new_context(dict(variables)))
         return Joiner(root=True).join(pieces)
+    except Exception as error:
+        raise FailedRun(error, _handled_message([*_HANDLED.get().values()])) from error
     finally:
         BUDGET.reset(budget)
         CLOCK.reset(time)
+        _HANDLED.reset(loops)
+
+
+def _handled_message(loops: Sequence[Sequence[Origin | None]]) -> Origin | None:
+    """Origin of the message, or the part of one, that the innermost loop is at or alone looked up."""
+    for current, *looked_up in reversed(loops):
+        if current is not None:
+            return current
+        if len({*looked_up}) == 1:
+            return looked_up[0]
+    return None

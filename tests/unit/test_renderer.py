@@ -15,6 +15,7 @@ from mmrender.errors import (
     MessageError,
     MMRenderError,
     RenderError,
+    TemplateError,
     TemplateMissingError,
     TemplateRefusedError,
     TemplateSyntaxError,
@@ -356,25 +357,70 @@ def test_media_that_no_part_waits_for_are_refused_for_text_too(printing, name):
         printing.render_text(USER, **{name: [1, 2, 3]})
 
 
-REFUSING = """{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('refused') }}{% endif %}
-{{- m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+LOOP = "{% for m in messages %}"
+REFUSED = "{{ raise_exception('refused') }}"
+IF_NO = "{% if m.content == 'no' %}" + REFUSED + "{% endif %}"
+LINE = "{{ m.role }}: {{ m.content }}</s>"
+END = "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+REFUSING = {
+    "in the loop": LOOP + IF_NO + LINE + END,
+    "in another loop": LOOP + LINE + END + LOOP + IF_NO + "{% endfor %}",
+    "in a loop over parts": LOOP + LINE + "{% for part in [1, 2] %}" + IF_NO + "{% endfor %}" + END,
+    "in a loop over indices": "{% for i in range(messages | length) %}{% set m = messages[i] %}" + IF_NO + LINE + END,
+    "in text that is kept": "{% set kept %}" + LOOP + IF_NO + LINE + END + "{% endset %}{{ kept }}",
+    "in a macro": "{% macro all(messages) %}" + LOOP + IF_NO + LINE + END + "{% endmacro %}{{ all(messages) }}",
+    "by failing": LOOP + "{% if m.content == 'no' %}{{ m.content.no.such }}{% endif %}" + LINE + END,
+    # What comes after an odd number of messages is refused, so prefixes alternate.
+    "with every other prefix": "{% if messages | length % 2 %}" + REFUSED + "{% endif %}" + LOOP + IF_NO + LINE + END,
+}  # fmt: skip
+"""Templates that refuse the message `no`."""
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """One entry for each run of a template from here on."""
+    counted = []
+    run = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate,
+        "render",
+        lambda self, *args, **options: counted.append(1) or run(self, *args, **options),
+    )
+    return counted
 
 
 @pytest.mark.parametrize("refused", [1, 150, 399])
-def test_the_message_that_is_refused_is_found_in_few_runs(tiny_model, monkeypatch, refused):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=REFUSING)
+@pytest.mark.parametrize("place", REFUSING)
+def test_the_message_that_is_refused_is_named_by_the_run_that_fails(tiny_model, runs, place, refused):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=REFUSING[place])
     messages = [{"role": ("user", "assistant")[index % 2], "content": "yes"} for index in range(400)]
-    renderer.render(messages[:4])
+    assert renderer.profile.roles
     messages[refused]["content"] = "no"
-    runs = []
-    run = ChatTemplate.render
-    monkeypatch.setattr(
-        ChatTemplate, "render", lambda self, *args, **options: runs.append(1) or run(self, *args, **options)
-    )
-    with pytest.raises(TemplateRefusedError) as caught:
+    runs.clear()
+    with pytest.raises(TemplateError) as caught:
         renderer.render(messages)
-    assert caught.value.where.startswith(f"messages[{refused}], ")
-    assert len(runs) <= 12
+    assert caught.value.where.startswith(f"messages[{refused}], chat template"), caught.value
+    assert len(runs) == 1
+
+
+def test_a_refusal_outside_all_messages_names_none(tiny_model):
+    source = (
+        LOOP + "{% set last = m %}" + END + "{% if messages[-1].content == 'no' %}" + REFUSED + "{% endif %}"
+    )
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=source)
+    with pytest.raises(TemplateRefusedError) as caught:
+        renderer.render([*USER, {"role": "user", "content": "no"}])
+    assert caught.value.where == "chat template 'default', line 1"
+
+
+def test_a_bridge_names_a_refused_message_as_the_caller_knows_it(tiny_model):
+    renderer = Renderer.from_pretrained(
+        tiny_model, image_backend="pil", chat_template=REFUSING["in the loop"]
+    )
+    prompt = renderer.render_ids(USER, add_generation_prompt=True)
+    new = [*USER, {"role": "user", "content": "no"}]
+    assert renderer.bridge_to_next_turn(prompt, renderer.encode_text("yes</s>").token_ids, new) is None
+    assert "new_messages[1], chat template 'default', line 1: refused" in renderer.why_not_bridged
 
 
 @pytest.mark.parametrize(
