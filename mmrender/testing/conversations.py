@@ -255,14 +255,15 @@ class ConversationMaker:
 
 
 def sample_images(source: random.Random, count: int, *, largest: int = 640) -> list[Image.Image]:
-    """Pictures of many sizes: noise over a gradient, so that resampling errors show."""
-    pictures = []
-    for _ in range(count):
+    """Two pictures of each of many sizes: noise over a gradient, so that resampling errors show."""
+    pictures: list[Image.Image] = []
+    while len(pictures) < count:
         size = source.randint(32, largest), source.randint(32, largest)
-        noise = Image.frombytes("RGB", size, source.randbytes(size[0] * size[1] * 3))
-        bands = [Image.linear_gradient("L").resize(size).rotate(90 * quarter) for quarter in range(3)]
-        pictures.append(Image.blend(Image.merge("RGB", bands), noise, source.choice([0.1, 0.5, 1.0])))
-    return pictures
+        for _ in range(2):
+            noise = Image.frombytes("RGB", size, source.randbytes(size[0] * size[1] * 3))
+            bands = [Image.linear_gradient("L").resize(size).rotate(90 * quarter) for quarter in range(3)]
+            pictures.append(Image.blend(Image.merge("RGB", bands), noise, source.choice([0.1, 0.5, 1.0])))
+    return pictures[:count]
 
 
 def sample_videos(source: random.Random, count: int, *, largest: int = 200) -> list[dict[str, Any]]:

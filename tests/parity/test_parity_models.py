@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, _write, square
+from mmrender.media.processor import ProcessorFiles
+from mmrender.media.processors.transformers import TransformersProcessor
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
 from mmrender.testing.parity import (
@@ -95,15 +97,36 @@ IMAGE_TOKENS = {"gemma3": "<start_of_image>", "pixtral": "[IMG]", "mllama": "<|i
 @pytest.mark.parametrize("name", ADAPTER_FAMILIES)
 def test_batches_padded_or_not_of_a_template_that_takes_lists_only(name, tmp_path):
     """The template is in a file that only processors read."""
-    directory = ADAPTER_FAMILIES[name](tmp_path / name)
+    directory = written_by(name, tmp_path / name)
+    report = check_parity(directory, image_backend="pil", cases=8, seed=1)
+    assert (report.mismatch, report.not_compared) == (None, None)
+    assert report.images > 0
+
+
+def written_by(name, directory):
+    """A model directory of an adapted family, with a vocabulary of its kind and a template."""
+    ADAPTER_FAMILIES[name](directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     build_engine(tokens).save(str(directory / "tokenizer.json"))
     template = LISTS_ONLY.replace("IMAGE", IMAGE_TOKENS.get(name, "<image>"))
     (directory / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    report = check_parity(directory, image_backend="pil", cases=8, seed=1)
-    assert (report.mismatch, report.not_compared) == (None, None)
-    assert report.images > 0
+    return directory
+
+
+def test_a_tensor_that_only_the_second_picture_of_a_size_lacks_is_found(tmp_path, monkeypatch):
+    honest = TransformersProcessor._tensors
+
+    def lossy(self, image, copies):
+        return {name: value for name, value in honest(self, image, copies).items() if "local" not in name}
+
+    directory = written_by("deepseek_ocr2", tmp_path / "model")
+    TransformersProcessor(ProcessorFiles.read(directory), "pil")  # its own proofs find no fault
+    monkeypatch.setattr(TransformersProcessor, "_prove", lambda *_: None)
+    monkeypatch.setattr(TransformersProcessor, "_tensors", lossy)
+    report = check_parity(directory, image_backend="pil", cases=16)
+    assert report.outcome == "differs"
+    assert "local" in report.mismatch.difference.what
 
 
 def test_a_model_whose_images_cannot_be_compared_is_not_equal(tiny_model, monkeypatch):
