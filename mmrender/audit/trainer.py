@@ -13,7 +13,8 @@ from mmrender.audit.report import Float32Array
 from mmrender.errors import EngineError, MMRenderError
 from mmrender.model.weights import load_model
 from mmrender.training import ModelFamily, TrainingBatch, collate
-from mmrender.training.allowed import allowed_logsumexp
+from mmrender.training.allowed import allowed_logprobs, limited_tokens
+from mmrender.training.segments import Segment
 from mmrender.trajectory.sample import TrainingSample
 
 InputChange: TypeAlias = Callable[[dict[str, Any]], None]
@@ -188,13 +189,18 @@ class TrainerModel:
 
 def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[Any]) -> Float32Array:
     """Return the log-probability of a sample's tokens at `places` among what was allowed, of their logits."""
-    tokens = sample.token_ids[places]
-    found = picked_logprobs(logits, tokens)
-    for start, stop, ids, forbids in sample.allowed:
-        at = np.flatnonzero((places >= start) & (places < stop))
-        own = logits[at].float()
-        chosen = own[range(len(at)), tokens[at].astype(np.int64)]
-        found[at] = (chosen - allowed_logsumexp(own, ids, forbids)).cpu().numpy()
+    import torch
+
+    found = picked_logprobs(logits, sample.token_ids[places])
+    numbers = torch.full((len(sample),), -1, device=logits.device)
+    numbers[torch.from_numpy(places)] = torch.arange(len(places), device=logits.device)
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64)).to(logits.device)
+    row = (Segment(0, len(sample), sample.sample_id, allowed=sample.allowed),)
+    for tokens in limited_tokens((row,), logits.device):
+        limited = tokens.only(numbers[tokens.columns] >= 0)
+        at = numbers[limited.columns]
+        logprobs = allowed_logprobs(logits, (at,), ids[limited.columns], limited)
+        found[at.cpu().numpy()] = logprobs.cpu().numpy()
     return found
 
 

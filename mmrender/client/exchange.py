@@ -149,8 +149,10 @@ def _largest_reply(request: EngineRequest) -> int | None:
     if request.routed_experts or request.extra_body or params.get("extra"):
         return None
     alternatives, prompt_alternatives = (params.get(name) or 0 for name in ("logprobs", "prompt_logprobs"))
-    tokens: int = params["max_tokens"] * (1 + alternatives)
-    return _REPLY_BYTES + _ENTRY_BYTES * (tokens + len(request.prompt_ids) * (1 + prompt_alternatives))
+    tokens: int = params["max_tokens"]
+    entries = tokens * (1 + alternatives) + len(request.prompt_ids) * (1 + prompt_alternatives)
+    masks = tokens * max(0, params.get("top_k") or 0)  # ids that vLLM may list as kept
+    return _REPLY_BYTES + _ENTRY_BYTES * entries + BYTES_PER_ID * masks
 
 
 def _overflow_error(

@@ -71,11 +71,15 @@ def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
 
     It stays as it is, its log-probabilities of all tokens and `allowed` empty, where the server does not
     report those of the limit, as before vLLM 0.31, or where what is forbidden leaves too little over to be
-    known from them.
+    known from them. With a sampling mask they are of what was allowed already.
     """
     reported = [dict(top) for top in response.top_logprobs or ()]
     plain = replace(response, top_logprobs=None)
-    if len(reported) != len(response.logprobs) or any(set(limit.token_ids) - top.keys() for top in reported):
+    if (
+        response.allowed
+        or len(reported) != len(response.logprobs)
+        or any(set(limit.token_ids) - top.keys() for top in reported)
+    ):
         return plain
     logprobs = []
     for raw, top in zip(response.logprobs, reported, strict=True):

@@ -20,7 +20,7 @@ import pybase64
 from mmrender.client.placeholders import check_prompt_seen
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, Prompt, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 T = TypeVar("T")
 
@@ -136,6 +136,7 @@ def response_of(
     experts: str | ReportedExperts | None = None,
     experts_shape: tuple[int, int] | None = None,
     versions: Sequence[ReportedVersion] | None = None,
+    masks: Sequence[Sequence[int]] | None = None,
     request_id: str | None = None,
 ) -> EngineResponse:
     """Check what a server says of one completion; `where` is the call in errors.
@@ -170,6 +171,7 @@ def response_of(
         if request.routed_experts
         else None,
         weight_versions=version_spans(versions, count, where=where) if versions else (),
+        allowed=() if masks is None else kept_tokens(masks, completion_ids, request, where=where),
         request_id=request_id,
         top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
         prompt=Prompt(list(request.prompt_ids), request.multi_modal_data, None) if adopted else None,
@@ -304,6 +306,48 @@ def version_spans(
         for span in reported
         if span.start < span.end
     )
+
+
+def kept_tokens(
+    masks: Sequence[Sequence[int]], ids: Sequence[int], request: EngineRequest, *, where: str
+) -> tuple[AllowedTokens, ...]:
+    """Return the tokens that each sampled one was chosen among, from vLLM's `sampling_mask`.
+
+    vLLM lists the tokens with finite logits after its whole sampling chain, so a grammar and
+    `allowed_token_ids` have been applied. Media tokens are forbidden by a bias that leaves their logits
+    finite, and are taken out here.
+
+    Args:
+        masks: Token ids for each sampled token.
+        ids: The sampled tokens.
+        request: Holds the limits that the caller set.
+        where: The call in errors.
+    """
+    if len(masks) != len(ids):
+        raise EngineReplyError(
+            "tokens and sampling masks are not equally many",
+            where=f"{where} sampling_mask",
+            expected=f"{len(ids)} lists, one for each token",
+            got=str(len(masks)),
+        )
+    forbidden, permitted = set(request.forbidden_token_ids), request.sampling_params.get("allowed_token_ids")
+    end = math.inf if request.vocab_size is None else request.vocab_size
+    spans: list[AllowedTokens] = []
+    for place, (token, mask) in enumerate(zip(ids, masks, strict=True)):
+        kept = set(mask) - forbidden
+        token_ids = tuple(sorted(kept if permitted is None else kept.intersection(permitted)))
+        if token not in token_ids or token_ids[0] < 0 or token_ids[-1] >= end:
+            raise EngineReplyError(
+                f"the sampling mask does not fit the sampled token {token}",
+                where=f"{where} sampling_mask[{place}]",
+                expected="ids of the vocabulary, the sampled one among them",
+                got=str(mask)[:100],
+            )
+        if spans and spans[-1].token_ids == token_ids:
+            spans[-1] = spans[-1]._replace(stop=place + 1)
+        else:
+            spans.append(AllowedTokens(place, place + 1, token_ids))
+    return tuple(spans)
 
 
 def routed_experts(

@@ -106,9 +106,11 @@ class VLLMBackend(HTTPBackend):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; tokens are streamed where `on_tokens` is given and none is forbidden.
+        """Sample one completion; tokens are streamed if `on_tokens` is given, unless a limit holds for them.
 
-        Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are of what these leave over.
+        Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are of what these leave over. A
+        server with `--return-sampling-mask` names the tokens that `top_p`, `top_k`, `min_p` and a grammar
+        kept, and its log-probabilities are of these, at the temperature of the request.
 
         Raises:
             MediaError: An item cannot be sent as an encoded image.
@@ -337,6 +339,7 @@ class _Choice(msgspec.Struct):
     stop_reason: int | str | None = None
     logprobs: _Logprobs | None = None
     routed_experts: str | ReportedExperts | None = None  # the second is a Dynamo frontend's
+    sampling_mask: list[list[int]] | None = None  # with --return-sampling-mask: a list for each token
     weight_versions: list[ReportedVersion] | None = None
 
 
@@ -383,6 +386,7 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: Trust 
         usage=reply.usage,
         experts=choice.routed_experts,
         versions=choice.weight_versions,
+        masks=choice.sampling_mask,
         request_id=reply.request_id,
     )
     if widened and reply.mm_placeholders is not None:
@@ -401,7 +405,11 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: Trust 
 
 
 class _Stream:
-    """Chunks of an answer, reported as they come and merged to the whole answer."""
+    """Chunks of an answer, reported as they come and merged to the whole answer.
+
+    Tokens that come with sampling masks are reported at the end: shown earlier, they would be kept without
+    their masks if the stream broke.
+    """
 
     def __init__(
         self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: Trust | None
@@ -412,6 +420,7 @@ class _Stream:
         self._widened = widened
         self._choice = _Choice(token_ids=[], logprobs=_Logprobs([]))
         self._whole = _Reply([self._choice])
+        self._has_masks = False
 
     async def read(self, lines: AsyncIterator[bytes]) -> EngineResponse:
         """Return the whole answer; a break behind the last token loses nothing."""
@@ -421,7 +430,10 @@ class _Stream:
         except EngineError:
             if self._choice.finish_reason not in ("stop", "length"):
                 raise
-        return _response(self._request, self._whole, self._where, self._widened)
+        response = _response(self._request, self._whole, self._where, self._widened)
+        if self._has_masks:
+            self._on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
 
     def _take(self, decoded: dict[str, Any]) -> None:
         where = self._where
@@ -439,7 +451,8 @@ class _Stream:
             told = choice.finish_reason
             reason = None if told is None else finish_reason_in(told, where=where)
             _merge(self._choice, choice)
-            if ids or reason is not None:
+            self._has_masks |= choice.sampling_mask is not None
+            if (ids or reason is not None) and not self._has_masks:
                 self._on_tokens(ids, logprobs, reason)
         chunk.choices = self._whole.choices
         _merge(self._whole, chunk)
@@ -448,10 +461,12 @@ class _Stream:
 def _merge(whole: msgspec.Struct, part: msgspec.Struct) -> None:
     """Add a chunk: tokens and their logprobs behind those before, other members in their place."""
     for name in part.__struct_fields__:
-        value = getattr(part, name)
-        if name in ("token_ids", "content"):
-            getattr(whole, name).extend(value or ())
+        value, grown = getattr(part, name), getattr(whole, name)
+        if value is None:
+            continue
+        if name in ("token_ids", "content", "sampling_mask") and grown is not None:
+            grown.extend(value)
         elif isinstance(value, _Logprobs):
-            _merge(getattr(whole, name), value)
-        elif value is not None:
+            _merge(grown, value)
+        else:
             setattr(whole, name, value)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.training.allowed import allowed_logsumexp, limited_tokens
+from mmrender.training.allowed import allowed_logprobs, limited_tokens
 from mmrender.training.families import ModelFamily, SequenceSplit
 from mmrender.training.segments import (
     Rows,
@@ -467,12 +467,10 @@ def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.
     """
     batch.check_aligned(logits)
     found = logprobs_of(logits[:, :-1], batch.input_ids[:, 1:], temperature)
-    for rows, columns, ids, forbids in limited_tokens(batch.segments, logits.device):
-        own = logits[rows, columns - 1].float() / temperature
-        logprobs = own.gather(-1, batch.input_ids[rows, columns, None])[:, 0] - allowed_logsumexp(
-            own, ids, forbids
-        )
-        found = found.index_put((rows, columns - 1), logprobs)
+    for limited in limited_tokens(batch.segments, logits.device):
+        rows, columns = limited.rows, limited.columns
+        at, token_ids = (rows, columns - 1), batch.input_ids[rows, columns]
+        found = found.index_put(at, allowed_logprobs(logits, at, token_ids, limited, temperature))
     # Not a product: what the model says at padding may be infinite or not a number.
     predicted = token_numbers(batch.segments, batch.input_ids) > 0
     return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from mmrender.errors import BatchError
-from mmrender.training.allowed import allowed_logsumexp, limited_tokens
+from mmrender.training.allowed import allowed_logprobs, limited_tokens
 from mmrender.training.segments import attention_mask as attention_mask_of
 from mmrender.training.segments import (
     by_segment,
@@ -247,12 +247,12 @@ class SequenceShard:
         numbers = torch.full_like(self.whole.input_ids, -1)
         own_numbers = torch.arange(self.columns.shape[1], device=numbers.device)
         numbers.scatter_(1, self.columns, own_numbers.expand_as(self.columns))
-        for rows, columns, ids, forbids in limited_tokens(self.whole.segments, logits.device):
-            at = numbers[rows, columns - 1]
-            places = rows[at >= 0], at[at >= 0]
-            own = logits[places].float() / temperature
-            chosen = own.gather(-1, self._next_ids[places][:, None])[:, 0]
-            found = found.index_put(places, chosen - allowed_logsumexp(own, ids, forbids))
+        for tokens in limited_tokens(self.whole.segments, logits.device):
+            at = numbers[tokens.rows, tokens.columns - 1]
+            limited = tokens.only(at >= 0)
+            places = limited.rows, at[at >= 0]
+            chosen = allowed_logprobs(logits, places, self._next_ids[places], limited, temperature)
+            found = found.index_put(places, chosen)
         follows = self.at_prediction(torch.ones_like(self.whole.loss_mask))
         return torch.where(follows, found, 0.0)
 

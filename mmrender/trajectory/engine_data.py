@@ -188,10 +188,9 @@ def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> t
             expected = "token ids that rise from 0 on"
             got = str(span.token_ids)[:100]
             raise TrajectoryError(problem, where=f"{where}[{index}].token_ids", expected=expected, got=got)
-        sampled = completion_ids[span.start : span.stop]
-        fits = np.isin(sampled, span.token_ids) != span.forbids
-        if not fits.all():
-            place = int(fits.argmin())
+        listed, sampled = frozenset(span.token_ids), completion_ids[span.start : span.stop].tolist()
+        place = next((at for at, token in enumerate(sampled) if (token in listed) == span.forbids), None)
+        if place is not None:
             raise TrajectoryError(
                 "a token was sampled that was not allowed",
                 where=f"{where}[{index}]",
