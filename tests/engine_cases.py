@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import selectors
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,6 +22,39 @@ def in_loop(test):
     @functools.wraps(test)
     def run(*args, **options):
         asyncio.run(test(*args, **options))
+
+    return run
+
+
+class _NoWaiting(selectors.DefaultSelector):
+    """Takes the time that it would wait for as passed."""
+
+    passed = 0.0
+
+    def select(self, timeout=None):
+        ready = super().select(timeout and 0)
+        self.passed += 0.0 if ready or timeout is None else timeout
+        return ready
+
+
+class FakeClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose timers take no time: its clock jumps to the next one when nothing else is to do."""
+
+    def __init__(self):
+        self._clock = _NoWaiting()
+        super().__init__(self._clock)
+
+    def time(self):
+        return self._clock.passed
+
+
+def on_fake_clock(test):
+    """A coroutine function as a test, in an event loop whose timers take no time."""
+
+    @functools.wraps(test)
+    def run(*args, **options):
+        with asyncio.Runner(loop_factory=FakeClockLoop) as runner:
+            runner.run(test(*args, **options))
 
     return run
 

@@ -164,7 +164,8 @@ class RetryPolicy:
     def wait_before(self, attempt: int) -> float:
         """Return the seconds to wait before an attempt, of which the first is 1."""
         jitter = self.wait_jitter * random.random()  # noqa: S311 - no secret
-        return min(self.wait_max, self.wait_initial * 2.0 ** (attempt - 2) + jitter)
+        doublings = min(attempt - 2, 64)  # a larger power would overflow
+        return min(self.wait_max, self.wait_initial * 2.0**doublings + jitter)
 
 
 @dataclass(frozen=True, slots=True)

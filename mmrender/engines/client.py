@@ -1,6 +1,7 @@
 """`InferenceEngineClient`: many engines that act as one; completions survive pauses and failures exactly."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from mmrender.engines.interface import (
     one_each,
 )
 from mmrender.engines.openai import TokenAPI
-from mmrender.engines.replicas import Replica, ReplicaPool, failures
+from mmrender.engines.replicas import Replica, ReplicaPool, Work, failures
 from mmrender.errors import (
     EngineError,
     EngineStateError,
@@ -59,7 +60,9 @@ class InferenceEngineClient(InferenceEngineInterface):
         deadline: Seconds for a whole completion, with waiting, retries and pauses; None for no limit.
         pause_timeout: Seconds that engines may take to obey a pause. After that, requests that still run are
             cancelled and asked again later.
-        max_idle_aborts: Consecutive aborts without progress before giving up; pauses are not counted.
+        max_idle_aborts: Consecutive aborts without a token before giving up on an engine that says that it is
+            not paused. A paused engine is waited for, whichever client paused it; one that does not say is
+            asked again until the deadline.
         name: Name of this client where it is an engine of another one.
 
     Raises:
@@ -171,23 +174,32 @@ class InferenceEngineClient(InferenceEngineInterface):
                     elif continuation.kept > kept or work.paused:
                         idle = 0
                     elif continuation.finished is None:
-                        idle += 1
-                        await self._wait_idle(idle)
+                        idle = await self._wait_idle(idle + 1, work)
         except TimeoutError as error:
             raise EngineTimeoutError(
                 f"the completion was not finished within {self._deadline:g} s"
             ) from error
         return continuation.result()
 
-    async def _wait_idle(self, aborts: int) -> None:
-        """Wait before asking again after an abort that brought no token, outside of pauses."""
-        if aborts >= self._max_idle_aborts:
+    async def _wait_idle(self, aborts: int, work: Work) -> int:
+        """Wait before asking again after an abort that brought no token; return how many aborts count.
+
+        An engine that another client has paused is waited for.
+        """
+        waits = itertools.count(aborts + 1)
+        while paused := await self._pool.reports_pause(work.preferred):
+            if self._pool.state == "closed" or self._pool.is_aborted(work):
+                return 0
+            aborts = 0
+            await asyncio.sleep(self._retries.wait_before(next(waits)))
+        if paused is False and aborts >= self._max_idle_aborts:
             raise EngineUnavailableError(
-                f"engines aborted a request {aborts} times in a row without a token",
+                f"engines aborted a request {aborts} times in a row without a token, and are not paused",
                 expected=f"at most {self._max_idle_aborts} such aborts",
-                remedy="Look for whoever pauses or aborts on the servers besides this client",
+                remedy="Look for whoever aborts on the servers besides this client",
             )
         await asyncio.sleep(self._retries.wait_before(aborts + 1))
+        return aborts
 
     async def max_prompt_len(self) -> int | None:
         """Return the maximum length of a prompt on every engine that serves; None if no engine says."""
@@ -278,6 +290,10 @@ class InferenceEngineClient(InferenceEngineInterface):
                 the engines again, and so does `check_health`.
         """
         await self._pool.resume()
+
+    async def reports_pause(self) -> bool | None:
+        """Return whether this client or an engine of it is paused; None if an engine does not say."""
+        return self.is_paused or await self._pool.reports_pause()
 
     async def abort_generation(self) -> None:
         """End all work, running and waiting: each piece returns what it has, with `abort`."""

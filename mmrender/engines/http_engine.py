@@ -36,8 +36,8 @@ SESSION_HEADER: Final = "X-Session-ID"
 _SESSION_HEADERS: Final = (SESSION_HEADER, "X-SMG-Routing-Key")
 """By these routers hold a session: vllm-router and Ray Serve by the first, SGLang's gateway by the second."""
 _PATHS: Final = {"chat_completion": "/v1/chat/completions", "completion": "/v1/completions"}
-_ONCE: Final = ("init_weight_update_communicator", "update_named_weights")
-"""Calls that must not be repeated where the connection breaks."""
+_ONCE: Final = ("init_weight_update_communicator", "update_named_weights", "reports_pause")
+"""Calls that must not be repeated: they have an effect each time, or a status 503 is their answer."""
 
 
 class HTTPEngine(InferenceEngineInterface):
@@ -237,6 +237,8 @@ class HTTPEngine(InferenceEngineInterface):
         try:
             reply = await transport.request(method, path, json=body, idempotent=call not in _ONCE)
         except EngineStatusError as error:
+            if error.status in route.statuses:
+                return route.statuses[error.status]
             if error.status in (404, 405):
                 problem = f"the server has no route {path.partition('?')[0]}"
                 raise EngineUnsupportedError(problem, where=where, remedy=self._routes.remedy) from error
@@ -246,6 +248,8 @@ class HTTPEngine(InferenceEngineInterface):
                     "cached prefixes are in use", where=where, got=got, remedy=remedy
                 ) from error
             raise
+        if reply.status in route.statuses:
+            return route.statuses[reply.status]
         content = None
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             content = msgspec.json.decode(reply.body)

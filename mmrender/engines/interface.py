@@ -24,6 +24,7 @@ Control: TypeAlias = Literal[
     "pause_generation",
     "resume_generation",
     "abort_generation",
+    "reports_pause",
     "sleep",
     "wake_up",
     "reset_prefix_cache",
@@ -249,6 +250,14 @@ class InferenceEngineInterface(ABC):
     async def abort_generation(self) -> None:
         """End every request in flight: each returns what it has, with the stop reason `abort`."""
         await self.control("abort_generation")
+
+    async def reports_pause(self) -> bool | None:
+        """Return whether the engine is paused, by any client; None if it does not say."""
+        try:
+            paused: bool | None = await self.control("reports_pause")
+        except EngineUnsupportedError:
+            return None
+        return paused
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
         """Free memory: `level` 1 keeps weights on the host, 2 drops them; or the parts `tags` names."""

@@ -443,6 +443,17 @@ class ReplicaPool:
         if failed and not self.healthy():
             raise self.unavailable() from failed[0][1]
 
+    async def reports_pause(self, replica: Replica | None = None) -> bool | None:
+        """Return whether an engine is paused, by any client; None if none is and one does not say.
+
+        Only `replica` is asked, unless it is a router, which passes requests on to any engine.
+        """
+        asked = [replica] if replica in self.replicas else self.replicas
+        reports = await answers(asked, lambda engine: engine.reports_pause(), within=_HEALTH_TIMEOUT)
+        if any(report is True for report in reports):
+            return True
+        return False if all(report is False for report in reports) else None
+
     # --- weights ---
 
     async def update(

@@ -28,6 +28,7 @@ class Route:
         body: JSON body; None for no body.
         needs: Argument without which the request is skipped.
         answer: Where the reply holds the result.
+        statuses: Results by status, if that is the answer.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Route:
     body: Template | None = None
     needs: str | None = None
     answer: str | None = None
+    statuses: Mapping[int, Any] = field(default_factory=dict)
 
     def filled(self, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
         """Return the path with its query, and the body."""
@@ -98,6 +100,7 @@ VLLM = RouteTable(
         "check_health": _HEALTH,
         "pause_generation": (Route("POST /pause", {"mode": "$mode", "clear_cache": "$clear_cache"}),),
         "resume_generation": (Route("POST /resume"),),
+        "reports_pause": (Route("GET /is_paused", answer="is_paused"),),
         # Ids that a caller knows are not those of the generate route, which has a prefix; no ids means all.
         "abort_generation": (Route("POST /abort_requests", body={}),),
         "sleep": (Route("POST /sleep", {"level": "$level"}),),
@@ -140,6 +143,7 @@ SGLANG = RouteTable(
             Route("POST /flush_cache", needs="clear_cache"),
         ),
         "resume_generation": (Route("POST /continue_generation", body={}),),
+        "reports_pause": (Route("GET /ready", statuses={200: False, 503: True}),),
         "abort_generation": (Route("POST /abort_request", body={"abort_all": True}),),
         "sleep": (Route("POST /release_memory_occupation", body={"tags": "$tags"}),),
         "wake_up": (Route("POST /resume_memory_occupation", body={"tags": "$tags"}),),

@@ -256,6 +256,11 @@ class ScriptedEngine(InferenceEngineInterface):
         for running in self.running:
             running.aborted = True
 
+    async def reports_pause(self) -> bool:
+        """Whether it is paused."""
+        self._check_alive()
+        return self.paused is not None
+
     async def control(self, call: Control, /, **arguments: Any) -> Any:
         """Note a call with its arguments; those that name weights name its own."""
         if call == "weight_version":

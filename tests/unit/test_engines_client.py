@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_cases import in_loop, patient, setup, sidecar, turns
+from engine_cases import in_loop, on_fake_clock, patient, setup, sidecar, turns
 from mmrender.client.transport import RetryPolicy
+from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines import replicas
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import (
@@ -148,9 +149,72 @@ def test_aborts_without_end_are_an_error():
     with pytest.raises(EngineUnavailableError) as caught:
         run(case.client.generate(batch([[1, 2]])))
     assert str(caught.value) == (
-        "engines aborted a request 5 times in a row without a token - expected at most 5 such aborts. "
-        "Look for whoever pauses or aborts on the servers besides this client"
+        "engines aborted a request 5 times in a row without a token, and are not paused - "
+        "expected at most 5 such aborts. Look for whoever aborts on the servers besides this client"
     )
+
+
+class AbortsWhilePaused(ScriptedEngine):
+    """Aborts what comes while it is paused, in place of holding it; `silent`, it does not say that it is."""
+
+    silent = False
+
+    async def complete(self, request, **options):
+        if self.paused is None:
+            return await super().complete(request, **options)
+        self.asked.append(request)
+        return EngineResponse([], [], "abort", Usage(len(request.prompt_ids), 0))
+
+    async def reports_pause(self):
+        return None if self.silent else await super().reports_pause()
+
+
+async def resumed(engine, seconds):
+    await asyncio.sleep(seconds)
+    await engine.resume_generation()
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@on_fake_clock
+async def test_a_pause_of_another_client_is_waited_for(routed):
+    """As a trainer pauses in another process: a weight update may take longer than any number of aborts."""
+    engine = AbortsWhilePaused("one")
+    await engine.pause_generation("abort")
+    client = InferenceEngineClient([engine], router=engine if routed else None)
+    output, end = await asyncio.gather(client.generate(batch([[1, 2]])), resumed(engine, 1000))
+    assert output["response_ids"] == wholes([[1, 2]])
+    assert asyncio.get_running_loop().time() - end < 10
+    assert len(engine.asked) == 2  # while it is paused, it is asked for nothing but that
+
+
+@on_fake_clock
+async def test_an_engine_that_does_not_report_its_pause_is_asked_until_the_deadline():
+    engine = AbortsWhilePaused("one")
+    engine.silent = True
+    await engine.pause_generation("abort")
+    client = InferenceEngineClient([engine])
+    output, _ = await asyncio.gather(client.generate(batch([[1, 2]])), resumed(engine, 9000))
+    assert output["response_ids"] == wholes([[1, 2]])
+    assert len(engine.asked) > 1024
+    await engine.pause_generation("abort")
+    for silent in (False, True):
+        engine.silent = silent
+        with pytest.raises(EngineTimeoutError, match="the completion was not finished within 500 s"):
+            await InferenceEngineClient([engine], deadline=500).generate(batch([[1, 2]]))
+
+
+@on_fake_clock
+async def test_work_that_waits_for_another_clients_pause_can_be_ended():
+    engine = AbortsWhilePaused("one")
+    await engine.pause_generation("abort")
+    client = InferenceEngineClient([engine])
+    work = asyncio.create_task(client.generate(batch([[1, 2]])))
+    await asyncio.sleep(100)
+    assert await client.reports_pause()
+    await client.abort_generation()
+    assert (await work)["stop_reasons"] == ["abort"]
+    assert asyncio.get_running_loop().time() < 110
 
 
 def test_no_engine_left():

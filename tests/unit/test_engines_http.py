@@ -327,6 +327,24 @@ def test_replies_that_are_none(answer, problem):
         run(engine.completion({"json": {}}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "answer", "expected"),
+    [
+        ("vllm", ("GET /is_paused", {"is_paused": True}), True),
+        ("vllm", ("GET /is_paused", {"is_paused": False}), False),
+        ("vllm", ("GET /other", {}), None),  # without its development mode
+        ("sglang", ("GET /ready", Answer(b"")), False),
+        ("sglang", ("GET /ready", Answer(b"", status=503)), True),
+        ("sglang", ("GET /other", {}), None),
+        ("dynamo", ("GET /other", {}), None),
+    ],
+)
+def test_whether_a_server_is_paused_by_any_client(kind, answer, expected):
+    engine, transport = engine_of(kind, dict([answer]))
+    assert run(engine.reports_pause()) is expected
+    assert not any(each.idempotent for each in transport.asked)  # a status 503 is an answer
+
+
 @in_loop
 async def test_streams_are_read_to_their_end():
     text = ': comment\n\nevent: x\ndata: {"a": 1}\n\ndata:{"a": 2}\n\ndata: [DONE]\n\ndata: {"a": 3}\n\n'
