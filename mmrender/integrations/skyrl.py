@@ -17,8 +17,8 @@ from typing import Any
 
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 
-from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator
 from mmrender.rollout.generator import GeneratorInput as Batch
+from mmrender.rollout.generator import TrajectoryID, VLMGenerator
 
 _SAME = (
     *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),
@@ -49,14 +49,12 @@ class Generator(GeneratorInterface):
             Exception: A rollout failed, and `rollouts.failures` is `raise`.
         """
         names = input_batch.get("trajectory_ids")
-        metadata = input_batch.get("batch_metadata")
         batch = Batch(
             prompts=input_batch["prompts"],
             env_classes=input_batch["env_classes"],
             env_extras=input_batch.get("env_extras"),
             sampling_params=_sampling(input_batch.get("sampling_params")),
             trajectory_ids=names and [TrajectoryID(each.instance_id, each.repetition_id) for each in names],
-            batch_metadata=metadata and BatchMetadata(metadata.global_step, metadata.training_phase),
         )
         output = await self.rollouts.generate(batch)
         experts = output["rollout_expert_indices"]

@@ -7,16 +7,14 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import InputError, MMRenderError, TrajectoryError
-from mmrender.rollout.checkpoint import RolloutCheckpoint, digest_of
+from mmrender.errors import InputError, MMRenderError
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
 from mmrender.spans import MultiModalData, TensorDtype
@@ -47,15 +45,6 @@ class TrajectoryID:
         return f"{self.instance_id}_{self.repetition_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMetadata:
-    """Purpose of a batch; `weight_version` names the weights that sample it, to distinguish checkpoints."""
-
-    global_step: int = 0
-    training_phase: Literal["train", "eval"] = "train"
-    weight_version: str | None = None
-
-
 class GeneratorInput(TypedDict, total=False):
     """A batch of rollouts; all lists have one entry for each.
 
@@ -65,7 +54,6 @@ class GeneratorInput(TypedDict, total=False):
         env_extras: What else the data set gives, such as a seed; None for nothing.
         sampling_params: In vLLM's names, for every turn; None for the generator's own.
         trajectory_ids: Names of the rollouts, all different within the batch; None to number them.
-        batch_metadata: Purpose of the batch.
     """
 
     prompts: Sequence[Sequence[Any]]
@@ -73,7 +61,6 @@ class GeneratorInput(TypedDict, total=False):
     env_extras: Sequence[Mapping[str, Any] | None] | None
     sampling_params: Mapping[str, Any] | None
     trajectory_ids: Sequence[TrajectoryID] | None
-    batch_metadata: BatchMetadata | None
 
 
 class GeneratorOutput(TypedDict):
@@ -139,10 +126,6 @@ class VLMGenerator:
         tensors: Whether rows come with `pixel_values` and `image_grid_thw`, and in which framework.
         dtype: Of `pixel_values`.
         failures: How a failed rollout is handled.
-        save_to: Folder of checkpoints: each rollout is saved when it ends, in a file for each phase and step
-            of `batch_metadata`. A saved rollout that has not failed is not repeated if its name, prompt,
-            environment, extras, sampling parameters, bounds, model and `weight_version` are the same; the
-            metadata must name a `weight_version`.
     """
 
     client: RendererClient
@@ -155,7 +138,6 @@ class VLMGenerator:
     tensors: TensorKind | None = None
     dtype: TensorDtype = "float32"
     failures: Failures = "keep"
-    save_to: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_concurrency < 1:
@@ -222,50 +204,32 @@ class VLMGenerator:
         """Yield trajectories, with their places in the batch, when they finish."""
         rollouts = self._rollouts(input_batch)
         sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
-        metadata = input_batch.get("batch_metadata") or BatchMetadata()
-        checkpoint: RolloutCheckpoint | None = None
-        if self.save_to is not None:
-            if metadata.weight_version is None:
-                raise InputError(
-                    "a checkpoint must know which weights sampled it",
-                    where="input_batch['batch_metadata'].weight_version",
-                    remedy="Name the weights, such as BatchMetadata(weight_version='step-12')",
-                )
-            path = self.save_to / f"{metadata.training_phase}-{metadata.global_step}.mmc"
-            checkpoint = await asyncio.to_thread(RolloutCheckpoint, path)
         queue = iter(enumerate(rollouts))
         ended: asyncio.Queue[tuple[int, Trajectory] | BaseException] = asyncio.Queue()
 
         async def work() -> None:
             try:
                 for index, rollout in queue:
-                    trajectory = await self._one(rollout, sampling, checkpoint, metadata.weight_version)
+                    trajectory = await self._one(rollout, sampling)
                     ended.put_nowait((index, trajectory))
             except BaseException as error:
                 ended.put_nowait(error)  # raised for the caller
                 raise
 
-        with checkpoint or nullcontext():
-            workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
-            try:
-                for _ in rollouts:
-                    result = await ended.get()
-                    if isinstance(result, BaseException):
-                        raise result
-                    yield result
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+        workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
+        try:
+            for _ in rollouts:
+                result = await ended.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _one(
-        self,
-        rollout: _Rollout,
-        sampling: Mapping[str, Any],
-        checkpoint: RolloutCheckpoint | None,
-        weights: str | None,
-    ) -> Trajectory:
-        """Run one rollout to its end, or return it as it was saved."""
+    async def _one(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> Trajectory:
+        """Run one rollout to its end."""
         # Its id is its own: a name may come again in a later epoch.
         trajectory = Trajectory(extra={"name": rollout.name})
 
@@ -278,14 +242,6 @@ class VLMGenerator:
             trace = None if isinstance(error, MMRenderError) else error
             _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)
 
-        request = ""
-        if checkpoint is not None:
-            every_turn = {**self.client.sampling_params, **sampling}
-            bounds = (self.max_turns, self.max_length, self.client.model, weights)
-            request = await asyncio.to_thread(digest_of, rollout, every_turn, bounds)
-            saved = checkpoint.get(request)
-            if saved is not None:
-                return saved
         kind = rollout.kind
         try:
             await run_episode(
@@ -310,11 +266,6 @@ class VLMGenerator:
             failed(cancelled)
         except Exception as error:  # noqa: BLE001 - whatever an environment raises
             failed(error)
-        if checkpoint is not None:
-            try:  # a full disk, an OSError, concerns the whole batch
-                await asyncio.to_thread(checkpoint.put, trajectory, request)
-            except TrajectoryError as error:
-                failed(error)
         return trajectory
 
     def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:

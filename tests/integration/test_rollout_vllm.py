@@ -15,9 +15,9 @@ from mmrender.demo import __main__ as demo
 from mmrender.demo.proofs import media_inputs, prove_shipping
 from mmrender.demo.receiver import trajectory_digest
 from mmrender.rollout.client import RendererClient
-from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator
+from mmrender.rollout.generator import TrajectoryID, VLMGenerator
 from mmrender.testing.guided import guided_params
-from mmrender.trajectory.files import load_trajectories
+from mmrender.trajectory.files import TrajectoryWriter, load_trajectories
 
 pytestmark = needs_tier("vllm")
 GAME = FindCellSettings(grid=3, distractors=2, max_turns=4)
@@ -37,7 +37,7 @@ def calls_of(message):
     return [call["name"] for call in message["tool_calls"]]
 
 
-def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
+def rolled_out(server, renderer, *, held, count=8, **client_options):
     """Games of two boards; `held` to zooming in on cells, or free to say anything."""
     zooms = [message for message in sensible_calls(3) if calls_of(message) == ["zoom"]]
     guided = guided_params(renderer, zooms) if held else {}
@@ -46,7 +46,6 @@ def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
         "env_classes": [partial(FindCell, GAME)] * count,
         "env_extras": [{"seed": index % 2} for index in range(count)],
         "trajectory_ids": [TrajectoryID(f"board-{index % 2}", index) for index in range(count)],
-        "batch_metadata": BatchMetadata(weight_version="start"),
     }
 
     async def run():
@@ -56,7 +55,7 @@ def rolled_out(server, renderer, tmp_path, *, held, count=8, **client_options):
         bias = {str(pad): -100.0, **guided.get("logit_bias", {})}
         sampling = {"max_tokens": 96, "seed": 5, **guided, "logit_bias": bias}
         client = RendererClient(renderer, transport, model=MODEL, sampling_params=sampling, **client_options)
-        generator = VLMGenerator(client, failures="raise", save_to=tmp_path)
+        generator = VLMGenerator(client, failures="raise")
         try:
             return await generator.roll_out(batch)
         finally:
@@ -75,8 +74,8 @@ def plain_logprobs(model, branch):
     return logits.float().log_softmax(-1).numpy()
 
 
-def test_a_game_guided_to_calls(server, renderer, tmp_path):
-    trajectories = rolled_out(server, renderer, tmp_path, held=True)
+def test_a_game_guided_to_calls(server, renderer):
+    trajectories = rolled_out(server, renderer, held=True)
     names = [trajectory.extra["name"] for trajectory in trajectories]
     assert names == [f"board-{index % 2}_{index}" for index in range(8)]
     later = [step for trajectory in trajectories for step in trajectory.steps if step.index]
@@ -93,8 +92,8 @@ def test_a_game_guided_to_calls(server, renderer, tmp_path):
             assert np.array_equal(step.prompt_ids[: len(earlier)], earlier.token_ids)
 
 
-def test_free_turns_have_the_logprobs_of_a_plain_forward(server, renderer, local, tmp_path):
-    trajectories = rolled_out(server, renderer, tmp_path, held=False, count=4)
+def test_free_turns_have_the_logprobs_of_a_plain_forward(server, renderer, local):
+    trajectories = rolled_out(server, renderer, held=False, count=4)
     worst = 0.0
     compared = 0
     for trajectory in trajectories:
@@ -110,19 +109,22 @@ def test_free_turns_have_the_logprobs_of_a_plain_forward(server, renderer, local
 
 
 def test_what_was_saved_and_shipped_is_what_was_rolled_out(server, renderer, tmp_path):
-    trajectories = rolled_out(server, renderer, tmp_path, held=True, count=4)
+    trajectories = rolled_out(server, renderer, held=True, count=4)
     digests = {each.trajectory_id: trajectory_digest(each) for each in trajectories}
-    saved = load_trajectories(tmp_path / "train-0.mmc")
+    with TrajectoryWriter(tmp_path / "saved.mmc") as writer:
+        for each in trajectories:
+            writer.append(each)
+    saved = load_trajectories(tmp_path / "saved.mmc")
     assert {each.trajectory_id: trajectory_digest(each) for each in saved} == digests
     assert all(proof.holds for proof in asyncio.run(prove_shipping(trajectories[0], tmp_path)))
 
 
-def test_oldest_turns_are_left_out_by_the_servers_limit(server, renderer, tmp_path):
+def test_oldest_turns_are_left_out_by_the_servers_limit(server, renderer):
     game = FindCell(GAME)
     opening = game.reset([], {"seed": 0}).messages
     limit = len(renderer.render(opening, tools=game.tools, add_generation_prompt=True)) + 100
     settings = {"overlong": "drop_oldest_turns", "max_prompt_len": limit}
-    trajectories = rolled_out(server, renderer, tmp_path, held=False, count=2, **settings)
+    trajectories = rolled_out(server, renderer, held=False, count=2, **settings)
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     assert max(step.prompt_length for step in steps) <= limit
     assert any(step.extra.get("left_out") for step in steps)
@@ -133,7 +135,7 @@ def test_the_demonstration_runs_against_the_server(server, tiny_model, capsys):
     assert capsys.readouterr().out.count("✓") == 7
 
 
-def test_greedy_tokens_are_those_of_the_local_back_end(server, renderer, local, tmp_path):
+def test_greedy_tokens_are_those_of_the_local_back_end(server, renderer, local):
     board = FindCell(GAME)
     opening = board.reset([], {"seed": 3}).messages
     sampling = {"temperature": 0.0, "max_tokens": 24}

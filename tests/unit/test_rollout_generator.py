@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import pytest
 
@@ -11,19 +10,15 @@ from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
 from mmrender.errors import (
     EngineConnectionError,
-    EngineError,
     InputError,
     MessageError,
     MMRenderError,
-    TrajectoryError,
 )
 from mmrender.messages import Message
-from mmrender.rollout.checkpoint import RolloutCheckpoint
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Observation, turn_seed
-from mmrender.rollout.generator import BatchMetadata, TrajectoryID, VLMGenerator, rollouts, rows_of
+from mmrender.rollout.generator import TrajectoryID, VLMGenerator, rollouts, rows_of
 from mmrender.testing.guided import guided_params
-from mmrender.trajectory.files import load_trajectories
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 
@@ -53,7 +48,6 @@ def turn_of(renderer):
     return renderer.tokenizer.encode("Yes.") + renderer.get_stop_token_ids()[:1]
 
 
-WEIGHTS = {"batch_metadata": BatchMetadata(weight_version="v1")}
 TWO_TURNS = (asks("Sure?", 0.25, image=7), ends(1.0, right=1.0))
 ENDLESS = (asks("Again?", 0.1),) * 50
 
@@ -237,72 +231,6 @@ def test_parameters_of_turns_and_turn_seeds(renderer):
     assert len({*seeds}) == 4
 
 
-def test_a_broken_off_batch_is_taken_up_again(renderer, tmp_path):
-    answers = count()
-
-    def say(_):
-        return EngineError("down") if next(answers) in (2, 3) else "Yes."
-
-    scripts = [(ends(float(index), tries=1.0),) for index in range(6)]
-    generator, batch, _, _ = scripted(renderer, say, scripts=scripts, save_to=tmp_path, max_concurrency=1)
-    batch["trajectory_ids"] = [TrajectoryID("task", repetition) for repetition in range(6)]
-    batch["batch_metadata"] = BatchMetadata(12, "eval", "v12")
-    broken = generate(generator, batch)
-    assert [error is None for error in broken["errors"]] == [True, True, False, False, True, True]
-    again, _, second, _ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
-    whole = generate(again, batch)
-    assert whole["errors"] == [None] * 6
-    assert len(second.requests) == 2
-    assert [row[-1] for row in whole["rewards"]] == [float(index) for index in range(6)]
-    for index in (0, 1, 4, 5):
-        for key in ("prompt_token_ids", "response_ids", "loss_masks", "rewards"):
-            assert whole[key][index] == broken[key][index]
-        assert whole["rollout_logprobs"][index] == pytest.approx(broken["rollout_logprobs"][index])
-    assert whole["rollout_metrics"]["environment/tries"] == 1.0
-    assert len(load_trajectories(tmp_path / "eval-12.mmc")) == 8
-    other, _, third, _ = scripted(renderer, scripts=scripts, save_to=tmp_path)
-    generate(other, {**batch, "batch_metadata": BatchMetadata(13, "eval", "v12")})
-    assert len(third.requests) == 6
-
-
-def test_what_was_asked_otherwise_is_not_taken_from_the_folder(renderer, tmp_path):
-    """Names alone say little: unless given they are counted, and the same in every batch."""
-    changes = [
-        {},
-        {"prompts": [[{"role": "system", "content": "Be brief."}]]},
-        {"env_extras": [{"picture": 3}]},
-        {"sampling_params": {"seed": 2}},
-        {"batch_metadata": BatchMetadata(weight_version="v2")},
-        {"env_classes": ["1"]},
-    ]
-    rows = []
-    for answer in ("Yes.", "No."):
-        for change in changes:
-            scripts = [(ends(1.0),), (ends(2.0),)]
-            generator, batch, backend, _ = scripted(renderer, answer, scripts=scripts, save_to=tmp_path)
-            first = {key: value[:1] for key, value in batch.items()} | WEIGHTS
-            rows.append(generate(generator, {**first, "sampling_params": {"seed": 1}, **change}))
-            assert len(backend.requests) == (1 if answer == "Yes." else 0)
-    assert [row["response_ids"] for row in rows[6:]] == [row["response_ids"] for row in rows[:6]]
-    assert len({str(row["prompt_token_ids"]) for row in rows[:2]}) == 2
-    for options in ({"max_turns": 3}, {"client": {"model": "other"}}):
-        generator, batch, backend, _ = scripted(renderer, scripts=[(ends(1.0),)], save_to=tmp_path, **options)
-        generate(generator, {**batch, "sampling_params": {"seed": 1}, **WEIGHTS})
-        assert len(backend.requests) == 1
-
-
-def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
-    scripts = [(ends(1.0),), (ends(1.0, odd=object()),), (ends(1.0),)]
-    generator, batch, *_ = scripted(renderer, scripts=scripts, save_to=tmp_path, max_concurrency=1)
-    out = generate(generator, batch | WEIGHTS)
-    assert [error is None for error in out["errors"]] == [True, False, True]
-    assert out["errors"][1].startswith("TrajectoryError: ")
-    assert "a trajectory cannot be stored" in out["errors"][1]
-    assert set(out["loss_masks"][1]) == {0}
-    assert [record.message for record in caplog.records] == [f"rollout 1_0 failed: {out['errors'][1]}"]
-    assert len(load_trajectories(tmp_path / "train-0.mmc")) == 2
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -311,12 +239,10 @@ def test_what_cannot_be_stored_fails_alone(renderer, tmp_path, caplog):
         ({"env_classes": ["zoo"]}, "['env_classes'][0]: unknown environment - expected 0, got 'zoo'"),
         ({"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
          "['trajectory_ids']: two rollouts have one name"),
-        ({}, "['batch_metadata'].weight_version: a checkpoint must know which weights sampled it. "
-         "Name the weights, such as BatchMetadata(weight_version='step-12')"),
     ],
 )  # fmt: skip
-def test_batches_that_are_refused(renderer, batch, message, tmp_path):
-    generator, *_ = scripted(renderer, scripts=[(ends(),)], save_to=tmp_path)
+def test_batches_that_are_refused(renderer, batch, message):
+    generator, *_ = scripted(renderer, scripts=[(ends(),)])
     with pytest.raises(InputError) as refused:
         generate(generator, {"prompts": [[]], "env_classes": ["0"], **batch})
     assert str(refused.value) == f"input_batch{message}"
@@ -360,16 +286,6 @@ def test_a_game_end_to_end(tiny_model, renderer):
         logits = backend.model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **media).logits[0]
     assert bool(torch.isfinite(logits).all())
     assert sum(out["loss_masks"][row]) < len(out["loss_masks"][row])
-
-
-def test_a_rollout_that_ends_after_its_batch_is_not_half_written(tmp_path):
-    path = tmp_path / "late.mmc"
-    with RolloutCheckpoint(path) as checkpoint:
-        checkpoint.put(Trajectory("in-time"), "a")
-    expected = r"^late: the rollout's batch has ended, and its checkpoint is closed$"
-    with pytest.raises(TrajectoryError, match=expected):
-        checkpoint.put(Trajectory("late"), "b")
-    assert [each.trajectory_id for each in load_trajectories(path)] == ["in-time"]
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
