@@ -6,22 +6,25 @@ coroutines of one or several event loops.
 """
 
 import asyncio
+import functools
 import logging
 import os
-import tempfile
+import secrets
+import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 from blake3 import blake3
 
+from mmcodecs.forks import watch_forks
 from mmrender._version import __version__
 
 K = TypeVar("K", bound=Hashable)
@@ -30,7 +33,22 @@ V = TypeVar("V")
 _log = logging.getLogger("mmrender.caching")
 ENVIRONMENT: Final = "MMRENDER_CACHE"
 MOST_FILES: Final = 4096
+_PARTIAL: Final = ".partial"
+_PARTIAL_SECONDS: Final = 600
+"""Age from which on a file that is not whole counts as left by a crash, in seconds."""
 _OFF: Final = ("", "0", "off", "no", "none")
+
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property as cached_property  # noqa: PLC0414 - exported
+else:
+
+    class cached_property(functools.cached_property):  # noqa: N801
+        """Python 3.11's holds a lock while it computes; a fork would leave that locked in the child."""
+
+        def __init__(self, method: Callable[[Any], Any]) -> None:
+            super().__init__(method)
+            self.lock = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,13 @@ class LRUCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
         self._running: dict[K, Future[V]] = {}
         self._size = self._hits = self._misses = self._evictions = 0
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget the computations of the parent's threads, which never end in the child."""
+        self._lock = threading.RLock()
+        self._running = {}
+        self._size = sum(size for _, size in self._entries.values())
 
     @property
     def stats(self) -> CacheStats:
@@ -141,7 +166,7 @@ class LRUCache(Generic[K, V]):
                     return value
                 running = self._running.get(key)
                 if running is None:
-                    self._running[key] = Future()
+                    future = self._running[key] = Future()
                     break
             if running.exception() is None:
                 with self._lock:
@@ -150,12 +175,20 @@ class LRUCache(Generic[K, V]):
         try:
             value = self.put(key, compute())
         except BaseException as error:
-            with self._lock:
-                self._running.pop(key).set_exception(error)
+            if self._end(key, future):
+                future.set_exception(error)
             raise
-        with self._lock:
-            self._running.pop(key).set_result(value)
+        if self._end(key, future):
+            future.set_result(value)
         return value
+
+    def _end(self, key: K, future: "Future[V]") -> bool:
+        """Take out a computation; False if the process forked during it, so that nobody waits for it."""
+        with self._lock:
+            if self._running.get(key) is not future:
+                return False
+            del self._running[key]
+            return True
 
 
 def cache_folder(name: str) -> Path | None:
@@ -175,7 +208,7 @@ def cache_folder(name: str) -> Path | None:
     return home / "mmrender" / name if home.is_absolute() else None
 
 
-@cache
+@functools.cache
 def digest_of_code(patterns: tuple[str, ...]) -> str:
     """Digest of this library's files of these patterns: a version number does not move with every change."""
     digest = blake3(__version__.encode())
@@ -225,12 +258,14 @@ class FileCache:
             return
         content = msgspec.json.encode(value)
         entry = _Entry(blake3(content).hexdigest(), msgspec.Raw(content))
+        partial = self.folder / f"{name}.{secrets.token_hex(8)}{_PARTIAL}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                temporary = Path(folder, f"{name}.json")
-                temporary.write_bytes(msgspec.json.encode(entry))
-                temporary.replace(self.folder / temporary.name)
+            partial.write_bytes(msgspec.json.encode(entry))
+            partial.replace(self.folder / f"{name}.json")
+            for left in self.folder.glob(f"*{_PARTIAL}"):
+                if left.stat().st_mtime < time.time() - _PARTIAL_SECONDS:
+                    left.unlink(missing_ok=True)
             files = list(self.folder.glob("*.json"))
             if len(files) > self._max_files:
                 files.sort(key=lambda found: found.stat().st_mtime)
@@ -238,6 +273,9 @@ class FileCache:
                     stale.unlink(missing_ok=True)
         except OSError as error:
             _log.debug("cannot write cache entry %s: %s", name, error)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 class AsyncSingleFlight(Generic[K, V]):

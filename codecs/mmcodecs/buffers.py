@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from mmcodecs.forks import watch_forks
+
 ALIGNMENT = 64
 _STEP = 4096
 _HUGE = 2 << 20
@@ -64,6 +66,11 @@ class BufferPool:
         self._idle: list[Bytes] = []
         # A finalizer may run anywhere, even inside of acquire on its thread: it only appends (atomic).
         self._returned: deque[Bytes] = deque()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock, which another thread may hold."""
+        self._lock = threading.Lock()
 
     @property
     def idle_bytes(self) -> int:
@@ -92,11 +99,12 @@ class BufferPool:
     def _settle(self, *returned: Bytes) -> None:
         """Sort what came back into the idle list, unless somebody does so already; then they see it, too."""
         self._returned.extend(returned)
-        while self._returned and self._lock.acquire(blocking=False):
+        lock = self._lock  # a fork may replace it meanwhile
+        while self._returned and lock.acquire(blocking=False):
             try:
                 while self._returned:
                     insort(self._idle, self._returned.popleft(), key=lambda slab: slab.nbytes)
                 while sum(slab.nbytes for slab in self._idle) > self.max_idle_bytes:
                     del self._idle[0]
             finally:
-                self._lock.release()
+                lock.release()

@@ -6,7 +6,7 @@ completions; others must agree as they are.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from mmrender.audit.report import Cause, Float32Array, sampled_runs
 from mmrender.audit.trial import Case, least
+from mmrender.caching import cached_property
 
 _MOST_SHIFT: Final = 8
 _CERTAIN: Final = -1e-6

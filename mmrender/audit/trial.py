@@ -7,7 +7,6 @@ no other variation makes it do so, that respect is what differs.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from mmrender.audit.report import Cause, Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
+from mmrender.caching import cached_property
 from mmrender.media.levels import cast
 from mmrender.spans import Framework, MediaItem, MediaSpan, MultiModalData, TensorDtype
 from mmrender.trajectory.sample import TrainingSample

@@ -8,10 +8,10 @@ writes there.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.bridge.histories import ProbeHistory
+from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
 from mmrender.probing.probes import CALLING, RESULT, WORD, user, with_reasoning

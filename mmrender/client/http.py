@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from mmcodecs.forks import watch_forks
 from mmrender.client.hooks import ClientHooks, ObservedCall
 from mmrender.client.transport import (
     GATEWAY_STATUSES,
@@ -151,9 +152,14 @@ class HTTPTransport:
         self.hooks = tuple(hooks)
         self.base_url = self.config.base_url
         self._sessions: dict[int, _LoopSession] = {}
-        self._lock = threading.Lock()
+        self.renew_after_fork()
+        watch_forks(self)
         # Sessions outlive a dropped transport until their loops have closed them, as that takes an `await`.
         weakref.finalize(self, _close_sessions, self._sessions).atexit = False
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock; connections stay with the parent's event loops."""
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(HTTPTransport, self.config, hooks=self.hooks), ()

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from mmcodecs.forks import watch_forks
 from mmrender.client.decoding import Completion, decode
 from mmrender.client.placeholders import check_request
 from mmrender.client.sampling import where
@@ -123,13 +124,23 @@ class LocalBackend:
             "weight_version": weight_version,
             "max_batch_size": max_batch_size,
         }
+        self._max_batch = max_batch_size
+        self._transport = NullTransport()
+        self._is_of_parent = False
+        self._begin()
+        watch_forks(self)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "mmrender-local")
-        self._max_batch = max_batch_size
         self._waiting: deque[_Waiting] = deque()
         self._updates: list[tuple[Callable[[], None], Future[None]]] = []
         self._running: dict[str, threading.Event] = {}
-        self._transport = NullTransport()
+
+    def renew_after_fork(self) -> None:
+        """Begin without requests; a model that the parent has loaded is refused."""
+        self._begin()
+        self._is_of_parent = self._model is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._directory is None:
@@ -177,7 +188,17 @@ class LocalBackend:
 
     @property
     def model(self) -> Any:
-        """The Transformers model, loaded at first use."""
+        """The Transformers model, loaded at first use.
+
+        Raises:
+            EngineStateError: It was loaded before this process forked.
+        """
+        if self._is_of_parent:
+            raise EngineStateError(
+                "the model was loaded before this process forked, and torch's threads are the parent's",
+                expected="a backend made in this process",
+                remedy="Make it after the fork, or start the process by spawn",
+            )
         with self._lock:
             if self._model is None:
                 directory, dtype, device = (

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
+from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
 from mmrender.client.transport import GATEWAY_STATUSES, Transport
@@ -68,25 +69,37 @@ class ServerFacts:
     alternates: bool = False
 
 
-_facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
-_lock = threading.Lock()
+class _Known:
+    """Findings by transport."""
+
+    def __init__(self) -> None:
+        self.facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock, which another thread may hold."""
+        self.lock = threading.Lock()
+
+
+_known = _Known()
 
 
 def facts_of(transport: Transport) -> ServerFacts:
     """Return what is known of the server of a transport."""
     now = time.monotonic()
-    with _lock:
-        facts = _facts.get(transport)
+    with _known.lock:
+        facts = _known.facts.get(transport)
         if facts is None or now - facts.used_at > _IDLE:
-            facts = _facts[transport] = ServerFacts()
+            facts = _known.facts[transport] = ServerFacts()
         facts.used_at = now
     return facts
 
 
 def forget(transport: Transport) -> None:
     """Forget what is known of a server."""
-    with _lock:
-        _facts.pop(transport, None)
+    with _known.lock:
+        _known.facts.pop(transport, None)
 
 
 async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:

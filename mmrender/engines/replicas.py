@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+from mmcodecs.forks import watch_forks
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.interface import InferenceEngineInterface, PauseMode
 from mmrender.errors import (
@@ -206,10 +207,17 @@ class ReplicaPool:
         """Engines that were asked to pause."""
         self._clocks_stopped = False
         self._resumed_at = 0.0
+        self._turns = itertools.count()
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget the requests in flight, which are the parent's."""
         self._lock = threading.Lock()
         self._changed = Condition()
         self._ended = Condition()
-        self._turns = itertools.count()
+        for target in self.targets:
+            target.calls.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplicaPool, self._given

@@ -11,12 +11,12 @@ rendered = dataset.map(RenderRow("MODEL"), remove_columns=dataset.column_names)
 """
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from blake3 import blake3
 
 from mmrender._version import __version__
+from mmrender.caching import cached_property
 from mmrender.model.files import find_model
 from mmrender.renderer import Renderer
 from mmrender.training.samples import build_training_sample, with_row_arguments

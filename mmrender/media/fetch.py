@@ -16,6 +16,7 @@ Rules:
 """
 
 import base64
+import os
 import socket
 import ssl
 import threading
@@ -81,8 +82,13 @@ def printable_url(url: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"
 
 
-@lru_cache(maxsize=1)
 def _tls_context() -> ssl.SSLContext:
+    # OpenSSL locks a context in use, so a forked child makes its own.
+    return _tls_context_of(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _tls_context_of(_: int) -> ssl.SSLContext:
     return ssl.create_default_context()
 
 

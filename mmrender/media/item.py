@@ -7,7 +7,6 @@ straight into buffers of the caller's, such as the rows of a training batch.
 
 import io
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -57,16 +56,6 @@ class TensorSpec:
 
 _memory = BufferPool(max_idle_bytes=64 << 20)
 """Of expanded tensors: fresh pages, zeroed by the system, cost as much as what is written to them."""
-
-
-def _fork_memory() -> None:
-    # Another thread may have held its lock.
-    global _memory  # noqa: PLW0603
-    _memory = BufferPool(max_idle_bytes=_memory.max_idle_bytes)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fork_memory)
 
 
 def _new_array(spec: TensorSpec) -> npt.NDArray[Any]:

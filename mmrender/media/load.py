@@ -16,7 +16,6 @@ refused.
 
 import importlib
 import io
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import FORMATS, describe, read_source, sniff
+from mmrender.media.sources import FORMATS, ReadLocks, describe, read_source, sniff
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,7 +38,8 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_IMAGE_LOCKS = tuple(threading.Lock() for _ in range(64))
+image_locks = ReadLocks()
+"""Held while the lazy state of an image, its pixels and EXIF block, is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,6 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     return image
 
 
-def image_lock(image: Image.Image) -> threading.Lock:
-    """Return the lock under which the lazy state of `image`, its pixels and EXIF block, is read."""
-    return _IMAGE_LOCKS[id(image) // 16 % len(_IMAGE_LOCKS)]
-
-
 def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
     """Return `image` upright and in mode RGB: the very same object where it is both already.
 
@@ -137,7 +132,7 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
     """
     _check_pixels(image.size, policy)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_lock(image), _named_errors(image.format or "image"):
+    with image_locks.reading(image), _named_errors(image.format or "image"):
         tiles = getattr(image, "tile", None)
         if tiles:
             _refuse_lenient_pillow()

@@ -16,8 +16,8 @@ import xxhash
 from PIL import ExifTags, Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache
-from mmrender.errors import MessageError, MMRenderError, ProcessorError
-from mmrender.media.load import LoadedImage, image_lock, load_image
+from mmrender.errors import MediaDecodeError, MessageError, MMRenderError, ProcessorError
+from mmrender.media.load import LoadedImage, image_locks, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
@@ -282,9 +282,12 @@ def source_fingerprint(source: Any) -> Hashable | None:
 def _image_fingerprint(image: Image.Image) -> Hashable | None:
     if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
         return None
-    with image_lock(image):
-        image.load()
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    try:
+        with image_locks.reading(image):
+            image.load()
+            orientation = image.getexif().get(ExifTags.Base.Orientation)
+    except MediaDecodeError:  # loading it says the same, and where
+        return None
     digest = xxhash.xxh3_128(seed=_SEED)
     for strip in raw_strips(image):
         digest.update(strip.reshape(-1).data)

@@ -10,12 +10,15 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import pybase64
 
+from mmcodecs.forks import watch_forks
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.policy import MediaPolicy
 
@@ -52,8 +55,53 @@ _LONGEST_PATH = 4096
 _SNIFFED = 64
 """Bytes that tell the format, and characters of base64 that hold enough of them."""
 _PIECE = 1 << 16
-# One stream always gets the same lock; two streams rarely share one.
-_STREAM_LOCKS = tuple(threading.Lock() for _ in range(64))
+
+
+class ReadLocks:
+    """Lets one thread at a time read an object of the caller's that is changed by reading it.
+
+    An object that another thread was reading when the process forked is of unknown state in the child, which
+    therefore refuses it.
+    """
+
+    def __init__(self) -> None:
+        self._reading: dict[int, object] = {}
+        self._interrupted: list[object] = []
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Replace the locks, and note the objects that other threads were reading."""
+        # One object always gets the same lock; two objects rarely share one.
+        self._locks = tuple(threading.Lock() for _ in range(64))
+        self._reading.pop(threading.get_ident(), None)
+        self._interrupted += self._reading.values()
+        self._reading = {}
+
+    @contextmanager
+    def reading(self, source: object) -> Iterator[None]:
+        """Hold the lock of an object.
+
+        Raises:
+            MediaDecodeError: A fork has interrupted the reading of the object.
+        """
+        if any(source is each for each in self._interrupted):
+            raise MediaDecodeError(
+                "another thread was reading this object when the process forked",
+                expected="an object that this process opened, or that was loaded before the fork",
+                got=type(source).__name__,
+                remedy="Open it again in this process",
+            )
+        with self._locks[id(source) // 16 % len(self._locks)]:
+            reading, thread = self._reading, threading.get_ident()
+            reading[thread] = source
+            try:
+                yield
+            finally:
+                reading.pop(thread, None)
+
+
+_stream_locks = ReadLocks()
 
 
 def sniff(data: bytes) -> str | None:
@@ -189,7 +237,7 @@ def _decode_base64(payload: str, policy: MediaPolicy) -> bytes:
 def _read_stream(stream: Any, policy: MediaPolicy) -> bytes:
     data = bytearray()
     try:
-        with _STREAM_LOCKS[id(stream) // 16 % len(_STREAM_LOCKS)]:
+        with _stream_locks.reading(stream):
             position = stream.tell() if getattr(stream, "seekable", lambda: False)() else None
             if position is not None:
                 stream.seek(0)

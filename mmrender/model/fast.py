@@ -22,6 +22,8 @@ import tokenizers
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
+from mmcodecs.forks import watch_forks
+
 _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
 _WORTH = 1 << 20
@@ -55,17 +57,27 @@ class FastEngine:
         fast.no_padding()
         self._twin = twin
         self._encode = fast.encode_ordinary
+        self._inside: set[int] = set()
         self._normalizer = twin.normalizer
         self._keeps_ascii = twin.normalizer is None or _state(twin.normalizer)["type"] == "NFC"
         self._lengths = _byte_lengths(twin) if isinstance(twin.model, models.BPE) else None
 
     def ids(self, text: str) -> list[int] | None:
         """Tokens of a text; None where `fastokens` gives up on it, as on a lone surrogate."""
+        thread = threading.get_ident()
+        self._inside.add(thread)
         try:
             ids: list[int] = self._encode(text).ids
         except Exception:  # noqa: BLE001 - it raises what its regular expressions raise
             return None
+        finally:
+            self._inside.discard(thread)
         return ids
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether another thread is encoding, and may hold locks that a fork leaves locked."""
+        return bool(self._inside - {threading.get_ident()})
 
     def starts(self, text: str, ids: list[int]) -> npt.NDArray[np.int32] | None:
         """Index of the first character of each token, int32; None where the bytes do not say."""
@@ -129,16 +141,23 @@ class EngineChoice:
         self._added = added
         self._left = _WORTH
         self._is_settled = False
-        self._thread: threading.Thread | None = None
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Load the fast engine again, in time, if another thread was inside it."""
         self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if self.fast is not None and self.fast.is_interrupted:
+            self.fast, self._left, self._is_settled = None, _WORTH, False
+            self.reason = f"{_SERVED}: {_NAME} is loaded again after a fork"
 
     def spend(self, characters: int) -> None:
         """Count what `tokenizers` encodes; beyond what loading is worth, the fast engine is loaded."""
         self._left -= characters
         if self._left < 0 and not self._is_settled:
             with self._starting:
-                # After a fork the thread is not alive, and the child loads its own.
-                if self._thread is None or not self._thread.is_alive():
+                if self._thread is None:
                     # No daemon: returning from compiled code while Python ends would abort the process.
                     self._thread = threading.Thread(
                         target=self._load, name="mmrender-tokenizer", daemon=False
@@ -147,7 +166,7 @@ class EngineChoice:
 
     def settle(self) -> str:
         """Wait until the choice is made, and return the reason."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
         if not self._is_settled:
             self._load()

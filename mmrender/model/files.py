@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmrender.caching import cached_property
 from mmrender.errors import ModelError, ModelNotFoundError
 
 _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tekken.json", "additional_chat_templates/*"]

@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from sys import getsizeof
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Engine
 
-from mmrender.caching import LRUCache
+from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import TokenizerError
 from mmrender.model.fast import EngineChoice
 from mmrender.model.files import ModelDir

@@ -6,11 +6,11 @@ that the template refuses gives None, which is "unknown" and never "yes".
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import (
     UNKNOWN_SOURCE,

@@ -10,7 +10,7 @@ disk are bounded; the least recently used entries go first.
 import datetime
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 from blake3 import blake3
 
-from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, digest_of_code
+from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, cached_property, digest_of_code
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import RenderError
 from mmrender.messages import Message

@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import jinja2.meta
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 
+from mmrender.caching import cached_property
 from mmrender.errors import (
     TemplateError,
     TemplateLimitError,

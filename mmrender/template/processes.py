@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
+from mmcodecs.forks import watch_forks
 from mmrender.errors import InputError, PoolClosedError, PoolError, TemplateLimitError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, VideoPart
 from mmrender.template.chat import ChatTemplate
@@ -62,10 +63,19 @@ class TemplateProcesses:
             initializer=_start_bounded,
             initargs=(memory_bytes,),
         )
-        self._executor = self._start()
-        self._lock = threading.Lock()
+        self._executor: ProcessPoolExecutor | None = None
+        self._inherited: list[ProcessPoolExecutor | None] = []
         self._closed = False
         self._again = partial(type(self), count, memory_bytes=memory_bytes, cpu_seconds=cpu_seconds)
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Leave the processes to the parent that started them; the next call starts others."""
+        self._lock = threading.Lock()
+        # Kept alive: freed, it would take locks that threads of the parent may hold.
+        self._inherited.append(self._executor)
+        self._executor = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Processes are started where it arrives.
@@ -81,7 +91,7 @@ class TemplateProcesses:
         with self._lock:
             if self._closed:
                 raise PoolClosedError("the processes of chat templates were closed")
-            executor = self._executor
+            executor = self._executor = self._executor or self._start()
             future = executor.submit(_bounded, self.cpu_seconds, function, *given)
         try:
             return future.result()
@@ -89,7 +99,7 @@ class TemplateProcesses:
             with self._lock:
                 if self._executor is executor and not self._closed:
                     executor.shutdown(wait=False)
-                    self._executor = self._start()
+                    self._executor = None
             raise TemplateLimitError(
                 "the process that ran the chat template was ended",
                 expected=f"at most {self.limits}",
@@ -101,7 +111,9 @@ class TemplateProcesses:
         """End the processes. Idempotent."""
         with self._lock:
             self._closed = True
-        self._executor.shutdown()
+            executor = self._executor
+        if executor is not None:
+            executor.shutdown()
 
     def __enter__(self) -> Self:
         return self

@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final, get_args
 
 import numpy as np
 from msgspec.structs import replace as replaced
 from PIL import Image
 
+from mmrender.caching import cached_property
 from mmrender.errors import BatchError, MissingDependencyError, MMRenderError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted

@@ -9,12 +9,12 @@ states a policy.
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError

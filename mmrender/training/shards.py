@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from mmrender.caching import cached_property
 from mmrender.errors import BatchError
 from mmrender.training.allowed import allowed_logprobs, limited_tokens
 from mmrender.training.segments import attention_mask as attention_mask_of

@@ -7,12 +7,12 @@ checks arrays of one value a token; declare it on `TrainingBatch`; fill it in `m
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.caching import cached_property
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MediaSpan, MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens

@@ -7,18 +7,19 @@ before they are decoded: its own method is asked, with the options that it is ca
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from mmcodecs.forks import watch_forks
+from mmrender.caching import cached_property
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.frames import Timeline, Video
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.media.pixels import media_identity
 from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor, digest_settings
-from mmrender.media.processors.reference import build_video_reference, missing_package
+from mmrender.media.processors.reference import build_video_reference, missing_package, use_one_torch_thread
 from mmrender.media.processors.transformers import (
     AFTER,
     BEFORE,
@@ -49,6 +50,14 @@ class AdaptedVideoProcessor(VideoProcessor):
         self._trusts = trust_remote_code
         self._lock = threading.RLock()
         self._is_proved = False
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Build the processor anew if another thread was in the middle of a run, which changes it."""
+        use_one_torch_thread()
+        if not self._lock.acquire(blocking=False):
+            self.__dict__.pop("_reference", None)
+        self._lock = threading.RLock()
 
     @cached_property
     def _reference(self) -> Any:

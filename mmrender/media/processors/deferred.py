@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from mmcodecs.forks import watch_forks
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
@@ -63,8 +64,13 @@ class DeferredProcessor(MediaProcessor):
         self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
         self.can_wait = "image" in self.placeholder and bool(files.token_ids("image"))
         self._build = build
-        self._lock = threading.Lock()
         self._loaded: MediaProcessor | MMRenderError | None = None
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock: what another thread was loading, the child loads itself."""
+        self._lock = threading.Lock()
 
     def load(self) -> MediaProcessor:
         """Return the processor, which the first call makes.

@@ -34,6 +34,12 @@ class VideoSettings(dict[str, Any]):
         return self.get(name)
 
 
+def use_one_torch_thread() -> None:
+    """Keep torch, where it is loaded, from its other threads, which are not alive in a forked child."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 def build_reference_processor(
     files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
 ) -> Any:

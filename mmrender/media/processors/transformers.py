@@ -13,12 +13,14 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from mmcodecs.forks import watch_forks
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.item import ProcessedItem
@@ -32,7 +34,11 @@ from mmrender.media.processor import (
     ProcessorFiles,
     digest_settings,
 )
-from mmrender.media.processors.reference import build_reference_processor, missing_package
+from mmrender.media.processors.reference import (
+    build_reference_processor,
+    missing_package,
+    use_one_torch_thread,
+)
 from mmrender.spans import Expansion, Repeat, Text
 
 _REMEMBERED_SIZES = 4096
@@ -86,7 +92,8 @@ class TransformersProcessor(MediaProcessor):
         opening: str = "",
     ) -> None:
         self._opening = opening
-        self._reference = build_reference_processor(files, backend, trust_remote_code=trust_remote_code)
+        self._build = partial(build_reference_processor, files, backend, trust_remote_code=trust_remote_code)
+        self._reference = self._build()
         self._image_processor: Any = self._reference.image_processor
         self._framework = "pt" if backend == "torch" else "np"
         self._lock = threading.Lock()
@@ -114,6 +121,14 @@ class TransformersProcessor(MediaProcessor):
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
             self._prove(seen, *size)
         self._prove_text(alone[0].text)
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Build the processor anew, at its next run, if another thread was in the middle of a run."""
+        use_one_torch_thread()
+        if self._lock.locked():
+            self._reference = None
+        self._lock = threading.Lock()
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return the grid and expansion of a blank image of this size; remembered by size."""
@@ -190,8 +205,10 @@ class TransformersProcessor(MediaProcessor):
 
     def _run(self, text: str, image: Image.Image, copies: int) -> tuple[str, Tensors, Mapping[str, Any]]:
         """Run the whole processor; return its written text, the first image's tensors, and the options."""
-        processor = self._reference
         with self._lock, _refusals_named(image):
+            if self._reference is None:
+                self._reference = self._build()
+            processor = self._reference
             # Under the lock: outside it, these may be another thread's recorders.
             text_side, image_side = Recorder(processor.tokenizer), Recorder(processor.image_processor)
             processor.tokenizer, processor.image_processor = text_side, image_side
