@@ -158,7 +158,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                 request = replace(request, **known_tokens(self.renderer, request.multi_modal_data))
         continuation = Continuation(request, decode, on_tokens)
         ask = partial(continuation.ask, session_id=session_id)
-        work = self._pool.begin(session_id)
+        work = self._pool.begin(session_id, f"a prompt of {len(request.prompt_ids)} tokens")
         idle = 0
         try:
             async with asyncio.timeout(self._deadline):
@@ -254,7 +254,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     async def _pass_on(
         self, body: Mapping[str, Any], ask: Callable[[InferenceEngineInterface], Awaitable[Any]]
     ) -> Any:
-        work = self._pool.begin(body.get("session_id"))
+        work = self._pool.begin(body.get("session_id"), "an OpenAI request")
         while (value := await self._pool.send(ask, work)) is None:
             if self._pool.is_aborted(work):
                 raise EngineUnavailableError("the request was aborted")
@@ -270,16 +270,25 @@ class InferenceEngineClient(InferenceEngineInterface):
         for _, error in await failures(replicas, lambda engine: getattr(engine, call)(**arguments)):
             raise error
 
-    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True, deadline: float | None = 3600.0
+    ) -> None:
         """Stop all engines. When it returns, no request of this client runs, batches included.
+
+        Args:
+            mode: How running requests are paused.
+            clear_cache: Drop cached prefixes too, as new weights need; frozen requests keep theirs.
+            deadline: Seconds that requests may run on in the mode `wait`; None for no bound.
 
         Raises:
             EngineStateError: It is paused already.
+            EngineTimeoutError: A request did not end by the deadline; the error says which and where. Nothing
+                is paused then.
             EngineUnsupportedError: An engine cannot freeze requests, or cannot clear its cache. Nothing is
                 paused then.
             EngineError: An engine refused. Nothing is paused then.
         """
-        await self._pool.pause(mode, clear_cache)
+        await self._pool.pause(mode, clear_cache, deadline)
 
     async def resume_generation(self) -> None:
         """Resume all engines. One that does not resume gets no requests until it does.

@@ -83,11 +83,12 @@ class Condition:
 class Call:
     """One request in flight, which any thread can end; made and awaited on one event loop.
 
-    `limit` is the seconds it may take, pauses not counted.
+    `limit` is the seconds it may take, pauses not counted; `about` describes it in errors.
     """
 
-    def __init__(self, limit: float | None) -> None:
+    def __init__(self, limit: float | None, about: str = "a request") -> None:
         self.limit = limit
+        self.about = about
         self.begun = time.monotonic()
         self.clock: asyncio.TimerHandle | None = None
         self.ending: Ending | None = None
@@ -156,12 +157,14 @@ class Work:
 
     Attributes:
         session: Its session, or None.
+        about: Its description in errors.
         aborts: The pool's count of aborts when the work began.
         preferred: The replica that had it last, whose caches hold its prefix.
         paused: Whether the client was paused during the last request.
     """
 
     session: Hashable | None
+    about: str
     aborts: int
     preferred: Replica | None = None
     paused: bool = False
@@ -224,9 +227,9 @@ class ReplicaPool:
 
     # --- requests ---
 
-    def begin(self, session: Hashable | None = None) -> Work:
-        """Begin a piece of work."""
-        return Work(session, self._aborts)
+    def begin(self, session: Hashable | None, about: str) -> Work:
+        """Begin a piece of work; `about` describes it in errors."""
+        return Work(session, about if session is None else f"{about}, session {session!r}", self._aborts)
 
     def is_aborted(self, work: Work) -> bool:
         """Whether all work was aborted since this one began."""
@@ -270,7 +273,7 @@ class ReplicaPool:
             if self.is_aborted(work):
                 return None
             replica = await self._choose(work, avoided)
-            call = Call(self._attempt_timeout)
+            call = Call(self._attempt_timeout, work.about)
             with self._lock:  # so that a pause knows exactly which requests are in flight
                 if self.state == "open" and not self.is_aborted(work):
                     replica.calls.add(call)
@@ -343,17 +346,17 @@ class ReplicaPool:
         They are asked repeatedly, since one asked too early does not know of a request on its way
         to it. Requests that run on after the timeout are cancelled, and return nothing.
         """
-        running = set(self.calls())
-        deadline = time.monotonic() + self._pause_timeout
+        running, clock = set(self.calls()), asyncio.get_running_loop().time
+        deadline = clock() + self._pause_timeout
         while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
             asked = [(each, each.calls & running) for each in self.targets if each.calls & running]
             if self.targets is not self.replicas:  # any engine may have what the router was asked
                 asked = [(each, running) for each in self.healthy()]
-            left = max(deadline - time.monotonic(), look)
+            left = max(deadline - clock(), look)
             results = await answers(
                 [each for each, _ in asked], lambda engine: engine.abort_generation(), within=left
             )
-            late = running if time.monotonic() > deadline else set()
+            late = running if clock() > deadline else set()
             for (_, calls), result in zip(asked, results, strict=True):
                 if isinstance(result, EngineUnsupportedError):
                     late = late | calls
@@ -386,8 +389,11 @@ class ReplicaPool:
             self.state = after
         self._changed.notify_all()
 
-    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Pause all engines that know the mode; the others are held by their getting no requests."""
+    async def pause(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> None:
+        """Pause all engines that know the mode; the others are held by their getting no requests.
+
+        `deadline` bounds the wait of the mode `wait`, in seconds.
+        """
         self._move("open", "pausing", "the client is paused already")
         replicas, self._halted = self.healthy(), []
         others = [each for each in replicas if mode not in each.engine.pause_modes]
@@ -398,9 +404,9 @@ class ReplicaPool:
                     where=others[0].name,
                     remedy="Pause with 'abort' or 'wait'",
                 )
-            if mode == "wait":
-                # Before engines pause: a request that reaches one after its pause would never end.
-                await self._ended.wait_for(lambda: not self.calls())
+            # Before engines pause: a request that reaches one after its pause would never end.
+            if mode == "wait" and not await self._ended.wait_for(lambda: not self.calls(), deadline):
+                raise self._still_running(deadline)
             self._clocks_stopped = True
             self._halted = [each for each in replicas if each not in others]
             pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
@@ -422,6 +428,16 @@ class ReplicaPool:
             self._move("pausing", "open")
             raise
         self._move("pausing", "paused")
+
+    def _still_running(self, deadline: float | None) -> EngineTimeoutError:
+        calls = [f"{each.name}: {call.about}" for each in self.targets for call in list(each.calls)]
+        more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
+        return EngineTimeoutError(
+            f"requests did not end within {deadline:g} s, so nothing was paused",
+            where="pause_generation",
+            got="; ".join(calls[:8]) + more,
+            remedy="Pause with 'abort', after which they are continued, or give a longer deadline",
+        )
 
     async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
         """Act on engines concurrently. One that is not reached is taken down; another error is raised."""

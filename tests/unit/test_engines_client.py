@@ -673,6 +673,49 @@ async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled(monkeypatch
     assert not client.is_paused
 
 
+@on_fake_clock
+async def test_a_pause_that_waits_ends_at_its_deadline():
+    """A request without end holds up nobody: the error names it, and everything goes on."""
+    script = iter([Fault("stall", 1)])
+    stalling, good = ScriptedEngine("stalling", faults=lambda: next(script, None)), ScriptedEngine("good")
+    client = InferenceEngineClient([stalling, good])
+    endless = asyncio.create_task(client.generate({**batch([LONG]), "session_ids": [session_at("stalling")]}))
+    await asyncio.sleep(1)
+    begun = asyncio.get_running_loop().time()
+    for options, seconds in (({"deadline": 20}, 20), ({}, 3600)):
+        with pytest.raises(EngineTimeoutError) as caught:
+            await client.pause_generation("wait", **options)
+        begun, took = asyncio.get_running_loop().time(), asyncio.get_running_loop().time() - begun
+        assert took == pytest.approx(seconds)
+        assert str(caught.value) == (
+            f"pause_generation: requests did not end within {seconds} s, so nothing was paused - got stalling: "
+            f"a prompt of 2 tokens, session {session_at('stalling')!r}. "
+            "Pause with 'abort', after which they are continued, or give a longer deadline"
+        )
+        assert (client.is_paused, good.paused, stalling.paused) == (False, None, None)
+        assert (await client.generate(batch([[1, 2]])))["response_ids"] == wholes([[1, 2]])
+    assert not endless.done()
+    await client.pause_generation("abort")  # after which the endless one is continued, here without its fault
+    await client.resume_generation()
+    assert (await endless)["response_ids"] == wholes([LONG])
+
+
+def session_at(name):
+    """A session that hashes to one of `stalling` and `good`."""
+    pool = InferenceEngineClient([ScriptedEngine("stalling"), ScriptedEngine("good")])._pool
+    sessions = (f"session-{number}" for number in range(99))
+    return next(each for each in sessions if run_now(pool._choose(pool.begin(each, ""), ())).name == name)
+
+
+def run_now(coroutine):
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits")
+
+
 @in_loop
 async def test_an_engine_of_a_users_own_may_raise_a_timeout_error():
     class Late(ScriptedEngine):
