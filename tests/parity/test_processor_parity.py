@@ -193,11 +193,13 @@ def test_adapted_tensors(adapted: tuple[TransformersProcessor, Any], height: int
 
 
 def test_another_picture_of_a_size_has_all_tensors(tmp_path: Path) -> None:
-    """Images larger than a tile have `pixel_values_local`; the first probe is smaller than a tile."""
+    """Images larger than a tile have `pixel_values_local`; all probes are smaller than a tile."""
     directory = ADAPTER_FAMILIES["deepseek_ocr2"](tmp_path / "model")
+    settings = directory / "processor_config.json"
+    settings.write_text(settings.read_text().replace('"tile_size": 256', '"tile_size": 768'))
     processor, reference = loaded(directory, "pil"), load_reference_image_processor(directory, "pil")
     for degrees in (0, 180, 0):
-        image = picture(300, 600).rotate(degrees)
+        image = picture(800, 1600).rotate(degrees)
         expected = reference([[image]], return_tensors="np")
         got = processor.process(load_image(image)).tensors()
         assert set(got) == set(expected) == {"pixel_values", "pixel_values_local", "num_local_patches"}

@@ -11,12 +11,14 @@ from PIL import Image
 
 from adapter_models import HALF, TOKENS, _write, model, square
 from mmrender.errors import MissingDependencyError, ProcessorError
+from mmrender.media.frames import Timeline, Video
+from mmrender.media.load import load_image
+from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.transformers import _refusals_named
-from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat, Text
@@ -120,9 +122,10 @@ def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
     assert set(tensors) == {"pixel_values_videos", "seconds"}
 
 
-def test_a_video_whose_tokens_around_it_are_replaced_too_is_refused() -> None:
+def test_a_video_whose_tokens_around_it_are_replaced_too_is_refused(tmp_path: Path) -> None:
     class Whole:
         video_token, vision_start_token, vision_end_token = "<video>", "<v>", "</v>"
+        video_processor = None
 
         def tokenizer(self, text: list[str]) -> dict[str, np.ndarray]:
             return {"input_ids": np.arange(6)[None]}
@@ -131,12 +134,14 @@ def test_a_video_whose_tokens_around_it_are_replaced_too_is_refused() -> None:
             written = text[0].replace("<v><video></v>", "<video>").replace("<video>", "0 s<v><video></v>")
             return {**self.tokenizer([written]), "pixel_values_videos": np.ones((8, 4))}
 
-    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir("."), {}, {}, {}))
-    videos._reference = Whole()
-    pixels, timeline = np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None)
-    text, _ = videos._run(pixels, timeline)
+    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir(tmp_path), {}, {}, {}))
+    videos._reference, videos.settings_digest = Whole(), bytes(32)
+    frame = load_image(Image.new("RGB", (4, 4)))
+    video = Video(
+        Timeline(2.0, None, None, (0, 1)), lambda chosen: iter([frame] * len(chosen)), MediaPolicy()
+    )
     with pytest.raises(ProcessorError):
-        videos._prove_beside(text, pixels, timeline)
+        videos.prepare(video).finish()
 
 
 def test_text_and_its_bridge_do_not_load_the_processor(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pages of tokens: nothing of a conversation is markup, and everything that is known of a token is there."""
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -13,12 +14,14 @@ from PIL import Image
 
 from mmrender.audit.report import AuditReport, Comparison, Finding
 from mmrender.errors import InputError
+from mmrender.rollout.client import RendererClient
 from mmrender.trajectory import Trajectory
 from mmrender.view import Page
 from mmrender.view.data import Document, of_difference, shared_length
 from mmrender.view.pictures import token_grid
 from mmrender.view.terminal import token_strip
 from mmrender.view.text import token_texts, visible
+from rollout_cases import TOOLS, ScriptedBackend
 from video_cases import frames_of
 
 HOSTILE = (
@@ -160,6 +163,22 @@ def test_branches_have_their_messages_numbers_and_beginnings(renderer, trajector
     (bare, _) = shown(Page(trajectory))["strips"]
     assert not bare["texts"]
     assert bare["sections"][0]["label"] == "step 0 prompt"
+
+
+def test_a_rollout_with_tools_is_shown_by_its_messages(renderer):
+    """Nobody names the tools again, and yet the text of the user is the user's."""
+    backend = ScriptedBackend(renderer, lambda _: "A cow.")
+    client, made = RendererClient(renderer, backend=backend, model="m"), Trajectory()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Which animal is it?"},
+    ]
+    asyncio.run(client.create_completion(messages, tools=TOOLS, trajectory=made))
+    (strip,) = shown(Page(made, renderer=renderer))["strips"]
+    texts = [strip["vocabulary"][str(token)] for token in strip["ids"]]
+    place = texts.index(renderer.decode(renderer.tokenizer.encode("Which animal is it?")[:1]))
+    roles = [section["role"] for section in strip["sections"] if section["start"] <= place]
+    assert roles[-1] == "user"
 
 
 def test_a_trajectory_is_shown_with_its_tools(renderer):
