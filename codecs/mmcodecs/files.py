@@ -63,6 +63,8 @@ class RecordReader:
         framework: As in `decode`.
         copy: As in `decode`.
         verify: Whether to compare each message with its checksum before it is decoded.
+        tail: Whether to read the newest messages, and leave out those that are torn. Without, only headers
+            are read until `settle` is called.
         limits: Bounds to enforce.
 
     Attributes:
@@ -80,23 +82,40 @@ class RecordReader:
         framework: Framework = "numpy",
         copy: bool = False,
         verify: bool = True,
+        tail: bool = True,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.framework: Framework = framework
         self.copy = copy
         self.verify = verify
+        self.tail = tail
         self.limits = limits
         self._path = Path(path)
         self._blocks: list[_Block] = []
+        self._whole = 0  # so many leading messages were found not to be torn
         self.torn_bytes = 0
         self.refresh()
 
     def refresh(self) -> int:
         """Take in what was appended since, and return the number of messages; raises as opening does."""
         self._view = _map(self._path)
-        self._blocks = _follow(self._view, self._blocks)
+        self._blocks = _follow(self._view, self._blocks[: self._whole])
+        return self.settle() if self.tail else len(self._blocks)
+
+    def settle(self) -> int:
+        """Leave out the newest messages if they are torn, and return the number of messages."""
+        # Only the newest appends can be torn: their headers may be on disk before their contents.
+        while len(self._blocks) > self._whole and not self.holds(len(self._blocks) - 1):
+            del self._blocks[-1]
         self.torn_bytes = self._view.nbytes - _end(self._blocks)
         return len(self._blocks)
+
+    def holds(self, number: int) -> bool:
+        """Read a message; return whether it has the checksum of its header."""
+        block = self._blocks[number]
+        found = block.checksum is not None and _holds(self._view, block)
+        self._whole = max(self._whole, range(len(self._blocks))[number] + 1) if found else self._whole
+        return found
 
     def checksum(self, number: int) -> int | None:
         """Return the XXH3-64 that the header of a message gives; None where the header is damaged."""
@@ -111,8 +130,8 @@ class RecordReader:
     def __iter__(self) -> Iterator[Any]:
         return (self.read(number) for number in range(len(self)))
 
-    def read(self, number: int, *, type: Any = None) -> Any:
-        """Decode one message; negative numbers count from the end.
+    def read(self, number: int, *, type: Any = None, verify: bool | None = None) -> Any:
+        """Decode one message; negative numbers count from the end. `verify` stands before the reader's own.
 
         Raises:
             IndexError: There is no such message.
@@ -122,7 +141,7 @@ class RecordReader:
         if block.checksum is None:
             raise DecodeError("the header of a message is damaged", where=f"byte {block.start}")
         content = self._view[block.start : block.stop]
-        if self.verify and _checksum(content) != block.checksum:
+        if (self.verify if verify is None else verify) and not self.holds(number):
             raise DecodeError("checksum mismatch in a message", where=f"byte {block.start}")
         return decode(content, copy=self.copy, framework=self.framework, type=type, limits=self.limits)
 
@@ -153,7 +172,7 @@ class RecordWriter:
         self._file = target.open("r+b")
         try:
             self._lock()
-            blocks = _follow(_map(target), [])
+            blocks = RecordReader(target)._blocks
         except BaseException:
             self._file.close()
             raise
@@ -233,7 +252,7 @@ def _end(blocks: list[_Block]) -> int:
 
 
 def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
-    """Return the messages of a file, those that are known first; a torn tail is left out."""
+    """Return the messages of a file by their headers, those that are known first; the last may be torn."""
     blocks = known.copy()
     if view.nbytes < _end(blocks):
         raise DecodeError("the file has become shorter", expected=str(_end(blocks)), got=str(view.nbytes))
@@ -249,9 +268,6 @@ def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
         if number > len(blocks):
             blocks += [_Block(at, block.start - BLOCK, None)] * (number - len(blocks))
         blocks.append(block)
-    # Only the newest appends can be torn: their headers may be on disk before their contents.
-    while len(blocks) > len(known) and not _holds(view, blocks[-1]):
-        del blocks[-1]
     if not blocks and view.nbytes >= BLOCK:
         magic, version, *_ = _HEADER.unpack(view[: _HEADER.size])
         if magic != MAGIC:

@@ -7,6 +7,7 @@ from .dataset import TrajectoryDataset as TrajectoryDataset
 from .families import ModelFamily as ModelFamily
 from .kwargs import decode_mm_kwargs as decode_mm_kwargs
 from .kwargs import resolve_references as resolve_references
+from .packing import Descriptor as Descriptor
 from .packing import balance as balance
 from .packing import collate_micro_batch as collate_micro_batch
 from .packing import first_fit_decreasing as first_fit_decreasing

@@ -11,7 +11,7 @@ the model. The micro-batches of a step cost about the same, since the slowest of
 """
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, Unpack
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem, tensor_specs
-from mmrender.spans import MediaItem, MultiModalData
+from mmrender.spans import MultiModalData
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily
@@ -148,6 +148,48 @@ def _exchange(costs: npt.NDArray[np.float64], members: list[list[int]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Descriptor:
+    """The size of a sample, by which it is planned, and its place in a file: plain data of few bytes.
+
+    Attributes:
+        length: Its tokens.
+        trained: Tokens in its loss mask.
+        media: Its media items.
+        tensors: Name, dtype and shape of each distinct kind of tensor that its items expand to.
+        smallest: Tokens of its smallest item, and bytes of that; None without items.
+        version: Weights that sampled its last token, or None.
+        record: Number of its record in a file of trajectories; a group is a record.
+        item: Its number in the record.
+    """
+
+    length: int
+    trained: int
+    media: int = 0
+    tensors: frozenset[tuple[str, str, tuple[int, ...]]] = frozenset()
+    smallest: tuple[int, int] | None = None
+    version: str | None = None
+    record: int = 0
+    item: int = 0
+
+    @classmethod
+    def of(cls, sample: TrainingSample, *, record: int = 0, item: int = 0) -> "Descriptor":
+        """Describe a sample; items are not expanded, except those of classes from elsewhere."""
+        spans = sample.media_spans
+        known = [span.item for span in spans if not isinstance(span.item, ReferenceItem)]
+        specs = [entry for one in known for entry in tensor_specs(one).items()]
+        return cls(
+            len(sample),
+            int(sample.loss_mask.sum()),
+            len(spans),
+            frozenset((name, str(spec.dtype), tuple(spec.shape)) for name, spec in specs),
+            min(((span.range.length, span.item.nbytes) for span in spans), default=None),
+            sample.weight_versions[-1].version if sample.weight_versions else None,
+            record,
+            item,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The samples of one packed row, by index, and whether a dummy image joins them."""
 
@@ -168,7 +210,7 @@ class _Bin(NamedTuple):
 
 
 def plan_steps(
-    samples: Sequence[TrainingSample],
+    samples: Sequence[Descriptor],
     family: ModelFamily,
     *,
     ranks: int,
@@ -184,7 +226,7 @@ def plan_steps(
     `collate_micro_batch` makes a padding row or a dummy alone.
 
     Args:
-        samples: All samples of an optimizer step, the same on every rank.
+        samples: Descriptors of all samples of an optimizer step, the same on every rank.
         family: What the model takes.
         ranks: Number of data-parallel ranks.
         max_tokens: Most tokens of a micro-batch, a dummy included.
@@ -196,13 +238,12 @@ def plan_steps(
     """
     if ranks < 1:
         raise BatchError("micro-batches are planned for one rank or more", where="ranks", got=str(ranks))
-    items = [[item for held in one.multi_modal_data.mm_items.values() for item in held] for one in samples]
-    keys = [_image_key(held, family) if held else None for held in items]
-    lengths = [len(sample) for sample in samples]
+    keys = [_image_key(sample, family) if sample.media else None for sample in samples]
+    lengths = [sample.length for sample in samples]
 
     def made(members: Sequence[int]) -> _Bin:
         own = [lengths[index] for index in members]
-        images = any(items[index] for index in members)
+        images = any(samples[index].media for index in members)
         return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size), images)
 
     fewest = first_fit_decreasing(lengths, max_tokens, keys=keys)
@@ -274,16 +315,14 @@ def _levelled(
     return None if left else [sorted(members) for members in bins if members]
 
 
-def _image_key(items: Iterable[MediaItem], family: ModelFamily) -> Hashable:
+def _image_key(sample: Descriptor, family: ModelFamily) -> Hashable:
     """Return what samples must agree in to share a batch: keywords, kinds and unpadded dimensions."""
     found: set[Any] = set()
-    for item in items:
-        specs = {} if isinstance(item, ReferenceItem) else tensor_specs(item)
-        for name, spec in specs.items():
-            rule = family.rule(name)
-            if rule.layout != "counts":
-                shape = rule.trailing(spec.shape)
-                found.add((name, str(spec.dtype), len(shape) if rule.padded else shape))
+    for name, dtype, whole in sample.tensors:
+        rule = family.rule(name)
+        if rule.layout != "counts":
+            shape = rule.trailing(whole)
+            found.add((name, dtype, len(shape) if rule.padded else shape))
     return frozenset(found)
 
 
@@ -302,7 +341,7 @@ def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[_Bin]]:
 
 
 def collate_micro_batch(
-    samples: Sequence[TrainingSample],
+    samples: Sequence[TrainingSample] | Mapping[int, TrainingSample],
     micro_batch: MicroBatch,
     family: ModelFamily,
     *,
@@ -317,7 +356,8 @@ def collate_micro_batch(
     alike. Raises as `collate`.
 
     Args:
-        samples: Those that the plan was made for.
+        samples: Those that the plan was made for, or by index those of the micro-batch, and for an empty one
+            any.
         micro_batch: Which of them.
         family: What the model takes.
         pad_token_id: What fills rows.
@@ -336,7 +376,8 @@ def collate_micro_batch(
             raise BatchError(problem, where="dummy", remedy=remedy)
         held.append(dummy)
     return collate(
-        held or samples[:1],  # a sample in no row gives an empty micro-batch its fields
+        # A sample in no row gives an empty micro-batch its fields.
+        held or [*(samples.values() if isinstance(samples, Mapping) else samples)][:1],
         family,
         pad_token_id=pad_token_id,
         rows=[list(range(len(held)))],

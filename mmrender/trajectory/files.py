@@ -96,16 +96,18 @@ class TrajectoryReader:
 
     Args:
         path: The file.
+        tail: Whether to read the newest record, and leave it out if it is torn. Without, only headers are
+            read until `settle` is called.
 
     Raises:
         TrajectoryError: The file is of another kind.
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, tail: bool = True) -> None:
         self._path = os.fspath(path)
         try:
-            self._file = mmcodecs.RecordReader(path)
+            self._file = mmcodecs.RecordReader(path, tail=tail)
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
 
@@ -120,6 +122,14 @@ class TrajectoryReader:
             return self._file.refresh()
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
+
+    def settle(self) -> int:
+        """Leave out the newest records if they are torn, and return the number of records."""
+        return self._file.settle()
+
+    def holds(self, number: int) -> bool:
+        """Read a record; return whether its bytes have the checksum of its header."""
+        return self._file.holds(number)
 
     def checksum(self, number: int) -> int | None:
         """Return the checksum of a record, by which it is known again; None where its header is damaged."""
@@ -136,11 +146,28 @@ class TrajectoryReader:
             TrajectoryError: The record is damaged, or holds something else.
             MediaError: An item is damaged.
         """
+        return trajectories_from_wire(self._read(number, verify=True))
+
+    def head(self, number: int) -> list[Trajectory]:
+        """Read one record's tokens, numbers and messages, and the sizes of its items; nothing is verified.
+
+        The bytes of tensors are not read, but views of them are in the items. References have no source, and
+        steps no router choices. Raises as `__getitem__`, as far as damage shows.
+        """
+        value = self._read(number, verify=False)
+        if isinstance(value, dict):
+            value["experts"] = {}
+            items = value["items"].get("items") if isinstance(value.get("items"), dict) else None
+            for item in items if isinstance(items, list) else ():
+                if isinstance(item, dict) and item.get("kind") == "reference":
+                    item["source"] = ""
+        return trajectories_from_wire(value)
+
+    def _read(self, number: int, *, verify: bool) -> Any:
         try:
-            value: Any = self._file.read(number)
+            return self._file.read(number, verify=verify)
         except mmcodecs.CodecError as error:
             raise _unusable(f"{self._path}[{number}]", error) from error
-        return trajectories_from_wire(value)
 
     def __iter__(self) -> Iterator[list[Trajectory]]:
         return (self[number] for number in range(len(self)))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import mmcodecs
 from mmrender.errors import TrajectoryError
 from mmrender.training import (
+    Descriptor,
     ModelFamily,
     TrainingBatch,
     balance,
@@ -159,7 +160,8 @@ def test_plans(given_samples: Any, ranks: int, spare: int) -> None:
     dummy = smallest_dummy(samples)
     dummy_tokens = 0 if dummy is None else len(dummy)
     capacity = max(*(len(one) for one in samples), dummy_tokens) + spare
-    plan = plan_steps(samples, family, ranks=ranks, max_tokens=capacity, dummy_tokens=dummy_tokens)
+    described = [Descriptor.of(one) for one in samples]
+    plan = plan_steps(described, family, ranks=ranks, max_tokens=capacity, dummy_tokens=dummy_tokens)
     planned = [index for step in plan for micro in step for index in micro.samples]
     assert sorted(planned) == list(range(len(samples)))
     batches = []

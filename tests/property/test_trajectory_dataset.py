@@ -1,22 +1,34 @@
 """A dataset of shipped trajectories: wherever it is cut off and resumed, every sample comes once, in order."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mmcodecs
+from item_cases import patch_item
+from mmcodecs import files
+from mmcodecs.files import BLOCK
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
 from mmrender.shipping import BlockingSender, Recorder
 from mmrender.shipping.receiver import Received
-from mmrender.training import TrajectoryDataset
+from mmrender.training import (
+    Descriptor,
+    TrajectoryDataset,
+    collate_micro_batch,
+    plan_steps,
+    smallest_dummy,
+)
 from mmrender.trajectory import (
     Trajectory,
     TrajectoryReader,
@@ -24,6 +36,9 @@ from mmrender.trajectory import (
     load_trajectories,
     save_trajectories,
 )
+from mmrender.trajectory.truncate import truncate
+from training_cases import PAD_ID, kinds
+from training_cases import sample as training_sample
 
 
 def rollout(name: str, branches: int = 1) -> Trajectory:
@@ -62,15 +77,17 @@ RECORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size
     later=RECORDS,
     cuts=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=4),
     workers=st.integers(1, 3),
+    world=st.integers(1, 3),
     follows=st.booleans(),
 )
 def test_what_was_taken_and_what_is_resumed_are_the_whole_stream(
-    tmp_path_factory: Any, records: Any, later: Any, cuts: Any, workers: int, follows: bool
+    tmp_path_factory: Any, records: Any, later: Any, cuts: Any, workers: int, world: int, follows: bool
 ) -> None:
     """A pass is cut off after `taken` samples and a checkpoint, and `lost` ones after it; the file grows meanwhile."""
     whole = [record(number, branches) for number, branches in enumerate([*records, *later])]
-    options = {"wait": 1e-9} if follows else {}
-    for number in range(workers):
+    for number, rank in product(range(workers), range(world)):
+        options = {"rank": rank, "world": world} | ({"wait": 1e-9} if follows else {})
+        own = slice(rank + world * number, None, world * workers)
         path = tmp_path_factory.mktemp("data") / "run.mmc"
         TrajectoryWriter(path).close()
         save_trajectories(path, whole[: len(records)])
@@ -90,10 +107,10 @@ def test_what_was_taken_and_what_is_resumed_are_the_whole_stream(
             # A pass that is at its end stays there, and the next one begins anew.
             dataset.load_state_dict(dataset.state_dict())
             assert list(dataset) == []
-            again = names(each for held in list(TrajectoryReader(path))[number::workers] for each in held)
+            again = names(each for held in list(TrajectoryReader(path))[own] for each in held)
             assert [sample.sample_id for sample in TrajectoryDataset(path, **options)] == again
         held = whole if follows and cuts else whole[: len(records)]
-        assert got == names(each for own in held[number::workers] for each in own)
+        assert got == names(each for group in held[own] for each in group)
 
 
 def test_a_dataset_has_no_length_and_makes_what_it_is_asked_for(tmp_path: Path) -> None:
@@ -149,6 +166,172 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         "state: the state is that of another worker - expected worker 1 of 2, got worker 0 of 1. "
         "Load states with as many workers as they were taken with"
     )
+    with pytest.raises(BatchError) as caught:
+        TrajectoryDataset(tmp_path / "run", rank=1, world=2).load_state_dict(state)
+    assert str(caught.value) == (
+        "state: the state is that of another rank - expected worker 0 of 1 of rank 1 of 2, got worker 0 of 1. "
+        "Load states with as many ranks as they were taken with"
+    )
+    with pytest.raises(BatchError, match="rank: there is no such rank - expected 0 to 1, got 2"):
+        TrajectoryDataset(tmp_path / "run", rank=2, world=2)
+
+
+class Reading:
+    """The bytes of a file that were compared with checksums, and those of its memory maps that were touched."""
+
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.path, self.checked, self.maps = path, 0, []
+        compute, make = files._checksum, files._map
+
+        def checksum(data: Any) -> int:
+            self.checked += len(data) if len(data) > BLOCK else 0
+            return compute(data)
+
+        def mapped(where: Path) -> memoryview:
+            self.maps.append(make(where))
+            return self.maps[-1]
+
+        patch.setattr(files, "_checksum", checksum)
+        patch.setattr(files, "_map", mapped)
+
+    @property
+    def touched(self) -> int:
+        """Pages of this process: a fault brings up to sixteen that are in memory."""
+        parts = Path("/proc/self/smaps").read_text().split(f"{self.path}\n")[1:]
+        return sum(int(re.findall(r"^Rss: +(\d+) kB", part, re.M)[0]) * 1024 for part in parts)
+
+
+FAULT = 16 * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux to count touched pages")
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_a_rank_reads_its_own_records_and_their_bytes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    path, count = tmp_path / "run", 9
+    with TrajectoryWriter(path) as file:
+        sizes = [0]
+        for number in range(count):
+            file.append(pictured(f"{number}", [patch_item(704, 1024, seed=number)]))
+            sizes.append(path.stat().st_size)
+    lengths = np.diff(sizes)
+    everything = []
+    for rank in range(world):
+        with monkeypatch.context() as patch:
+            reading = Reading(path, patch)
+            got = [sample.sample_id for sample in TrajectoryDataset(path, rank=rank, world=world)]
+            assert got == [f"{number}/0" for number in range(rank, count, world)]
+            own = lengths[rank::world]
+            # Its last record is read twice: first to see whether it is torn.
+            assert 0 <= own.sum() + own[-1] - reading.checked < 2 * BLOCK * (len(own) + 1)
+            assert reading.touched < own.sum() + own[-1] + 2 * count * 2 * FAULT
+        everything += got
+    assert sorted(everything, key=lambda name: int(name[:-2])) == [f"{number}/0" for number in range(count)]
+    with monkeypatch.context() as patch:
+        reading = Reading(path, patch)
+        dataset = TrajectoryDataset(path, world=world)
+        checked, touched = reading.checked, reading.touched
+        step = dataset.describe(range(count))
+        assert [(one.media, one.record) for one in step] == [(1, number) for number in range(count)]
+        assert reading.checked == checked
+        assert reading.touched - touched < lengths.sum() / 4
+        loaded = dataset.load(step, [5])
+        assert loaded[5].sample_id == "5/0"
+        assert lengths[5] - 2 * BLOCK < reading.checked - checked < lengths[5]
+
+
+@pytest.mark.parametrize("kind", sorted(kinds()))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_batches_of_descriptors_are_those_of_whole_samples(tmp_path: Path, kind: str, ranks: int) -> None:
+    """The oracle: every rank reads all samples, plans, and builds its part."""
+    family, items = kinds()[kind].family, kinds()[kind].items
+    rng = np.random.default_rng(ranks)
+    groups = [
+        [
+            pictured(f"{number}.{place}", rng.choice(len(items), int(rng.integers(0, 3))), items, seed=number)
+            for place in range(1 + number % 3)
+        ]
+        for number in range(7)
+    ]
+    save_trajectories(tmp_path / "run", groups)
+    whole = [one for trajectory in load_trajectories(tmp_path / "run") for one in trajectory.samples()]
+    dummy = smallest_dummy(whole)
+    assert dummy is not None
+    options = {"ranks": ranks, "max_tokens": 64, "dummy_tokens": len(dummy)}
+    expected = plan_steps([Descriptor.of(one) for one in whole], family, **options)
+    dataset = TrajectoryDataset(tmp_path / "run")
+    step = dataset.describe()
+    assert plan_steps(step, family, **options) == expected
+    smallest = min((one.smallest, index) for index, one in enumerate(step) if one.smallest is not None)[1]
+    assert step[smallest].smallest[0] == len(dummy)
+    shown = smallest_dummy([*dataset.load(step, [smallest]).values()])
+    for rank in range(ranks):
+        own = sorted({index for turn in expected for index in turn[rank].samples})
+        loaded = TrajectoryDataset(tmp_path / "run").load(step, own or [0])
+        for turn in expected:
+            made = [
+                collate_micro_batch(samples, turn[rank], family, pad_token_id=PAD_ID, dummy=small)
+                for samples, small in ((whole, dummy), (loaded, shown))
+            ]
+            assert bytes(mmcodecs.encode(made[0])) == bytes(mmcodecs.encode(made[1]))
+
+
+def pictured(name: str, shown: Any, items: Any = None, seed: int = 0) -> Trajectory:
+    """A trajectory of one turn that shows some items, with router choices."""
+    one = training_sample(
+        [item if items is None else items[item] for item in shown], 4, seed=seed, experts=True
+    )
+    start = int(one.loss_mask.argmax())
+    trajectory = Trajectory(name)
+    trajectory.append(
+        one.token_ids[:start],
+        one.token_ids[start:],
+        logprobs=one.logprobs[start:],
+        multi_modal_data=one.multi_modal_data,
+        routed_experts=one.routed_experts,
+    )
+    return trajectory
+
+
+def test_what_was_described_is_what_is_loaded(tmp_path: Path) -> None:
+    save_trajectories(tmp_path / "run", [record(0, [1, 2]), record(1, [1])])
+    step = TrajectoryDataset(tmp_path / "run").describe()
+    assert [(one.record, one.item) for one in step] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    shorter = TrajectoryDataset(
+        tmp_path / "run", make=lambda group: [truncate(one, 2) for one in samples_of(group)]
+    )
+    with pytest.raises(BatchError, match=r"run\[1\], item 0: an item is not the one that was described"):
+        shorter.load(step, [3])
+    data = bytearray((tmp_path / "run").read_bytes())
+    data[-40] ^= 1
+    (tmp_path / "run").write_bytes(data)
+    dataset = TrajectoryDataset(tmp_path / "run")
+    assert sorted(dataset.load(step, [0, 2])) == [0, 2]
+    with pytest.raises(TrajectoryError, match=r"run\[1\]: this file of trajectories cannot be used"):
+        dataset.load(step, [3])
+
+
+def samples_of(group: Any) -> list[Any]:
+    return [sample for trajectory in group for sample in trajectory.samples()]
+
+
+def test_a_torn_record_is_none_until_it_is_whole(tmp_path: Path) -> None:
+    """Its header is on disk, and its content is not: the machine failed, or the file is on another one."""
+    path = tmp_path / "run"
+    save_trajectories(path, [rollout("a"), rollout("b"), rollout("c")])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100] + bytes(100))
+    for rank, expected in enumerate((["a/0"], ["b/0"])):
+        dataset = TrajectoryDataset(path, rank=rank, world=2)
+        assert [sample.sample_id for sample in dataset] == expected
+        following = TrajectoryDataset(path, rank=rank, world=2, wait=0.01)
+        assert [sample.sample_id for sample in following] == expected
+        state = following.state_dict()
+        path.write_bytes(whole)
+        following.load_state_dict(state)
+        assert [sample.sample_id for sample in following] == [[], ["c/0"]][rank == 0]
+        path.write_bytes(whole[:-100] + bytes(100))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:'set_vital' is deprecated")

@@ -19,6 +19,7 @@ from mmrender.media.item import PatchItem
 from mmrender.media.levels import compacted
 from mmrender.spans import MultiModalData, PlaceholderRange
 from mmrender.training import (
+    Descriptor,
     ModelFamily,
     TrainingBatch,
     TrajectoryDataset,
@@ -199,7 +200,7 @@ def test_the_slowest_rank_is_within_a_tenth_of_what_any_assignment_needs(draw: s
             "bimodal": np.where(rng.random(count) < 0.3, 3000, 200) + rng.integers(0, 100, count),
         }[draw]
         lengths = lengths.clip(16, 16384).astype(int)
-        samples = [TrainingSample(np.zeros(n, np.int32), np.zeros(n, np.bool_)) for n in lengths]
+        samples = [Descriptor(int(n), 0) for n in lengths]
         plan = plan_steps(samples, FAMILY, ranks=ranks, max_tokens=16384)
         costs = [[compute_cost([lengths[i] for i in one.samples], 4096) for one in step] for step in plan]
         needed = max(np.mean(costs, axis=1).sum(), compute_cost([max(lengths)], 4096))
@@ -380,7 +381,7 @@ def test_plans_that_cannot_be_carried_out() -> None:
         "Make a sample of one image with smallest_dummy"
     )
     with pytest.raises(BatchError, match="one rank or more"):
-        plan_steps(samples, FAMILY, ranks=0, max_tokens=40)
+        plan_steps([Descriptor.of(one) for one in samples], FAMILY, ranks=0, max_tokens=40)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -410,7 +411,7 @@ def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
     small, large = tiled_item((1, 3, 6, 6), 2, seed=1), tiled_item((1, 3, 8, 8), 2, seed=2)
     samples = [sample([small]), sample([large]), sample(), sample([small])]
     family = family_of("internvl")
-    plan = plan_steps(samples, family, ranks=1, max_tokens=1000)
+    plan = plan_steps([Descriptor.of(one) for one in samples], family, ranks=1, max_tokens=1000)
     rows = [micro.samples for step in plan for micro in step]
     assert sorted(index for row in rows for index in row) == [0, 1, 2, 3]
     assert all(1 not in row for row in rows if {0, 3} & set(row))
