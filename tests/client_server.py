@@ -74,6 +74,16 @@ class StubServer:
         request.transport.abort()
         return response
 
+    async def answer_kept(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Serve one request of a connection, and close it when a second one comes."""
+        if self.connections.count(self.connections[-1]) > 1:
+            assert request.transport is not None
+            request.transport.abort()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(body or b"{}")
+        return response
+
     async def answer_moved(self, request: web.Request, body: bytes) -> web.Response:
         return web.Response(status=307, headers={"Location": "/echo"})
 
@@ -101,9 +111,9 @@ class StubServer:
 
 
 @asynccontextmanager
-async def stub_server(**settings: Any) -> AsyncIterator[StubServer]:
+async def stub_server(kind: type[StubServer] = StubServer, **settings: Any) -> AsyncIterator[StubServer]:
     """Serve on a free port while the block runs."""
-    stub = StubServer()
+    stub = kind()
     app = web.Application(client_max_size=1 << 28)
     app.router.add_route("*", "/{path:.*}", stub.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, **settings)

@@ -92,6 +92,7 @@ class ObservedCall:
         self.url = target.partition("?")[0]
         self.where = f"{method} {self.url}"
         self.status: int | None = None
+        self.is_kept = False  # whether the attempt uses a connection that served an earlier call
         self.attempt = 1
         self._hooks = hooks
         self._begun = time.perf_counter()

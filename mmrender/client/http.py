@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -40,6 +41,7 @@ except ImportError as error:
 
 _log = logging.getLogger("mmrender.client")
 _NEVER_MADE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_BROKEN: Final = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, ConnectionError)
 _UNTRUSTED: Final = (
     aiohttp.ClientConnectorCertificateError,
     aiohttp.ClientConnectorSSLError,
@@ -187,8 +189,7 @@ class HTTPTransport:
     ) -> Reply:
         """Send a request and read the whole reply; see `Transport.request`.
 
-        A connection that was never made is tried again. After a status of 502, 503 or 504 the call is
-        repeated only if it is idempotent, since a gateway gives these also for requests that it passed on.
+        See `_may_repeat` for the attempts that are repeated.
 
         Raises:
             EngineConnectionError: The server was not reached, or the connection broke.
@@ -197,12 +198,11 @@ class HTTPTransport:
             EngineReplyError: The reply is longer than `max_reply_bytes`.
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
-        repeatable = method in ("GET", "HEAD") if idempotent is None else idempotent
         seconds = self.config.timeout if timeout is None else timeout
         call = self._begun(method, path, json, headers)
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._repeated(call, max_reply_bytes, repeatable)
+                reply = await self._repeated(call, max_reply_bytes, idempotent)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)
@@ -216,10 +216,11 @@ class HTTPTransport:
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """Send a request, once, and yield the lines of the reply as they come, without line ends.
+        """Send a request and yield the lines of the reply as they come, without line ends.
 
         The connection is closed when the iterator is. `timeout` of the configuration bounds the wait for each
-        piece, not the whole.
+        piece, not the whole. A request that was not taken is sent again, as by `request`; an answer that has
+        begun is not asked for again.
 
         Raises:
             EngineError: As for `request`.
@@ -228,15 +229,19 @@ class HTTPTransport:
         total = 0
         pending = bytearray()
         try:
-            async with self._opened(call, silence=self.config.timeout) as response:
-                async for chunk in response.content.iter_any():
-                    total += len(chunk)
-                    pending += chunk
-                    if b"\n" in chunk:
-                        *lines, pending = pending.split(b"\n")
-                        for line in lines:
-                            yield bytes(line.removesuffix(b"\r"))
-                    self._check_size(len(pending), call)
+            while call.status is None:
+                try:
+                    async with self._opened(call, silence=self.config.timeout) as response:
+                        async for chunk in response.content.iter_any():
+                            total += len(chunk)
+                            pending += chunk
+                            if b"\n" in chunk:
+                                *lines, pending = pending.split(b"\n")
+                                for line in lines:
+                                    yield bytes(line.removesuffix(b"\r"))
+                            self._check_size(len(pending), call)
+                except EngineConnectionError as error:
+                    await self._before_next(call, error, None)
             if pending:
                 yield bytes(pending.removesuffix(b"\r"))
         except BaseException as error:
@@ -252,30 +257,29 @@ class HTTPTransport:
         call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
         return call
 
-    async def _repeated(self, call: ObservedCall, most: int | None, repeatable: bool) -> Reply:
+    async def _repeated(self, call: ObservedCall, most: int | None, idempotent: bool | None) -> Reply:
         """Make attempts until one succeeds, fails in a way that is not retried, or is the last."""
-        policy = self.config.retries
         while True:
             try:
                 return await self._once(call, most)
-            except EngineConnectionError as error:
-                cause = error.__cause__
-                if not isinstance(cause, _NEVER_MADE) or isinstance(cause, _UNTRUSTED):
-                    raise
-                failure: EngineError = error
-                wait = policy.wait_before(call.attempt + 1)
-            except EngineStatusError as error:
-                if not repeatable or error.status not in GATEWAY_STATUSES:
-                    raise
-                failure, told = error, error.retry_after
-                wait = policy.wait_before(call.attempt + 1) if told is None else min(told, policy.wait_max)
-            if call.attempt >= policy.attempts:
-                raise failure
-            call.attempt += 1
-            _log.debug("%s: attempt %d after: %s", call.where, call.attempt, failure)
-            call.report("on_retry", error=failure)
-            call.status = None
-            await asyncio.sleep(wait)
+            except (EngineConnectionError, EngineStatusError) as error:
+                await self._before_next(call, error, idempotent)
+
+    async def _before_next(
+        self, call: ObservedCall, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
+    ) -> None:
+        """Wait before the next attempt of a call; raise the error of the last one if none is to be made."""
+        policy = self.config.retries
+        if call.attempt >= policy.attempts or not _may_repeat(call, error, idempotent):
+            raise error
+        call.attempt += 1
+        wait = policy.wait_before(call.attempt)
+        if isinstance(error, EngineStatusError) and error.retry_after is not None:
+            wait = min(error.retry_after, policy.wait_max)
+        _log.debug("%s: attempt %d after: %s", call.where, call.attempt, error)
+        call.report("on_retry", error=error)
+        call.status = None
+        await asyncio.sleep(wait)
 
     async def _once(self, call: ObservedCall, most: int | None) -> Reply:
         async with self._opened(call) as response:
@@ -305,6 +309,7 @@ class HTTPTransport:
         data = joined(call.body) if short else _Body(call.body)
         waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
         start = b""
+        call.is_kept = False
         try:
             session = await self._session()
             async with session.request(
@@ -314,6 +319,7 @@ class HTTPTransport:
                 headers=call.headers,
                 timeout=waits,
                 allow_redirects=False,
+                trace_request_ctx=call,
             ) as response:
                 call.status = response.status
                 if 200 <= response.status < 300:
@@ -358,6 +364,8 @@ class _LoopSession(NamedTuple):
 
 async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.ClientSession, None]:
     """Yield a session, and close it when the generator ends: by hand, or by `asyncio.run` at its end."""
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_kept)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
@@ -365,6 +373,7 @@ async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.Clien
         headers={"Accept": "application/json", "Accept-Encoding": "identity", **config.all_headers},
         cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=1 << 20,
+        trace_configs=[trace],
     ) as session:
         yield session
 
@@ -373,6 +382,32 @@ def _close_sessions(sessions: dict[int, _LoopSession]) -> None:
     for entry in sessions.values():
         if not entry.loop.is_closed():
             entry.loop.call_soon_threadsafe(entry.loop.create_task, entry.keeper.aclose())
+
+
+def _may_repeat(
+    call: ObservedCall, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
+) -> bool:
+    """Whether a failed attempt may be made again: the one decision for all calls and streams.
+
+    - A connection that was never made: always.
+    - A kept connection that breaks before any answer: unless the call says that it is not idempotent. Such
+      a connection was closed, by the server or a proxy, before the request came; a sampled turn that was
+      begun all the same ends with its connection.
+    - A status of 502, 503 or 504: only an idempotent call, since a gateway gives these also for requests
+      that it passed on.
+    """
+    if isinstance(error, EngineStatusError):
+        known = call.method in ("GET", "HEAD") if idempotent is None else idempotent
+        return known and error.status in GATEWAY_STATUSES
+    cause = error.__cause__
+    if isinstance(cause, _UNTRUSTED):
+        return False
+    was_closed = call.is_kept and call.status is None and isinstance(cause, _BROKEN)
+    return isinstance(cause, _NEVER_MADE) or (was_closed and idempotent is not False)
+
+
+async def _note_kept(_: object, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.is_kept = True
 
 
 def _engine_error(error: Exception, where: str) -> EngineError | InputError:

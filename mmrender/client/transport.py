@@ -100,7 +100,8 @@ class Transport(Protocol):
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
             idempotent: Whether the call may be repeated after it may have reached the server; None means for
-                GET only. A connection that was never made is always tried again.
+                GET only, and for any call whose kept connection turns out to be closed. A connection that was
+                never made is always tried again.
             max_reply_bytes: A longer answer is an `EngineReplyError`; so is one beyond the transport's bound.
         """
         ...
@@ -108,7 +109,7 @@ class Transport(Protocol):
     def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[bytes]:
-        """Send a request, once, and yield the lines of its answer as they come, without line ends."""
+        """Send a request and yield the lines of its answer as they come, without line ends."""
         ...
 
     async def aclose(self) -> None:

@@ -265,6 +265,45 @@ async def test_a_connection_that_breaks_is_an_error_and_not_repeated(server: Stu
     assert len(server.seen) == 1
 
 
+@pytest.mark.parametrize("size", [10, 3 << 20])
+@with_server
+async def test_a_kept_connection_that_was_closed_is_not_the_callers_to_see(
+    server: StubServer, size: int
+) -> None:
+    hooks = Recorder()
+    transport = way(server.url, retries=QUICK, hooks=[hooks])
+    text = "x" * size
+    for _ in range(4):
+        assert msgspec.json.decode((await transport.request("POST", "/kept", json=text)).body) == text
+    assert [line async for line in transport.stream("POST", "/kept", json=text)] == [b'"%s"' % text.encode()]
+    assert hooks.names.count("retry") >= 2
+    assert hooks.names.count("error") == 0
+
+
+@with_server
+async def test_a_kept_connection_that_breaks_fails_a_call_that_must_not_be_repeated(
+    server: StubServer,
+) -> None:
+    transport = way(server.url, retries=QUICK)
+    await transport.request("POST", "/kept", json={}, idempotent=False)
+    with pytest.raises(EngineConnectionError, match="the connection broke"):
+        await transport.request("POST", "/kept", json={}, idempotent=False)
+    assert len(server.seen) == 2
+
+
+@with_server
+async def test_an_answer_that_has_begun_is_not_asked_for_again(server: StubServer) -> None:
+    transport = way(server.url, retries=QUICK)
+    await transport.request("POST", "/echo", json={})
+    with pytest.raises(EngineConnectionError, match="the connection broke"):
+        await transport.request("POST", "/cut", json={})
+    await transport.request("POST", "/echo", json={})
+    with pytest.raises(EngineConnectionError, match="the connection broke"):
+        async for _ in transport.stream("POST", "/cut", json={}):
+            pass
+    assert len(server.seen) == 4
+
+
 @with_server
 async def test_the_deadline_is_of_the_whole_call(server: StubServer) -> None:
     transport = HTTPTransport(server.url)
@@ -443,6 +482,7 @@ def test_files_of_texts_close_with_them() -> None:
     open_files = Path("/proc/self/fd")
     if not open_files.is_dir():
         pytest.skip("the system does not show open files")
+    gc.collect()  # of other tests
     before = len(list(open_files.iterdir()))
     texts = [JSONText(b"0" * LONG_TEXT) for _ in range(5)]
     assert len(list(open_files.iterdir())) == before + 5

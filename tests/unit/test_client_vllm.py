@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from aiohttp import web
 
+from client_server import StubServer, stub_server
 from mmcodecs.arrays import RawTensor
 from mmcodecs.vllm import (
     BatchedField,
@@ -17,7 +20,9 @@ from mmcodecs.vllm import (
 )
 from mmrender.client import vllm_images
 from mmrender.client.exchange import data_urls
+from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
+from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH, WireForm, encode_item, item_tensors
@@ -82,6 +87,37 @@ def sent(transport):
 
 
 # What is sent
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("images", ["features", "hash_only", "content_parts", None])
+def test_every_mode_of_images_survives_a_kept_connection_that_was_closed(image, renderer, images, streams):
+    """A mode that asks something first must not be the only one whose connection is looked after."""
+    rendered = text_prompt(renderer) if images is None else image
+    backend = VLLMBackend(images=images or "auto", pixels="uint8", trust_cache=True)
+
+    class Server(StubServer):
+        async def answer_inference_v1_generate(self, request, body):
+            if self.connections.count(self.connections[-1]) > 1:
+                request.transport.abort()
+                return web.Response()
+            asked = msgspec.json.decode(body)
+            reply = completion(SimpleNamespace(json=asked))
+            if images == "content_parts":
+                reply |= {"prompt_token_ids": rendered.token_ids, "usage": None}
+            line = msgspec.json.encode(reply)
+            return web.Response(body=b"data: %s\n\ndata: [DONE]\n\n" % line if asked.get("stream") else line)
+
+    async def sample_often():
+        async with stub_server(Server) as stub:
+            transport = HTTPTransport(TransportConfig(stub.url, retries=RetryPolicy(4, 0.001, 0.0)))
+            for _ in range(4):
+                request = contract_request(rendered)
+                listener = (lambda *_: None) if streams else None
+                response = await backend.generate(request, transport, on_tokens=listener)
+                assert len(response.completion_ids) == 1
+
+    asyncio.run(sample_often())
 
 
 def test_everything_that_can_be_asked(renderer):
