@@ -125,12 +125,14 @@ class CallScanner:
     def _bounds(self, position: int) -> _Bounds:
         """Latest end of an attempt that got as far as `position`."""
         outside = self._section.end if self._call_begin is not None else self._section.begin
-        region = self._find(outside, position, self._length)
-        inner = self._find(self._call_begin, position, region)
+        inner = self._find(outside, position, self._find(self._call_begin, position, self._length))
         end = self._find(self._call_end, position, inner)
         if end == inner or self._call_end is None:
             return _Bounds(inner, inner, closed=False)
         return _Bounds(end, end + len(self._call_end), closed=True)
+
+    def _inner_stop(self, position: int) -> int:
+        return self._bounds(position).inner
 
     # Sections
 
@@ -139,7 +141,9 @@ class CallScanner:
         position = start
         while (head := pattern.search(self._text, position)) is not None:
             begin = head.start()
-            before = start + len(self._text[start:begin].rstrip())
+            before = begin
+            while before > start and self._text[before - 1].isspace():
+                before -= 1
             if before == start or self._source.added_before(before):
                 places = {text: before - len(text) for text in self._section.opens}
                 opened = [at for text, at in places.items() if at >= start and self._at(text, at)]
@@ -232,7 +236,7 @@ class CallScanner:
         try:
             if part is not Field.VALUES:
                 return read_json(self._source, position, max(position, bounds.inner))
-            reader = Reader(self._source, position, self._length, self._grammar.dialect)
+            reader = Reader(self._source, position, bounds.inner, self._grammar.dialect, self._inner_stop)
             return reader.call(), reader.position
         except CutShort:
             raise _Fault(position, "unclosed") from None

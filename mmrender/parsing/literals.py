@@ -7,7 +7,7 @@ from JSON that is wrong. Nothing is ever evaluated. A text that is not a value r
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,14 +60,25 @@ FUNCTION_GEMMA = Dialect(("<escape>",), _WORDS, bare_keys=True)
 
 
 class Reader:
-    """Reads values of one dialect from `position` on, or raises `CutShort` or `ValueError`."""
+    """Reads values of one dialect within `[position, stop)`, or raises `CutShort` or `ValueError`.
 
-    def __init__(self, source: TokenText, position: int, stop: int, dialect: Dialect) -> None:
+    With `stop_after`, a quoted text may pass `stop`: the values after it end at `stop_after` of its end.
+    """
+
+    def __init__(
+        self,
+        source: TokenText,
+        position: int,
+        stop: int,
+        dialect: Dialect,
+        stop_after: Callable[[int], int] | None = None,
+    ) -> None:
         self._source = source
         self._text = source.text
         self.position = position
         self._stop = stop
         self._dialect = dialect
+        self._stop_after = stop_after
         self._depth = 0
 
     def call(self) -> dict[str, Any]:
@@ -123,14 +134,17 @@ class Reader:
 
     def _quoted(self, quote: str) -> str:
         start, escapes = self.position + len(quote), self._dialect.escapes
+        limit = self._stop if self._stop_after is None else len(self._text)
         if escapes is None:
-            stop = self._source.find(quote, start, self._stop)
+            stop = self._source.find(quote, start, limit)
         else:
-            match = _ESCAPED_TEXT[quote].match(self._text, start, self._stop)
+            match = _ESCAPED_TEXT[quote].match(self._text, start, limit)
             stop = -1 if match is None else match.end()
         if stop < 0:
             raise CutShort
         self.position = stop + len(quote)
+        if self._stop_after is not None and self.position > self._stop:
+            self._stop = self._stop_after(self.position)
         text = self._text[start:stop]
         return readable(text if escapes is None else _ESCAPE.sub(lambda found: _char(found, escapes), text))
 

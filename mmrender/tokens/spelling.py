@@ -7,12 +7,15 @@ to bytes and bytes to tokens exactly. `readable` gives the text that a decoder p
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import cast
 
 from mmrender.model.tokenizer import Match, Tokenizer
 
 _WORD_START = "\u2581"
+_BLOCK = 128
+"""Characters whose bytes are counted together."""
 _SAMPLES = ("Hello  world\n\nnext", "naïve 日本語 🙂 \u00ff", '{"k": [1, -2.5e3]}\t<a href="x">')
 
 
@@ -102,6 +105,10 @@ def readable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def _size(text: str) -> int:
+    return len(text.encode("utf-8", "surrogateescape"))
+
+
 class TokenText:
     """The text of some tokens, as `text`."""
 
@@ -124,6 +131,8 @@ class TokenText:
         self.text = "".join(pieces)
         self._is_ascii = self.text.isascii()
         self._starts = list(accumulate(sizes, initial=0))
+        self._found: dict[str, tuple[int, int]] = {}
+        """Of each delimiter that was sought, where the last search began, and what it found or the length."""
         self._added_ends = {start + len(token) for start, token in self._added.items()}
 
     def tokens_of(self, start: int, stop: int) -> tuple[int, int]:
@@ -132,18 +141,33 @@ class TokenText:
         return first, bisect_left(self._starts, self._byte(stop))
 
     def _byte(self, char: int) -> int:
-        return char if self._is_ascii else len(self.text[:char].encode("utf-8", "surrogateescape"))
+        if self._is_ascii:
+            return char
+        block, rest = divmod(char, _BLOCK)
+        return self._block_starts[block] + _size(self.text[char - rest : char])
+
+    @cached_property
+    def _block_starts(self) -> list[int]:
+        """The byte at which each block of characters begins."""
+        blocks = (self.text[start : start + _BLOCK] for start in range(0, len(self.text), _BLOCK))
+        return list(accumulate(map(_size, blocks), initial=0))
 
     def find(self, delimiter: str, start: int, stop: int) -> int:
         """First character of a delimiter that lies within `[start, stop)`, or -1.
 
+        The text is searched once, however often a delimiter is sought from rising characters.
+
         Where the delimiter is or holds an added token of the vocabulary, only that token counts: the same
         characters spelled by ordinary tokens are text. Any other delimiter is found as text.
         """
-        position = self.text.find(delimiter, start, stop)
-        while position >= 0 and not self._is_spelled(delimiter, position):
-            position = self.text.find(delimiter, position + 1, stop)
-        return position
+        since, position = self._found.get(delimiter, (0, -1))
+        if not since <= start <= position:
+            position = self.text.find(delimiter, start)
+            while position >= 0 and not self._is_spelled(delimiter, position):
+                position = self.text.find(delimiter, position + 1)
+            position = len(self.text) if position < 0 else position
+            self._found[delimiter] = start, position
+        return position if position + len(delimiter) <= stop else -1
 
     def find_last(self, delimiter: str) -> int:
         """First character of the last such delimiter, by the rule of `find`, or -1."""
