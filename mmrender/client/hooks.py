@@ -1,27 +1,17 @@
-"""Hooks: callbacks at the begin, the retries and the end of each call, and those that feed OpenTelemetry.
+"""Hooks: callbacks on start, retry and end of each call.
 
-Hooks run on the event loop and must be quick. A hook that fails is logged and never fails the request.
-
-```python
-transport = HTTPTransport("http://127.0.0.1:8000", hooks=[OpenTelemetryHooks()])
-```
+Hooks run on the event loop and must be quick. A hook that fails is logged and never fails the request. Spans
+and metrics of OpenTelemetry come from its own instrumentation of aiohttp.
 """
 
-import asyncio
 import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-from urllib.parse import urlsplit
+from typing import Literal, TypeAlias
 
 from mmrender.client.transport import JSONText
-from mmrender.errors import EngineStatusError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from opentelemetry.metrics import MeterProvider
-    from opentelemetry.trace import Span, TracerProvider
 
 _log = logging.getLogger("mmrender.client")
 _call_ids = itertools.count(1)
@@ -115,119 +105,3 @@ class ObservedCall:
             except Exception:  # noqa: BLE001 - a hook is foreign code
                 _log.exception("the hook %s.%s failed", type(hook).__name__, moment)
         return headers
-
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-"""Boundaries of the duration's histogram: a completion may take an hour."""
-
-
-class OpenTelemetryHooks(ClientHooks):
-    """A span for each call, its retries as events, and four metrics; the server sees the span as its parent.
-
-    The metrics are `http.client.request.duration` and `http.client.active_requests`,
-    `http.client.request.body.size`, and `mmrender.client.retries`.
-
-    Args:
-        tracer_provider: Where spans go; by default the global one.
-        meter_provider: Where metrics go; by default the global one.
-    """
-
-    def __init__(
-        self, tracer_provider: "TracerProvider | None" = None, meter_provider: "MeterProvider | None" = None
-    ) -> None:
-        try:
-            from opentelemetry import metrics, trace
-        except ImportError as error:
-            raise MissingDependencyError.of_extra("opentelemetry", "otel", "tracing") from error
-        self._providers = (tracer_provider, meter_provider)
-        self._tracer = trace.get_tracer("mmrender.client", tracer_provider=tracer_provider)
-        meter = metrics.get_meter("mmrender.client", meter_provider=meter_provider)
-        self._duration = meter.create_histogram(
-            "http.client.request.duration",
-            unit="s",
-            description="Time of a call, its retries included",
-            explicit_bucket_boundaries_advisory=_SECONDS,
-        )
-        self._size = meter.create_histogram(
-            "http.client.request.body.size", unit="By", description="Size of request bodies"
-        )
-        self._active = meter.create_up_down_counter(
-            "http.client.active_requests", unit="{request}", description="Calls under way"
-        )
-        self._retries = meter.create_counter(
-            "mmrender.client.retries", unit="{attempt}", description="Attempts after the first"
-        )
-        # Calls begin and end in one event loop; several loops use keys of their own.
-        self._spans: dict[int, Span] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._providers
-
-    def on_request(self, event: RequestEvent) -> Mapping[str, str]:
-        """Begin a span, and give its identity to the server."""
-        from opentelemetry import propagate, trace
-
-        labels = _labels(event)
-        self._active.add(1, labels)
-        self._size.record(event.request_bytes, labels)
-        span = self._tracer.start_span(
-            f"{event.method} {urlsplit(event.url).path}",
-            kind=trace.SpanKind.CLIENT,
-            attributes={**labels, "url.full": event.url, "http.request.body.size": event.request_bytes},
-        )
-        self._spans[event.call_id] = span
-        headers: dict[str, str] = {}
-        propagate.inject(headers, trace.set_span_in_context(span))
-        return headers
-
-    def on_retry(self, event: RequestEvent) -> None:
-        """Note the attempt, and why it is made."""
-        reason = {"error.type": _error_type(event.error)}
-        self._retries.add(1, {**_labels(event), **reason})
-        if (span := self._spans.get(event.call_id)) is not None:
-            span.add_event("retry", {"http.request.resend_count": event.attempt - 1, **reason})
-
-    def on_response(self, event: RequestEvent) -> None:
-        """End the span."""
-        self._end(event)
-
-    def on_error(self, event: RequestEvent) -> None:
-        """End the span with its error; a cancelled call is not one."""
-        self._end(event)
-
-    def _end(self, event: RequestEvent) -> None:
-        from opentelemetry import trace
-
-        labels, error = _labels(event), event.error
-        result: dict[str, str | int] = {}
-        if event.status is not None:
-            result["http.response.status_code"] = event.status
-        if error is not None:
-            result["error.type"] = _error_type(error)
-        self._active.add(-1, labels)
-        self._duration.record(event.seconds, labels | result)
-        span = self._spans.pop(event.call_id, None)
-        if span is None:
-            return
-        if error is None:
-            result["http.response.body.size"] = event.reply_bytes or 0
-        elif not isinstance(error, asyncio.CancelledError | GeneratorExit):
-            span.record_exception(error)
-            span.set_status(trace.StatusCode.ERROR, str(error))
-        span.set_attributes({**result, "http.request.resend_count": event.attempt - 1})
-        span.end()
-
-
-def _labels(event: RequestEvent) -> dict[str, str | int]:
-    address = urlsplit(event.url)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    return {
-        "http.request.method": event.method,
-        "server.address": address.hostname or "",
-        "server.port": port,
-        "url.scheme": address.scheme,
-    }
-
-
-def _error_type(error: BaseException | None) -> str:
-    return str(error.status) if isinstance(error, EngineStatusError) else type(error).__name__

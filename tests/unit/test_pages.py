@@ -85,12 +85,10 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
 
     import mmcodecs
     from mmrender import client, media, shipping, training, trajectory
-    from mmrender.client.hooks import OpenTelemetryHooks
     from mmrender.training.segments import recurrent_segments
 
     given = {
         "mmcodecs": mmcodecs,
-        "OpenTelemetryHooks": OpenTelemetryHooks,
         "recurrent_segments": recurrent_segments,
     }
     for package in (client, media, shipping, training, trajectory):
