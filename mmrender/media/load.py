@@ -26,6 +26,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
+from mmrender.media.bounds import check_passes, check_pieces
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import FORMATS, ReadLocks, describe, read_source, sniff
 
@@ -116,12 +117,15 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
             remedy=remedy if data else "Check that the file or field is filled.",
         )
     _refuse_lenient_pillow()
+    check_pieces(name, data)
     plugin = name if name == "WebP" else name.capitalize()
     with _named_errors(name):
         # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
         opener = getattr(importlib.import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
         image: ImageFile.ImageFile = opener(io.BytesIO(data), "")
     _check_pixels(image.size, policy)
+    if name == "JPEG":
+        check_passes(data, image.width * image.height, policy)
     return image
 
 
