@@ -423,7 +423,7 @@ def serve(
 def _engine(name: str) -> "BackendName":
     from mmrender.client.generation import resolve_backend
 
-    resolve_backend(cast("BackendName", name), None, "")  # refuses a name that there is not
+    resolve_backend(cast("BackendName", name), "")  # refuses a name that there is not
     return cast("BackendName", name)
 
 

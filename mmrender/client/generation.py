@@ -33,7 +33,6 @@ from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
-RouteName: TypeAlias = Literal["vllm_generate", "sglang_generate", "dynamo_chat"]
 
 _BACKENDS: Final = {
     "vllm": "VLLMBackend",
@@ -43,9 +42,6 @@ _BACKENDS: Final = {
 }
 """By an engine's name its backend, in the module of that name."""
 
-_ENGINES: Final = {"vllm_generate": "vllm", "sglang_generate": "sglang", "dynamo_chat": "dynamo"}
-"""By a route the engine that has it."""
-
 
 async def generate(
     *,
@@ -54,7 +50,6 @@ async def generate(
     messages: Sequence[Any] | None = None,
     model: str,
     backend: RendererBackend | BackendName | None = None,
-    transport: RouteName | None = None,
     prompt_ids: TokenIds | None = None,
     multi_modal_data: MultiModalData | None = None,
     prompt_attribution: RenderedTokens | None = None,
@@ -85,7 +80,6 @@ async def generate(
         messages: The conversation; ignored where a prompt is given.
         model: Name under which the server knows the model; for `"local"` its directory.
         backend: The engine: `"vllm"` (default), `"sglang"`, `"dynamo"`, `"local"`, or a backend object.
-        transport: The engine by its route: `"vllm_generate"`, `"sglang_generate"` or `"dynamo_chat"`.
         prompt_ids: The prompt, placeholders widened, such as a bridge gives it.
         multi_modal_data: Its sidecar.
         prompt_attribution: Its `RenderedTokens`. If given alone, it replaces messages, `prompt_ids` and
@@ -119,7 +113,7 @@ async def generate(
         InputError: Another argument cannot be used.
         MMRenderError: The conversation cannot be rendered; see `Renderer.render`.
     """
-    engine = resolve_backend(backend, transport, model)
+    engine = resolve_backend(backend, model)
     # A backend that has a transport of its own, such as a model in this process, needs no server.
     own: Transport | None = getattr(engine, "transport", None) if client is None else None
     server = as_transport(client) if own is None else own
@@ -194,32 +188,19 @@ async def generate(
     )
 
 
-def resolve_backend(
-    backend: RendererBackend | BackendName | None, route: RouteName | None, model: str
-) -> RendererBackend:
-    """Return a backend by itself, by its name or by its route; vLLM's by default.
+def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -> RendererBackend:
+    """Return a backend by itself or by its name; vLLM's by default.
 
     Args:
         backend: The backend, or its name.
-        route: Its route.
         model: The model, which for `"local"` is its directory.
 
     Raises:
-        InputError: The backend or the route is unknown, or they name different engines.
+        InputError: The backend is unknown.
     """
-    name = backend if backend is None or isinstance(backend, str) else backend.name
-    if route is not None and route not in _ENGINES:
-        raise InputError("unknown route", where="transport", expected=", ".join(_ENGINES), got=repr(route))
-    if route is not None and name not in (None, _ENGINES[route]):
-        raise InputError(
-            "backend and transport name different engines",
-            where="transport",
-            expected=f"{name}'s route, or no transport",
-            got=repr(route),
-        )
     if backend is not None and not isinstance(backend, str):
         return backend
-    name = name or _ENGINES[route or "vllm_generate"]
+    name = backend or "vllm"
     if name not in _BACKENDS:
         raise InputError(
             "unknown backend",

@@ -75,7 +75,7 @@ class HTTPEngine(InferenceEngineInterface):
         pp_size: int = 1,
         dp_size: int = 1,
     ) -> None:
-        self.backend = resolve_backend(backend, None, model)
+        self.backend = resolve_backend(backend, model)
         table = routes or TABLES.get(self.backend.name)
         if table is None:
             raise InputError(

@@ -157,7 +157,7 @@ class RendererClient:
         else:
             self.client = client
         self.model = model
-        self.backend = resolve_backend(backend, None, model)
+        self.backend = resolve_backend(backend, model)
         self.overlong = overlong
         self.sampling_params = dict(sampling_params or {})
         self.template_arguments = dict(template_arguments or {})
