@@ -253,10 +253,14 @@ class FileCache:
         return value
 
     def put(self, name: str, value: Any) -> None:
-        """Write a value atomically; a folder that cannot be written to is ignored."""
+        """Write a value atomically; what no file can hold, or a folder cannot be written to, is ignored."""
         if self.folder is None:
             return
-        content = msgspec.json.encode(value)
+        try:
+            content = msgspec.json.encode(value)
+        except UnicodeEncodeError as error:
+            _log.debug("cannot write cache entry %s: %s", name, error)
+            return
         entry = _Entry(blake3(content).hexdigest(), msgspec.Raw(content))
         partial = self.folder / f"{name}.{secrets.token_hex(8)}{_PARTIAL}"
         try:

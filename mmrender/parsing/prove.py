@@ -8,11 +8,12 @@ and none is chosen.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing.grammars import Grammar, Section, all_grammars, provided_grammars
+from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, all_grammars, provided_grammars
 from mmrender.parsing.parser import (
     After,
     Before,
@@ -78,24 +79,53 @@ class _Probe(NamedTuple):
     token_ids: list[int]
 
 
+class _Finding(NamedTuple):
+    """A `GrammarChoice` and the edges that its grammar was read with, as they are kept on disk."""
+
+    outcome: Outcome
+    grammar: str | None
+    proved: tuple[str, ...]
+    reasons: dict[str, str]
+    refused: tuple[str, ...]
+    edges: list[tuple[Before, After, Edge]]
+
+
 def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> ResponseParser:
     """Build the parser for one template with one set of template arguments.
 
     `grammar` names the tool-call grammar, for a template that prints no calls or an unknown kind; None has it
     proved. Raises `InputError` where there is no grammar of that name.
     """
-    prover = GrammarProver(known)
-    choice = prover.choose(grammar)
-    return ResponseParser(prover.turns, choice, prover.edges(choice.grammar))
+    grammars, turns = all_grammars(grammar), TurnReader(known.profile, known.tokenizer)
+    if grammar is not None and grammar not in grammars:
+        names = " or ".join(grammars)
+        raise InputError("no such tool-call grammar", where="grammar", expected=names, got=repr(grammar))
+
+    def prove(reasons: Mapping[str, str] = MappingProxyType({})) -> _Finding:
+        return GrammarProver(known, turns).prove(grammar, grammars, reasons)
+
+    if grammar is None or grammar in GRAMMARS:
+        sample = known.tokenizer.encode(repr((_ARGUMENTS, _PROVE)))
+        about = ("grammar", grammar, turns.text_of(sample).text)
+        found = known.findings.get_or_find(about, _Finding, prove)
+        if found.outcome == "none" and (others := provided_grammars()):
+            # What other packages bring is tried where none of ours reads the template back.
+            grammars = {**grammars, **others}
+            found = prove(found.reasons)
+    else:
+        found = prove()
+    chosen = None if found.grammar is None else grammars[found.grammar]
+    choice = GrammarChoice(found.outcome, chosen, found.proved, found.reasons, found.refused)
+    return ResponseParser(turns, choice, {(before, after): edge for before, after, edge in found.edges})
 
 
 class GrammarProver:
     """Tries grammars on what a template prints."""
 
-    def __init__(self, known: KnownTemplate) -> None:
+    def __init__(self, known: KnownTemplate, turns: TurnReader) -> None:
         self._probes = known.probes
         self._profile = known.profile
-        self.turns = TurnReader(known.profile, known.tokenizer)
+        self.turns = turns
         # The richest definitions that the template takes: some fail on a type, others without tools.
         taken = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
         self._tools = next(taken, None)
@@ -127,32 +157,37 @@ class GrammarProver:
             found.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
         return found
 
-    def choose(self, name: str | None = None) -> GrammarChoice:
-        """Choose a grammar by proof, or take the one that is named and say whether it is proved."""
-        grammars = all_grammars(name)
-        if name is not None and name not in grammars:
-            known = " or ".join(grammars)
-            raise InputError("no such tool-call grammar", where="grammar", expected=known, got=repr(name))
+    def prove(self, name: str | None, grammars: Mapping[str, Grammar], known: Mapping[str, str]) -> _Finding:
+        """Choose a grammar by proof, or take the one that is named and say whether it is proved.
+
+        `known` are reasons against some of the grammars, found before.
+        """
         named = grammars.get(name or "")
         if not any(_ARGUMENTS["digits"] in (probe.text or "") for probe in self._probed(None, _PROVE)):
-            return GrammarChoice("named" if named is not None else "not_printed", named)
-        reasons = self._differences(grammars)
-        if named is None and len(reasons) == len(grammars):
-            # What other packages bring is tried where none of ours reads the template back.
-            grammars = {**grammars, **provided_grammars()}
-            reasons = self._differences(grammars, reasons)
+            return self._finding("named" if named is not None else "not_printed", named)
+        reasons = self._differences(grammars, known)
         proved = tuple(name for name in grammars if name not in reasons)
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
         chosen = named or (grammars[proved[0]] if len(proved) == 1 else None)
         refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.text is None]
         outcome = "named" if named is not None else outcome
-        return GrammarChoice(outcome, chosen, proved, reasons, tuple(dict.fromkeys(refused)))
+        return self._finding(outcome, chosen, proved, reasons, tuple(dict.fromkeys(refused)))
 
-    def _differences(
-        self, grammars: Mapping[str, Grammar], known: Mapping[str, str] | None = None
-    ) -> dict[str, str]:
+    def _finding(
+        self,
+        outcome: Outcome,
+        chosen: Grammar | None,
+        proved: tuple[str, ...] = (),
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        refused: tuple[str, ...] = (),
+    ) -> _Finding:
+        edges = [(*place, edge) for place, edge in self.edges(chosen).items()]
+        name = chosen.name if chosen is not None else None
+        return _Finding(outcome, name, proved, dict(reasons), refused, edges)
+
+    def _differences(self, grammars: Mapping[str, Grammar], known: Mapping[str, str]) -> dict[str, str]:
         """The first difference of each grammar that does not read back what was rendered."""
-        reasons = dict(known or {})
+        reasons = dict(known)
         for name, grammar in grammars.items():
             difference = None if name in reasons else self._first_difference(grammar)
             if difference is not None:

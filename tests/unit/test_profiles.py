@@ -13,6 +13,7 @@ from mmrender.probing import templates
 from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.probing.templates import Findings
 from mmrender.renderer import Renderer
+from mmrender.template.chat import ChatTemplate
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -72,6 +73,33 @@ def test_refusals_are_kept_too(tiny_model: Path, folder: Path, probed: list[str]
     assert reasons == {"what the template writes for this extension depends on the number of earlier turns"}
     assert probed.count("proof") == 1
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "glm4_5v", "qwen3_5"])
+@pytest.mark.parametrize("grammar", [None, "json_tags"])
+def test_a_second_load_parses_without_a_run_of_the_template(
+    shared_models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, grammar: str | None
+) -> None:
+    options: dict[str, Any] = {"image_backend": "pil", "tool_call_grammar": grammar}
+    first = Renderer.from_pretrained(shared_models / name, **options).response_parser()
+    runs = []
+    run = ChatTemplate.render
+
+    def counting(self: ChatTemplate, *args: Any, **options: Any) -> Any:
+        runs.append(args)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    second = Renderer.from_pretrained(shared_models / name, **options).response_parser()
+    assert runs == []
+    assert (second.choice, second.edges) == (first.choice, first.edges)
+    assert (
+        Renderer.from_pretrained(shared_models / name, image_backend="pil", tool_call_grammar="gemma")
+        .response_parser()
+        .choice
+        != first.choice
+    )
+    assert runs
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"form": 3}', b'{"failure": 3}'])
