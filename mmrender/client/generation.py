@@ -160,7 +160,6 @@ async def generate(
         if has_length or not engine.is_overflow_error(error):
             raise
         raise PromptTooLongError(len(prompt.ids), limit, where="prompt") from error
-    prompt = response.prompt or prompt
     # Many replies may come at once; other tasks have their turn between the parsing of each.
     await asyncio.sleep(0)
     options: ParseOptions = {

@@ -5,8 +5,6 @@ the vocabulary, ranges that hold exactly the tokens of their items, no image wit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -14,12 +12,9 @@ import numpy.typing as npt
 
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineMismatchError, EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.media.item import ReferenceItem
 from mmrender.spans import (
-    MediaItem,
     MediaSpan,
     MultiModalData,
-    PlaceholderRange,
     Repeat,
     common_prefix,
 )
@@ -186,91 +181,6 @@ def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str
         expected=f"{token_at(ours, first)} of {len(ours)}",
         got=f"{token_at(theirs, first)} of {len(theirs)}",
         remedy="Render with the files and processor settings of the model that the server runs",
-    )
-
-
-def adopt_prompt(
-    seen: list[int], request: EngineRequest, ranges: Sequence[tuple[int, int]] | None = None, *, where: str
-) -> EngineRequest:
-    """Return the request with the prompt that a server made of the images; all other tokens must be ours.
-
-    An image that the server widens as the renderer does keeps its item. Another becomes a reference to what
-    was sent, as long as the server made it.
-
-    Args:
-        seen: The server's prompt.
-        request: What was sent; its `prompt_ids` are widened.
-        ranges: Offset and length of each image in `seen`, in order. Without it they are the runs of media
-            tokens where the images are.
-        where: The field in errors.
-
-    Raises:
-        EngineMismatchError: The server has other text, other media tokens, or other images.
-    """
-    ours = list(request.prompt_ids)
-    if seen == ours:
-        return request
-    spans = request.multi_modal_data.spans(len(ours))
-    if ranges is not None and len(ranges) != len(spans):
-        raise _other_prompt("images", where, str(len(spans)), str(len(ranges)))
-    entries: list[tuple[PlaceholderRange, MediaItem]] = []
-    position = served = 0  # the ends of the image before, here and there
-    for index, span in enumerate(spans):
-        pieces = _pieces_by_token(span, ours)
-        start = served + span.start - position
-        stop = next((at for at in range(start, len(seen)) if seen[at] not in pieces), len(seen))
-        if ranges is not None:
-            start, stop = ranges[index][0], sum(ranges[index])
-        if not served <= start < stop <= len(seen) or seen[served:start] != ours[position : span.start]:
-            expected = f"the tokens of [{position}, {span.start}), then the image"
-            raise _other_prompt(
-                "tokens before an image", f"{where} {span.where}", expected, f"[{start}, {stop})"
-            )
-        shown = seen[start:stop]
-        if set(shown) - pieces.keys() or not any(pieces[token].embeds for token in shown):
-            expected, got = ", ".join(map(str, pieces)), ", ".join(map(str, sorted(set(shown))[:8]))
-            raise _other_prompt("tokens of an image", f"{where} {span.where}", expected, got)
-        if shown == ours[span.start : span.stop]:
-            entries.append((span.range.shifted(start - span.start), span.item))
-        else:
-            runs = [(pieces[token], len(list(run))) for token, run in groupby(shown)]
-            expansion = tuple(Repeat(piece.token, count, piece.embeds) for piece, count in runs)
-            item = ReferenceItem.of_server(span.item, expansion)
-            entries.append((_range_of([pieces[token].embeds for token in shown], start), item))
-        position, served = span.stop, stop
-    if seen[served:] != ours[position:]:
-        expected, got = f"{len(ours) - position} tokens, as sent", f"{len(seen) - served}"
-        raise _other_prompt("tokens after the images", where, expected, got)
-    return replace(request, prompt_ids=list(seen), multi_modal_data=MultiModalData.of(entries))
-
-
-def _pieces_by_token(span: MediaSpan, ids: Sequence[int]) -> dict[int, Repeat]:
-    """Return by token the pieces of an expansion, which tokens alone must make."""
-    pieces, at = {}, span.start
-    for piece in span.item.expansion:
-        if not isinstance(piece, Repeat):
-            raise EngineUnsupportedError(
-                "an expansion with text cannot be taken from the server", where=span.where, got=repr(piece)
-            )
-        pieces[ids[at]] = piece
-        at += piece.count
-    return pieces
-
-
-def _range_of(embeds: Sequence[bool], offset: int) -> PlaceholderRange:
-    """Return the range of an image, by which of its tokens hold features."""
-    edges = [(a, b) for a, b in np.flatnonzero(np.diff([False, *embeds, False])).reshape(-1, 2).tolist()]
-    whole = edges == [(0, len(embeds))]
-    return PlaceholderRange(offset, len(embeds), None if whole else tuple(edges))
-
-
-def _other_prompt(what: str, where: str, expected: str, got: str) -> EngineMismatchError:
-    return EngineMismatchError(
-        f"the server's prompt has other {what} than were sent",
-        where=where,
-        expected=expected,
-        got=got,
-        remedy="Only what stands for an image may differ; see that the server runs the same model",
     )
 
 

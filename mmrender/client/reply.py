@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pybase64
 
 from mmrender.client.placeholders import check_prompt_seen
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, Prompt, TopLogprobs, Usage
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
@@ -124,7 +124,6 @@ class ReportedExperts(msgspec.Struct):
 def response_of(
     request: EngineRequest,
     *,
-    adopted: bool = False,
     where: str,
     ids: Sequence[int],
     entries: Sequence[LogprobEntry],
@@ -140,8 +139,6 @@ def response_of(
     request_id: str | None = None,
 ) -> EngineResponse:
     """Check what a server says of one completion; `where` is the call in errors.
-
-    `adopted` says that the request's prompt is the server's own, and not what was sent.
 
     `named` says whether each logprob must name its token, `seen` is the prompt that the server used, and
     `experts_shape` layers and experts of a token, for router choices that come without.
@@ -174,7 +171,6 @@ def response_of(
         allowed=() if masks is None else kept_tokens(masks, completion_ids, request, where=where),
         request_id=request_id,
         top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
-        prompt=Prompt(list(request.prompt_ids), request.multi_modal_data, None) if adopted else None,
     )
 
 

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, data_urls, require_one_of, sample
-from mmrender.client.placeholders import adopt_prompt, check_request
+from mmrender.client.exchange import HTTPBackend, data_urls, sample
+from mmrender.client.placeholders import check_request
 from mmrender.client.reply import (
     LogprobEntry,
     PromptDetails,
@@ -27,7 +27,7 @@ from mmrender.client.reply import (
 from mmrender.client.sampling import spell
 from mmrender.client.sampling import where as parameter
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Trust
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
@@ -53,7 +53,6 @@ class SGLangBackend(HTTPBackend):
             where router choices are asked for.
         deterministic: The server runs with `--enable-deterministic-inference`. Others ignore seeds, so a seed
             is then refused.
-        trust: Whose widening of images is the truth; see `Trust`.
         low_priority_values_first: The server runs with `--schedule-low-priority-values-first`. By default
             SGLang serves high values first, and the sign of a priority is turned.
     """
@@ -62,10 +61,6 @@ class SGLangBackend(HTTPBackend):
     routed_experts_shape: tuple[int, int] | None = None
     deterministic: bool = False
     low_priority_values_first: bool = False
-    trust: Trust = "renderer"
-
-    def __post_init__(self) -> None:
-        require_one_of("SGLangBackend.trust", self.trust, get_args(Trust))
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
@@ -84,7 +79,7 @@ class SGLangBackend(HTTPBackend):
             transport,
             "/generate",
             await self._body(request),
-            partial(read_reply, request, self.routed_experts_shape, trust=self.trust),
+            partial(read_reply, request, self.routed_experts_shape),
             abort=("/abort_request", {"rid": request.request_id}),
             on_tokens=on_tokens,
         )
@@ -197,8 +192,6 @@ def read_reply(
     experts_shape: tuple[int, int] | None,
     body: bytes,
     where: str,
-    *,
-    trust: Trust = "renderer",
 ) -> EngineResponse:
     """Read a reply of status 200."""
     found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
@@ -234,12 +227,8 @@ def read_reply(
             len(ids),
             len(request.prompt_ids),
         )
-    sent = request
-    if trust == "server":
-        request = adopt_prompt(reply.prompt_token_ids, sent, where=where)
     return response_of(
         request,
-        adopted=request is not sent,
         where=where,
         ids=ids,
         entries=entries,

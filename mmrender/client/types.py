@@ -22,10 +22,6 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 TurnFinishReason: TypeAlias = Literal["stop", "length", "abort", "tool_calls"]
 
-Trust: TypeAlias = Literal["renderer", "server"]
-"""Whose widening of images is the truth, where a server widens them. The server's must equal the renderer's,
-or its tokens and ranges of images are taken as the prompt, which is then `EngineResponse.prompt`."""
-
 TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 """Alternatives `(token_id, logprob)` of each completion token."""
 
@@ -107,7 +103,6 @@ class EngineResponse:
             known; `logprobs` are then of what was allowed.
         request_id: The engine's own name of the request.
         top_logprobs: Alternatives of each completion token, where asked for.
-        prompt: What the server made of the prompt, where that is taken as the truth and is not what was sent.
     """
 
     completion_ids: list[int]
@@ -120,7 +115,6 @@ class EngineResponse:
     allowed: tuple[AllowedTokens, ...] = ()
     request_id: str | None = None
     top_logprobs: TopLogprobs | None = None
-    prompt: Prompt | None = None
 
 
 class OnTokens(Protocol):
@@ -182,7 +176,7 @@ class Generation:
     """One sampled turn, parsed, ready to be trained on or continued.
 
     Attributes:
-        prompt_ids: The prompt, placeholders widened; the server's own where the backend trusts it.
+        prompt_ids: The prompt, placeholders widened.
         completion_ids: The sampled tokens, with the stop token where the model sampled one.
         logprobs: One finite number for each of `completion_ids`.
         finish_reason: `tool_calls` where a well-formed call ended in a stop; else why sampling ended.
@@ -190,8 +184,7 @@ class Generation:
         parsed: The parsed completion.
         message: The assistant message, ready to be appended to the conversation.
         multi_modal_data: The sidecar of the prompt.
-        prompt_attribution: Attribution of the prompt's tokens; None where only ids were given, or where the
-            prompt is the server's own.
+        prompt_attribution: Attribution of the prompt's tokens; None if only ids were given.
         response: The engine's response.
     """
 

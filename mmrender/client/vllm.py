@@ -23,7 +23,7 @@ import msgspec
 
 from mmrender.client.exchange import HTTPBackend, check_size, data_urls, require_one_of, sample
 from mmrender.client.limits import limit_of, renormalised, reporting
-from mmrender.client.placeholders import Ids, adopt_prompt, check_request, require_dense
+from mmrender.client.placeholders import Ids, check_request, require_dense
 from mmrender.client.reply import (
     FailedInEngineError,
     LogprobEntry,
@@ -39,7 +39,7 @@ from mmrender.client.reply import (
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
 from mmrender.client.transport import JSONText, Transport, read_events
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Trust
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_images import (
     PIXEL_DTYPES,
     ImageTensors,
@@ -78,8 +78,6 @@ class VLLMBackend(HTTPBackend):
             levels that the server normalises, the others normalised values.
         trust_cache: Leave out images that the server has also where it does not say how it caches them. A
             wrong answer kills the engine.
-        trust: Whose widening of images is the truth, for `content_parts`; see `Trust`. With `"server"` tokens
-            are reported at the end alone.
         max_body_bytes: The longest body that the server's frontend takes; None for no bound. Where hashes are
             sent, longer requests are split; else they are refused before they are sent.
         abort_on_cancel: Tell the server to stop where a call is cancelled or times out. Closing the
@@ -93,15 +91,12 @@ class VLLMBackend(HTTPBackend):
     images: ImageMode = "auto"
     pixels: Literal["ask"] | PixelDtype = "ask"
     trust_cache: bool = False
-    trust: Trust = "renderer"
     max_body_bytes: int | None = None
     abort_on_cancel: bool = True
 
     def __post_init__(self) -> None:
-        trusts = get_args(Trust) if self.images == "content_parts" else ("renderer",)
         require_one_of("VLLMBackend.images", self.images, get_args(ImageMode))
         require_one_of("VLLMBackend.pixels", self.pixels, ("ask", *PIXEL_DTYPES))
-        require_one_of("VLLMBackend.trust", self.trust, trusts, "A server widens images='content_parts' only")
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
@@ -147,13 +142,7 @@ class VLLMBackend(HTTPBackend):
         collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
         self._check_size(len(collapsed), urls)
         parts = [{"type": "image_url", "url": url} for url in urls]
-        body = {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
-        if self.trust == "renderer":
-            return await send(body)
-        response = await send(body, trust=self.trust, on_tokens=None)
-        if on_tokens is not None:
-            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
-        return response
+        return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
 
     async def _as_tensors(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
@@ -267,13 +256,12 @@ async def sample_tokens(
     prompt: Mapping[str, Any],
     *,
     aborts: bool,
-    trust: Trust = "renderer",
     on_tokens: OnTokens | None = None,
 ) -> EngineResponse:
     """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed where `on_tokens` is given.
 
     `prompt` holds the members of the body for tokens and images. With `aborts` the server is asked to stop
-    where the call is cancelled or times out. `trust` is that of `VLLMBackend`.
+    where the call is cancelled or times out.
     """
     spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")
     params = {"logprobs": 0, **spelled.sampling}  # by default of the sampled token alone
@@ -295,7 +283,7 @@ async def sample_tokens(
     headers = {name.lower(): value for name, value in request.extra_headers.items()}
     engine_id = f"generate-tokens-{headers.get('x-request-id', request.request_id)}"
     where = f"{transport.base_url}{GENERATE_PATH}"
-    widened = trust if "content_parts" in prompt else None
+    widened = "content_parts" in prompt
     try:
         return await sample(
             request,
@@ -351,14 +339,12 @@ class _Reply(msgspec.Struct):
     mm_placeholders: dict[str, list[Place]] | None = None
 
 
-def read_reply(
-    request: EngineRequest, body: bytes, where: str, *, widened: Trust | None = None
-) -> EngineResponse:
-    """Read a whole answer; `widened`: whose prompt is the truth, if the server widened placeholders."""
+def read_reply(request: EngineRequest, body: bytes, where: str, *, widened: bool = False) -> EngineResponse:
+    """Read a whole answer; `widened` says that the server widened placeholders, as the renderer must have."""
     return _response(request, decode_as(body, _Reply, where=where), where, widened)
 
 
-def _response(request: EngineRequest, reply: _Reply, where: str, widened: Trust | None) -> EngineResponse:
+def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) -> EngineResponse:
     """Check a decoded answer."""
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
@@ -369,14 +355,8 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: Trust 
             where=f"{where} prompt_token_ids",
             expected="a list",
         )
-    sent = request
-    if widened == "server":
-        places = [place for ranges in (reply.mm_placeholders or {}).values() for place in ranges]
-        ranges = sorted((place.offset, place.length) for place in places)
-        request = adopt_prompt(reply.prompt_token_ids or [], sent, ranges, where=where)
     response = response_of(
         request,
-        adopted=request is not sent,
         where=where,
         ids=choice.token_ids or [],
         entries=choice.logprobs.content or [] if choice.logprobs else [],
@@ -411,9 +391,7 @@ class _Stream:
     their masks if the stream broke.
     """
 
-    def __init__(
-        self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: Trust | None
-    ) -> None:
+    def __init__(self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: bool) -> None:
         self._request = request
         self._on_tokens = on_tokens
         self._where = where

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Prompt, Usage
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.engines.interface import InferenceEngineInterface, check_budget
 from mmrender.errors import EngineReplyError, PromptTooLongError
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
@@ -77,7 +77,6 @@ class Continuation:
         self._decode = decode
         self._listener = listener
         self._shown = 0
-        self._prompt: Prompt | None = None
         stop = request.sampling_params.get("stop") or ()
         self._stops = [stop] if isinstance(stop, str) else list(stop)
         self._clear()
@@ -194,12 +193,6 @@ class Continuation:
         Raises:
             EngineReplyError: Its router choices do not fit those of earlier pieces.
         """
-        if piece.prompt is not None:
-            # The server's own prompt: what is asked next builds on it.
-            prompt_ids = piece.prompt.ids[: len(piece.prompt.ids) - len(self.completion_ids)]
-            data = piece.prompt.data
-            self.request = replace(self.request, prompt_ids=prompt_ids, multi_modal_data=data)
-            self._prompt = Prompt(prompt_ids, data, None)
         piece = self._cut_at_stop(piece)
         if piece.completion_ids or piece.finish_reason != "abort":
             seam = len(self.request.prompt_ids) + len(self.completion_ids) - 1
@@ -282,7 +275,6 @@ class Continuation:
             allowed=tuple(allowed),
             request_id=first.request_id,
             top_logprobs=tuple(top) if top else None,
-            prompt=self._prompt,
         )
 
 

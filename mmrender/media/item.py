@@ -288,13 +288,10 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         identity: Of the item that processing `source` must give; 64 hex digits.
         expected_length: Number of tokens of the placeholder range in the prompt.
         source: The encoded image, or its URL.
-        served: Whether a server processed it, whose item is not known here. The identity is then that of
-            source and expansion, the grid is empty, and processing must give the same expansion alone.
     """
 
     expected_length: Count
     source: bytes | str
-    served: bool = False
 
     @classmethod
     def of(cls, item: MediaItem, source: bytes | str, expected_length: int) -> "ReferenceItem":
@@ -307,26 +304,6 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
             expected_length=expected_length,
             source=source,
             modality=item.modality,
-        )
-
-    @classmethod
-    def of_server(cls, item: MediaItem, expansion: tuple[Repeat, ...]) -> "ReferenceItem":
-        """Return the image of `item` as a server processed it, to this expansion.
-
-        Raises:
-            MediaError: The item cannot be had as an encoded image.
-        """
-        source = item.source if isinstance(item, ReferenceItem) else encoded_image(item).data
-        encoded = source.encode() if isinstance(source, str) else source
-        return cls(
-            identity=blake3(msgspec.json.encode(expansion) + encoded).hexdigest(),
-            size=item.size,
-            grid=(),
-            expansion=expansion,
-            expected_length=sum(piece.count for piece in expansion),
-            source=source,
-            modality=item.modality,
-            served=True,
         )
 
     @property
@@ -369,7 +346,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         else:
             with open_video(VideoPart(self.source), policy or MediaPolicy(), where) as video:
                 item = processor.videos.prepare(video).finish()
-        for name in ("expansion",) if self.served else ("identity", "grid", "expansion"):
+        for name in ("identity", "grid", "expansion"):
             expected, got = getattr(self, name), getattr(item, name)
             if expected != got:
                 raise MediaError(

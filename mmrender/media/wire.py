@@ -119,8 +119,7 @@ def _reference(item: _Reference, where: str) -> ReferenceItem:
         source = source.tobytes()  # copied: decoders of images take nothing but bytes
     if not isinstance(source, str | bytes):
         _refuse("a source is malformed", where, "a URL or uint8 [n]", _form_of(source))
-    found = ReferenceItem.of(item, source, item.expected_length)
-    return msgspec.structs.replace(found, served=item.served)
+    return ReferenceItem.of(item, source, item.expected_length)
 
 
 def _decoded(kind: Any, value: Any) -> Any:

@@ -22,8 +22,6 @@ from mmrender.errors import EngineConnectionError, EngineStatusError, PromptTooL
 from mmrender.renderer import Renderer
 from mmrender.spans import MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.training.kwargs import resolve_references
-from mmrender.trajectory import Trajectory
 
 MODEL = "tiny"
 """Name under which every tier serves the tiny model."""
@@ -310,30 +308,3 @@ def with_settings(directory: Path, folder: Path, **changes: Any) -> Renderer:
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return Renderer.from_pretrained(folder)
-
-
-def assert_server_widens(server, renderer, tiny_model: Path, folder: Path, backend: Any) -> None:
-    """Ask with a renderer that counts other tokens for an image than the server, which is right about its model."""
-    size = {"shortest_edge": 16384, "longest_edge": 4 << 20}
-    other = with_settings(tiny_model, folder / "size", size=size)
-    messages = [user("How large?", picture(5, 800, 640), picture(6, 128, 128))]
-    found = ask(server, other, messages=messages, backend=backend)
-    right = renderer.render_ids(messages, add_generation_prompt=True)
-    assert found.prompt_ids == right == found.response.prompt.ids
-    assert len(other.render_ids(messages, add_generation_prompt=True)) > len(right)
-    chat = chat_answer(server, messages, max_tokens=12)
-    assert found.usage.prompt_tokens == chat["usage"]["prompt_tokens"]
-    trajectory = Trajectory()
-    trajectory.append(
-        found.prompt_ids,
-        found.completion_ids,
-        logprobs=found.logprobs,
-        multi_modal_data=found.multi_modal_data,
-    )
-    # The trainer processes the image as the server does, and gets as many tokens.
-    processor = renderer.media.processor
-    (sample,) = resolve_references(trajectory.samples(), processor)
-    large, small = sample.multi_modal_data.spans(len(sample.token_ids))
-    assert (large.range.length, small.range.length) == tuple(
-        processor.geometry(*sides).num_tokens for sides in ((640, 800), (128, 128))
-    )

@@ -18,7 +18,6 @@ from integration.engine_checks import (
     assert_logprobs,
     assert_overflow,
     assert_reference,
-    assert_server_widens,
     assert_stops_and_alternatives,
     cancelled,
     chat_answer,
@@ -84,10 +83,6 @@ def test_a_bridged_rollout_with_an_image_a_turn(server, renderer, tiny_model):
     )
     # The server keeps what it has seen of a prompt; a later turn is served from there up to its images.
     assert turns[-1].usage.cached_tokens > 0
-
-
-def test_a_servers_own_widening_is_the_prompt_where_it_is_trusted(server, renderer, tiny_model, tmp_path):
-    assert_server_widens(server, renderer, tiny_model, tmp_path, SGLangBackend(trust="server"))
 
 
 def test_logprobs_are_those_of_the_distribution_at_its_temperature(server, renderer, tiny_model):

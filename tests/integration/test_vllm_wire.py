@@ -18,7 +18,6 @@ from integration.engine_checks import (
     assert_logprobs,
     assert_overflow,
     assert_reference,
-    assert_server_widens,
     assert_stops_and_alternatives,
     cancelled,
     chat_answer,
@@ -261,12 +260,6 @@ def test_another_size_is_found(server, renderer, tiny_model, tmp_path):
     }.items():
         with pytest.raises(EngineMismatchError, match=expected):
             ask(server, other, messages=messages, backend=VLLMBackend(images=mode))
-
-
-@only("default")
-def test_a_servers_own_widening_is_the_prompt_where_it_is_trusted(server, renderer, tiny_model, tmp_path):
-    backend = VLLMBackend(images="content_parts", trust="server")
-    assert_server_widens(server, renderer, tiny_model, tmp_path, backend)
 
 
 @only("default")
