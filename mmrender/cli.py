@@ -98,6 +98,7 @@ def render(
         "spans": [span._asdict() for span in rendered.spans],
         "roles": rendered.roles,
         "rewritten": rendered.rewritten,
+        "answer_only": rendered.answer_only,
         "mm_hashes": data.mm_hashes,
         "mm_placeholders": {
             modality: [

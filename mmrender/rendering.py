@@ -176,7 +176,9 @@ class Rendering:
             layout,
             messages,
             fingerprints=fingerprints,
-            cuts=sorted({turn.prompt_stop for turn in turns}),
+            cuts=sorted(
+                {cut for turn in turns for cut in (turn.prompt_stop, turn.answer_start) if cut is not None}
+            ),
         )
         calls = [call for message in messages for call in message.tool_calls]
         called = {call.id: call.name for call in calls if call.id is not None}
@@ -184,10 +186,7 @@ class Rendering:
             (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
             for message in messages
         ]
-        spans = tuple(encoded.spans)
-        if turns:
-            spans, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
-            rewritten += misaligned
+        spans, answer_only, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
@@ -195,7 +194,8 @@ class Rendering:
             tool_names=tuple(tool_names),
             multi_modal_data=sidecar,
             text=plain(text),
-            rewritten=tuple(sorted(rewritten)),
+            rewritten=tuple(sorted([*rewritten, *misaligned])),
+            answer_only=answer_only,
             placeholder_ids=self.writer.placeholder_ids,
             _decode=self.writer.tokenizer.decode,
         )

@@ -23,6 +23,7 @@ from pydantic import ConfigDict
 from renderers.base import should_rerender_for_thinking_retention
 
 from mmrender.content import normalize_messages
+from mmrender.errors import RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, MessageLike, VideoPart
 from mmrender.parsing.calls import CallStatus
@@ -126,9 +127,20 @@ class MMRenderer:
                 the template writes, for engines that widen it themselves, and there is no sidecar.
 
         Raises:
+            RenderError: The conversation has assistant turns, and none of their tokens counts as sampled.
             MMRenderError: As for `Renderer.render`.
         """
-        return _translated(self._render(messages, tools, add_generation_prompt, process_multimodal))
+        rendered = self._render(messages, tools, add_generation_prompt, process_multimodal)
+        turns = [index for index, role in enumerate(rendered.roles) if role == "assistant"]
+        if turns and not add_generation_prompt and not rendered.sampled_mask.any():
+            raise RenderError(
+                "no turn of this conversation is one that the model writes, so nothing could be trained on",
+                where=f"messages[{turns[0]}]",
+                expected="a turn that begins with its generation prompt, or has an answer and no reasoning",
+                got=f"messages {', '.join(map(str, turns))}, which the template writes differently",
+                remedy="Set the template's variables in the config, or train on each turn by itself",
+            )
+        return _translated(rendered)
 
     def render_ids(
         self,

@@ -63,6 +63,35 @@ class ReasoningFormat:
         """Whether the text of a turn, its generation prompt included, ends inside reasoning."""
         return turn.rfind(self.begin) > turn.rfind(self.end)
 
+    @property
+    def empty(self) -> re.Pattern[str]:
+        """A block without reasoning, or the end of one, with the blanks after it."""
+        return re.compile(rf"(?:{re.escape(self.begin)}\s*)?{re.escape(self.end)}\s*")
+
+    def answer_start(self, text: str, turn: int, prompt: str) -> int | None:
+        """Return the character at which the answer of a turn without reasoning begins in a conversation.
+
+        None unless the turn's prompt ends in a block, open or empty, and the conversation continues the text
+        before that block. Empty blocks in earlier turns make no difference: nobody wrote them.
+
+        Args:
+            text: The rendered conversation.
+            turn: Start of the turn in it.
+            prompt: The rendered prompt of the turn.
+        """
+        start = prompt.rfind(self.begin)
+        if start < 0 or self.empty.sub("", prompt[start + len(self.begin) :]).strip():
+            return None
+        header, before = prompt[:start], text[:turn]
+        if not header.startswith(before):
+            header, before = self.empty.sub("", header), self.empty.sub("", before)
+        if not header.startswith(before) or not text.startswith(header[len(before) :], turn):
+            return None
+        answer = turn + len(header) - len(before)
+        if (empty := self.empty.match(text, answer)) is not None:
+            return empty.end()
+        return None if text.startswith(self.begin, answer) else answer
+
 
 @dataclass(frozen=True)
 class TemplateProfile:
@@ -81,6 +110,8 @@ class TemplateProfile:
         closer_ids: Special tokens that close a turn in history, on which no model stops.
         prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it; None
             where no probe showed an answer.
+        answers_stable: Whether the answers of the probes without reasoning followed their prompts, but for
+            empty blocks; see `ReasoningFormat.answer_start`.
         image_roles: Roles in which an image part writes something, and never less than one per part.
         roles: Roles the template accepts.
         prints_tools: Whether tool definitions are printed; None where the template refuses the probe.
@@ -102,6 +133,7 @@ class TemplateProfile:
     end_ids: frozenset[int]
     closer_ids: frozenset[int]
     prefix_stable: bool | None
+    answers_stable: bool
     image_roles: tuple[Role, ...]
     roles: tuple[Role, ...]
     prints_tools: bool | None
@@ -133,6 +165,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     tools = [tool_definition(f"{WORD}F")]
     around = {role: messages_around(role) for role in get_args(Role)}
     takes_parts = probes.form.content != "text"
+    reasoning = _reasoning(probes, prompts[0] if prompts else "")
     return TemplateProfile(
         form=probes.form,
         generation_prompts=prompts,
@@ -142,6 +175,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         end_ids=frozenset(written.get("end", ())),
         closer_ids=_unstopped_closers(written, special_ids, stop_ids),
         prefix_stable=_is_prefix_stable(probes),
+        answers_stable=reasoning is not None and _are_answers_stable(probes, reasoning),
         image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by_image(role)),
         roles=tuple(
             role
@@ -152,7 +186,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         prints_tool_calls=probes.shows("bravo", [user(), CALLING]),
         writes_content_before_results=f"{WORD}A" in with_both.partition(f"{WORD}T")[0],
         prints_reasoning=tuple(place for place, shown in places.items() if probes.shows(thought, shown)),
-        reasoning=_reasoning(probes, prompts[0] if prompts else ""),
+        reasoning=reasoning,
         arguments=probes.template.arguments,
         unattributed=_unattributed(probes),
         reads_clock=probes.template.reads_clock,
@@ -244,6 +278,22 @@ def _is_prefix_stable(probes: Probes) -> bool | None:
             if prompt is None or not plain(full).startswith(plain(prompt)):
                 return False
     return found
+
+
+def _are_answers_stable(probes: Probes, reasoning: ReasoningFormat) -> bool:
+    """Whether the answers of all turns without reasoning follow their prompts, but for empty blocks."""
+    system, calling = Message(role="system", content=f"{WORD}S"), assistant(tool_calls=(CALL,))
+    for before in ([system, user(), assistant()], [user(), calling, RESULT, assistant()]):
+        messages = [*before, user("next"), assistant()]
+        full = probes.render(messages)
+        if full is None:
+            continue
+        for index in [index for index, message in enumerate(messages) if message.role == "assistant"]:
+            turn = next((low for low, _, origin in full.spans if origin.message == index), len(full))
+            prompt = probes.render(messages[:index], prompt=True)
+            if prompt is None or reasoning.answer_start(plain(full), turn, plain(prompt)) is None:
+                return False
+    return True
 
 
 def _unattributed(probes: Probes) -> tuple[str, ...]:

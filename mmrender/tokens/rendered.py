@@ -57,6 +57,8 @@ class RenderedTokens:
         text: What the template wrote, each placeholder once.
         rewritten: Assistant messages that do not begin with their generation prompt, because the template
             writes them differently as history than it asked for them; none of their tokens count as sampled.
+        answer_only: Assistant messages without reasoning whose generation prompt writes a reasoning block,
+            unlike the turn: their answer alone counts as sampled, from its first token on.
         placeholder_ids: By modality the token that the template writes for an item.
     """
 
@@ -67,6 +69,7 @@ class RenderedTokens:
     multi_modal_data: MultiModalData = field(default_factory=MultiModalData)
     text: str = ""
     rewritten: tuple[int, ...] = ()
+    answer_only: tuple[int, ...] = ()
     placeholder_ids: Mapping[str, int] = field(default_factory=dict, compare=False)
     _decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
 

@@ -2,27 +2,54 @@
 
 An assistant turn is sampled from where its generation prompt ends through its stop token. The prompt of turn
 `i` is the rendering of the messages before it with the generation prompt, so the turn must begin with the
-generation prompt, to the token. Where it does not, the template writes history differently from what it asked
+generation prompt, to the token. If it does not, the template writes history differently from what it asked
 the model for: the turn counts as rewritten, and none of its tokens as sampled.
+
+One kind of turn has an answer all the same: its generation prompt writes a reasoning block, open or empty,
+and the turn has no reasoning, so the template leaves the block out or writes an empty one. All that the turn
+says is its answer, and the answer counts as sampled, from its first token through the stop token. The tokens
+of the block do not: a prompt writes them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mmrender.errors import TemplateError
-from mmrender.messages import Message
-from mmrender.probing.profile import TemplateProfile
-from mmrender.template.text import TracedStr, plain
+from mmrender.messages import Message, TextPart, ThinkingPart
+from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Encoded
 from mmrender.tokens.rendered import TokenSpan
 from mmrender.tokens.turns import turn_stop
 
 
 class Turn(NamedTuple):
-    """An assistant message, and the character at which its generation prompt ends."""
+    """An assistant message, and the characters at which its sampled tokens may begin.
+
+    Attributes:
+        message: Index of the message.
+        prompt_stop: End of its generation prompt; None if the text does not continue its prompt.
+        answer_start: Start of its answer, if it has no reasoning and its generation prompt writes a block.
+    """
 
     message: int
-    prompt_stop: int
+    prompt_stop: int | None
+    answer_start: int | None
+
+
+class Sampled(NamedTuple):
+    """Spans with sampled tokens marked, and the turns that are not sampled whole.
+
+    Attributes:
+        spans: The spans, split at the sampled ranges.
+        answer_only: Messages of which the answer alone counts as sampled.
+        misaligned: Messages whose prompt does not end at a token; none of their tokens is sampled.
+    """
+
+    spans: tuple[TokenSpan, ...]
+    answer_only: tuple[int, ...]
+    misaligned: tuple[int, ...]
 
 
 def assistant_turns(
@@ -31,7 +58,7 @@ def assistant_turns(
     profile: TemplateProfile,
     render: Callable[..., TracedStr],
 ) -> tuple[list[Turn], list[int]]:
-    """Find the assistant turns that follow their prompt, and the messages whose turns do not.
+    """Find the assistant turns that the model writes, and the messages whose turns are rewritten.
 
     Args:
         text: The rendered conversation.
@@ -41,49 +68,78 @@ def assistant_turns(
         render: Renders messages; takes `add_generation_prompt`.
     """
     body = plain(text)
-    starts: dict[int, int] = {}
-    for start, _, origin in text.spans:
-        starts.setdefault(origin.message, start)
-    is_fixed = len(profile.generation_prompts) == 1
+    spans_of: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in text.spans:
+        spans_of[span[2].message].append(span)
+    prompts, block = profile.generation_prompts, profile.reasoning
+    answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    if block is not None and not any(block.begin in prompt for prompt in prompts):
+        block = None
+    alone = {
+        index
+        for index in answers
+        if block is not None and _is_answer_alone(messages[index], body, spans_of[index], block)
+    }
+    is_fixed, is_settled = len(prompts) == 1, profile.answers_stable and len(alone) == len(answers)
+    opening = profile.generation_prompt
     turns, rewritten = [], []
-    for index, message in enumerate(messages):
-        if message.role != "assistant":
-            continue
-        stop: int | None = None
-        if is_fixed and index in starts and body.startswith(profile.generation_prompt, starts[index]):
-            stop = starts[index] + len(profile.generation_prompt)
-        if not is_fixed or (stop is not None and not profile.prefix_stable):
+    for index in answers:
+        start = spans_of[index][0][0] if spans_of[index] else len(body)
+        begins = is_fixed and bool(spans_of[index]) and body.startswith(opening, start)
+        prompt: str | None = None
+        if is_fixed and (profile.prefix_stable if begins else is_settled):
+            prompt = body[:start] + opening
+        elif begins or index in alone or not is_fixed:
             try:
                 prompt = plain(render(messages[:index], add_generation_prompt=True))
             except TemplateError:
-                stop = None
-            else:
-                follows = body.startswith(prompt) and stop in (None, len(prompt))
-                stop = len(prompt) if follows else None
-        if stop is None:
+                prompt = None
+        stop = answer = None
+        if prompt is not None:
+            if body.startswith(prompt) and (not is_fixed or len(prompt) == start + len(opening)):
+                stop = len(prompt)
+            if block is not None and index in alone:
+                answer = block.answer_start(body, start, prompt)
+                if answer is not None:  # blanks that begin the content belong to it
+                    contents = (low for low, _, origin in spans_of[index] if origin.kind == "content")
+                    answer = min(answer, next(contents, answer))
+        if stop is None and answer is None:
             rewritten.append(index)
         else:
-            turns.append(Turn(index, stop))
+            turns.append(Turn(index, stop, answer))
     return turns, rewritten
 
 
-def mark_sampled(
-    encoded: Encoded, turns: Sequence[Turn], stop_ids: Collection[int]
-) -> tuple[tuple[TokenSpan, ...], list[int]]:
-    """Return the spans with sampled tokens marked, and the messages whose prompt does not end at a token.
+def _is_answer_alone(message: Message, body: str, spans: Sequence[Span], block: ReasoningFormat) -> bool:
+    """Whether a turn has no reasoning, and the text holds all of its content, but for an empty block."""
+    parts = message.content if isinstance(message.content, tuple) else (TextPart(message.content or ""),)
+    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+    if not spans or message.reasoning_content or any(thoughts):
+        return False
+    written = "".join(body[low:high] for low, high, origin in spans if origin.kind == "content")
+    content = "".join(part.text for part in parts if isinstance(part, TextPart))
+    return "".join(written.split()) == "".join(block.empty.sub("", content, count=1).split())
+
+
+def mark_sampled(encoded: Encoded, turns: Sequence[Turn], stop_ids: Collection[int]) -> Sampled:
+    """Mark the sampled tokens of turns.
 
     A sampled span ends with its first stop token, also where the template writes it as the next turn's opener
     or goes on within the message.
     """
-    ranges, misaligned = [], []
+    ranges, answer_only, misaligned = [], [], []
     for turn in turns:
-        start = encoded.cuts[turn.prompt_stop]
-        if start.clean:
-            stop = turn_stop(encoded.ids, encoded.spans, turn.message, start.token, stop_ids)
-            ranges.append((start.token, stop, turn.message))
-        else:
+        cuts = [cut for cut in (turn.prompt_stop, turn.answer_start) if cut is not None]
+        clean = [cut for cut in cuts if encoded.cuts[cut].clean]
+        if not clean:
             misaligned.append(turn.message)
-    return tuple(_overlaid(encoded.spans, ranges)), misaligned
+            continue
+        if clean[0] != turn.prompt_stop:
+            answer_only.append(turn.message)
+        start = encoded.cuts[clean[0]].token
+        stop = turn_stop(encoded.ids, encoded.spans, turn.message, start, stop_ids)
+        ranges.append((start, stop, turn.message))
+    return Sampled(tuple(_overlaid(encoded.spans, ranges)), tuple(answer_only), tuple(misaligned))
 
 
 def _overlaid(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -> list[TokenSpan]:

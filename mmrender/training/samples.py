@@ -3,7 +3,8 @@
 What a model sampled as tokens is trained on as those tokens (`Trajectory.samples`) and is never rendered
 again. The model samples the assistant's turns, so each is trained on from where its generation prompt ends
 through its stop token. For turns that the template writes differently than a model would have, the caller
-states a policy.
+states a policy. Of a turn without reasoning whose generation prompt opens it, the answer is trained on
+(`RenderedTokens.answer_only`), and the sample says so. A sample always has a token to train on.
 """
 
 import difflib
@@ -46,6 +47,11 @@ Select: TypeAlias = Callable[[Message], bool] | Collection[int]
 _BODY_KINDS: Final = frozenset({"content", "reasoning", "tool_call", "extra"})
 """Kinds of tokens that carry a message's own text: neither its name, nor scaffold, nor media."""
 _TOKEN_CHARACTERS: Final = 16
+_ANSWER_ONLY: Final = (
+    "its generation prompt writes a reasoning block that this turn does not have: the answer alone is "
+    "trained on. Give the turn its reasoning, or sample later with the prompt that writes an empty block "
+    "(such as enable_thinking=False), if the template has one"
+)
 _NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "tool calls"}
 
 
@@ -93,7 +99,8 @@ def build_training_sample(
             others, or a message's own member `weight`. With 0 a message is not trained on.
         completion_start: Index of the assistant message that begins the completion, for a sample of one step:
             nothing before it is trained on, and the sample's `prompt_length` is the length of its prompt.
-            Unless the policy is `"error"`, that ends where the prompt departs from the whole conversation.
+            Unless the policy is `"error"`, that ends where the prompt departs from the whole conversation. If
+            of its first message the answer alone is trained on, the completion begins with the answer.
         on_rewritten: Policy for assistant turns that the template writes differently than a model would have.
         final_stop: Whether to end a last assistant turn that the template leaves open with the stop token
             that the model would sample there. In formats whose close is the next turn's opener, nothing
@@ -110,7 +117,7 @@ def build_training_sample(
         MessageError: A message is malformed, or an image has no source.
         MediaError: An image cannot be loaded or processed.
         RenderError: A selected turn is rewritten, or a selected message not written, and the policy is
-            `"error"`; or the token that ends the last turn cannot be determined.
+            `"error"`; the token that ends the last turn cannot be determined; or no token is trained on.
         TemplateError: The template refuses or fails.
     """
     if on_rewritten not in get_args(OnRewritten):
@@ -138,7 +145,9 @@ def build_training_sample(
         chosen[:completion_start] = False
         prompt_ids = builder.render(conversation[:completion_start], add_generation_prompt=True).token_ids
         prompt_length = common_prefix(prompt_ids, rendered.token_ids)
-        if prompt_length < len(prompt_ids) and on_rewritten == "error":
+        if completion_start in rendered.answer_only:
+            prompt_length = builder.turn(rendered, completion_start).start
+        elif prompt_length < len(prompt_ids) and on_rewritten == "error":
             problem = f"the prompt for this turn departs from the whole at token {prompt_length}"
             error = _rewritten_error(completion_start, problem)
             error.expected, error.got = (
@@ -155,6 +164,16 @@ def build_training_sample(
     whole = set(asked).intersection(rendered.rewritten) if on_rewritten == "content" else set[int]()
     mask = builder.trained(rendered, set(np.flatnonzero(chosen).tolist()), whole)
     loss_weights = np.where(mask, weight_of[rendered.message_indices], np.float32(0))
+    if not loss_weights.any():
+        raise RenderError(
+            "no token of this conversation is trained on",
+            where=sample_id or None,
+            expected="a message to train on with text of its own and a weight above 0",
+            got="; ".join(f"messages[{message}]: {rewritten[message]}" for message in asked)
+            or f"{len(conversation)} messages, of which {np.count_nonzero(chosen)} are selected",
+            remedy="Leave the conversation out, or change train_on, select, weights or on_rewritten",
+        )
+    rewritten = dict.fromkeys(rendered.answer_only, _ANSWER_ONLY) | rewritten
     return TrainingSample(
         token_ids=rendered.token_array,
         loss_mask=loss_weights > 0,
@@ -162,7 +181,7 @@ def build_training_sample(
         multi_modal_data=rendered.multi_modal_data,
         tools=normalize_tools(tools),
         prompt_length=prompt_length,
-        rewritten=rewritten,
+        rewritten=dict(sorted(rewritten.items())),
         rendered=rendered,
         sample_id=sample_id,
         extra=dict(extra or {}),

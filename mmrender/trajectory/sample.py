@@ -57,7 +57,7 @@ class TrainingSample:
         tools: Definitions of the tools that the model was offered; None without tools.
         prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
         rewritten: Messages of a recorded conversation that the template drops, or writes differently than a
-            model would have, by index, and why; see `OnRewritten`.
+            model would have, by index, why, and the part that is trained on if any; see `OnRewritten`.
         rendered: The same tokens with their attribution, for a recorded conversation.
         sample_id: Names the sample in errors and keeps its place in a batch.
         extra: Further data of the caller's, carried into the batch's metadata.

@@ -130,6 +130,9 @@ def _shown_item(item: MediaItem) -> Data:
 def of_rendered(document: Document, rendered: RenderedTokens, name: str, decode: Decode | None) -> None:
     """Add a rendered conversation."""
     notes = [f"message {index}: rewritten by the template, not sampled" for index in rendered.rewritten]
+    notes += [
+        f"message {index}: without reasoning, its answer alone sampled" for index in rendered.answer_only
+    ]
     document.add(
         name,
         rendered.token_ids,

@@ -191,7 +191,7 @@ def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -
     full = rendered_or_reject(lambda: renderer.render(messages, **options))
     stops = set(renderer.get_stop_token_ids())
     for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index in full.rewritten:
+        if message["role"] != "assistant" or index in {*full.rewritten, *full.answer_only}:
             continue
         prompt = renderer.render(messages[:index], **options, add_generation_prompt=True)
         sampled = sampled_ids(full, index)

@@ -317,10 +317,11 @@ def test_sampled_is_full_minus_prompt(name):
                 continue
             length = len(prompt)
             if full.token_ids[:length] != prompt.token_ids:
-                assert index in full.rewritten
-                assert not spans
+                assert index in {*full.rewritten, *full.answer_only}
+                assert bool(spans) == (index in full.answer_only)
+                assert not messages[index].get("reasoning_content") or not spans
                 continue
-            assert index not in full.rewritten
+            assert index not in {*full.rewritten, *full.answer_only}
             if length == len(full):
                 assert not spans, "an empty answer that nothing closes"
                 continue

@@ -214,3 +214,15 @@ def test_an_example_without_a_label_is_refused(collator: Collator) -> None:
     short = replace(collator, max_length=4)
     with pytest.raises(BatchError, match=r"examples\[0\]: no token of the first 4 is trained on"):
         short([CONVERSATIONS[0]])
+
+
+@pytest.mark.parametrize("model_name", ["qwen3_5", "qwen3_vl_thinking", "qwen3_vl"])
+def test_data_without_reasoning_trains_models_that_reason(shared_models: Path, model_name: str) -> None:
+    """As the page on TRL has it: both forms of an example, packed unless the family is recurrent."""
+    renderer = Renderer.from_pretrained(shared_models / model_name, image_backend="pil")
+    family = ModelFamily.from_config(shared_models / model_name)
+    collator = Collator(family, 0, renderer, packed=not family.recurrent)
+    ask, answer = {"role": "user", "content": "Moo?"}, {"role": "assistant", "content": "A cow."}
+    for example in ({"messages": [ask, answer]}, {"prompt": [ask], "completion": [answer]}):
+        labels = collator([example] * 3)["labels"]
+        assert renderer.decode(labels[labels >= 0].tolist()) == "A cow.<|im_end|>" * 3

@@ -346,9 +346,81 @@ def test_a_template_without_a_trainable_turn_says_so(model: Path) -> None:
     problem = "the template writes this turn differently than it asks the model for it"
     with pytest.raises(RenderError, match=rf"^messages\[1\]: {problem}"):
         build_training_sample(renderer, messages, **options)
-    sample = build_training_sample(renderer, messages, on_rewritten="skip", **options)
-    assert not sample.loss_mask.any()
-    assert sample.rewritten == {1: problem}
+    for policy in ("skip", "content"):
+        with pytest.raises(RenderError, match=r"^no token of this conversation is trained on") as caught:
+            build_training_sample(renderer, messages, on_rewritten=policy, **options)
+        assert caught.value.got == f"messages[1]: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("options", "selected"), [({"select": []}, 0), ({"select": [0]}, 0), ({"weights": {-1: 0}}, 1)]
+)
+def test_a_sample_has_a_token_to_train_on(renderer: Renderer, options: dict[str, Any], selected: int) -> None:
+    with pytest.raises(RenderError, match=r"^row 7: no token of this conversation is trained on") as caught:
+        build_training_sample(renderer, [user(), assistant()], sample_id="row 7", **options)
+    assert caught.value.got == f"2 messages, of which {selected} are selected"
+
+
+WITHOUT_REASONING = [
+    user("How many cows?"),
+    assistant("One."),
+    user("Look again."),
+    assistant("I zoom.", tool_calls=[CALL]),
+    tool(),
+    assistant("<think>\n\n</think>\n\nTwo."),
+    user("Sure?"),
+    assistant("Yes."),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_name", "arguments"),
+    [("qwen3_5", {}), ("qwen3_5", {"enable_thinking": False}), ("qwen3_vl_thinking", {})],
+)
+def test_without_reasoning_the_answers_are_trained_on(
+    shared_models: Path, model_name: str, arguments: dict[str, Any]
+) -> None:
+    """Where the prompt opens reasoning: no token of a block, which a prompt writes, and every stop token."""
+    renderer = Renderer.from_pretrained(shared_models / model_name, image_backend="pil")
+    sample = build_training_sample(renderer, WITHOUT_REASONING, tools=TOOLS, **arguments)
+    assert sample.token_ids.tolist() == renderer.render_ids(WITHOUT_REASONING, tools=TOOLS, **arguments)
+    first, call, *others = trained(renderer, sample.token_ids, sample.loss_mask)
+    assert [first, *others] == ["One.<|im_end|>", "Two.<|im_end|>", "Yes.<|im_end|>"]
+    assert call.startswith("I zoom.")
+    assert "zoom" in call.removeprefix("I zoom.")
+    assert call.endswith("</tool_call><|im_end|>")
+    for turn in (1, 3, 5):
+        assert sample.rewritten[turn].startswith("its generation prompt writes a reasoning block")
+    assert (7 in sample.rewritten) == (not arguments), "its prompt is the beginning of the whole"
+    for prompt_length in (1, 7):
+        step = step_of(
+            renderer,
+            WITHOUT_REASONING[:prompt_length],
+            WITHOUT_REASONING[prompt_length:],
+            tools=TOOLS,
+            **arguments,
+        )
+        assert step.prompt_length == step.loss_mask.argmax()
+        text = renderer.decode(step.token_ids[step.prompt_length :].tolist())
+        assert text.startswith(WITHOUT_REASONING[prompt_length]["content"])
+
+
+def test_reasoning_that_history_leaves_out_is_still_an_error(shared_models: Path) -> None:
+    """Also where it stands in the content, and where only an earlier turn had it in its prompt."""
+    renderer = Renderer.from_pretrained(shared_models / "qwen3_5", image_backend="pil")
+    within = assistant("<think>\nIt moos.\n</think>\n\nA cow.")
+    calling = assistant("", tool_calls=[CALL], reasoning_content="I look.")
+    for turns, rewritten in (
+        ([within], {1}),
+        ([assistant("A cow.", reasoning_content="It moos.")], {1}),
+        ([calling, tool(), assistant("A cow.")], {1, 3}),
+    ):
+        messages = [user(), *turns, user(), assistant("Yes.")]
+        with pytest.raises(RenderError, match=r"^messages\[1\]: the template writes this turn differently"):
+            build_training_sample(renderer, messages, tools=TOOLS)
+        sample = build_training_sample(renderer, messages, tools=TOOLS, on_rewritten="skip")
+        assert set(sample.rendered.rewritten) == rewritten
+        assert trained(renderer, sample.token_ids, sample.loss_mask) == ["Yes.<|im_end|>"]
 
 
 @pytest.mark.parametrize("weight", ["1", True, -1, float("inf")])
