@@ -29,7 +29,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -63,7 +62,6 @@ PLAIN_IPC, PLAIN_TCP = "plain form over ZeroMQ, ipc", "plain form over ZeroMQ, t
 TRANSPORTS = {
     "ours over Unix socket": "unix",
     "ours over TCP": "tcp",
-    "ours over shared memory": "shm",
 }
 Ship = Callable[[], Awaitable[int]]
 
@@ -116,8 +114,7 @@ async def serve(folder: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         tasks = []
         for name, kind in TRANSPORTS.items():
-            place = {"unix": f"{folder}/unix", "shm": f"bench-{os.getpid()}"}
-            url = f"{kind}://{place.get(kind, '127.0.0.1:0')}"
+            url = f"unix://{folder}/unix" if kind == "unix" else "tcp://127.0.0.1:0"
             receiver = Receiver(url, window_bytes=WINDOW_BYTES)
             await stack.enter_async_context(receiver)
             found[name] = receiver.url
@@ -242,7 +239,6 @@ WAYS = (
     ("last only, plain form over ZeroMQ", True, "plain"),
     ("last only, our frames over a Unix socket", True, "frames"),
     (OURS, False, "ours"),
-    ("ours: trajectories over shared memory", False, "shm"),
 )
 
 
@@ -277,8 +273,7 @@ async def ship_groups(
                     sender = PlainSender(context, other.urls[PLAIN_IPC])
                     stack.callback(sender.close)
                 else:
-                    where = "ours over shared memory" if way == "shm" else "ours over Unix socket"
-                    ours = await stack.enter_async_context(Sender(other.urls[where]))
+                    ours = await stack.enter_async_context(Sender(other.urls["ours over Unix socket"]))
 
                 def ship(group: list[Trajectory]) -> Awaitable[int]:
                     if way == "plain":
@@ -382,7 +377,7 @@ def bars(
 ) -> list[dict[str, Any]]:
     """What is required of the group and of each transport, and what was measured."""
     base = transports[PLAIN_IPC]
-    wanted = {"ours over shared memory": 15, "ours over Unix socket": 10, "ours over TCP": 5}
+    wanted = {"ours over Unix socket": 10, "ours over TCP": 5}
     ways = {row["name"]: row for row in group}
     cumulative, last_only = (ways[WAYS[index][0]] for index in (0, 3))
     ours = ways[OURS]

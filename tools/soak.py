@@ -1,10 +1,10 @@
 """Soak: rollouts without end, to see that nothing is left behind. Run by `make soak`.
 
 Many rollouts of the example environment are always in flight, sampled from the tiny model in this process.
-Each is shipped to a second process when it ends, by shared memory and by a Unix socket in turn. Every few
-seconds the memory of both processes, open files, tasks, threads and mapped segments are counted. The warm-up
-lasts until the caches are full, however slow the machine is, so there is always a verdict: flat, or not. It
-fails if memory rises after the warm-up, if something is left at the end, or if a rollout is lost or failed.
+Each is shipped to a second process when it ends, by a Unix socket and by TCP in turn. Every few seconds the
+memory of both processes, open files, tasks and threads are counted. The warm-up lasts until the caches are
+full, however slow the machine is, so there is always a verdict: flat, or not. It fails if memory rises after
+the warm-up, if something is left at the end, or if a rollout is lost or failed.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import asyncio
 import gc
 import itertools
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -63,7 +64,6 @@ class Sample:
     files: int
     tasks: int
     threads: int
-    segments: int
     rollouts: int
 
 
@@ -140,7 +140,9 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
     renderer = Renderer.from_pretrained(
         directory, image_backend="pil", memo_bytes=MEMO_BYTES, media_cache=MediaCache(MEDIA_BYTES)
     )
-    urls = [f"unix://{folder}/games.sock", f"shm://mmrender-soak-{os.getpid()}"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    urls = [f"unix://{folder}/games.sock", f"tcp://127.0.0.1:{port}"]
     command = [sys.executable, __file__, "--receive", *urls]
     samples: list[Sample] = []
     counts = Counts(seconds, time.monotonic())
@@ -217,7 +219,6 @@ async def watch(samples: list[Sample], counts: Counts, receiver: int) -> None:
                 open_files(),
                 len(asyncio.all_tasks()),
                 threading.active_count(),
-                mapped_segments(),
                 counts.rollouts,
             )
         )
@@ -227,7 +228,7 @@ async def watch(samples: list[Sample], counts: Counts, receiver: int) -> None:
                 f"{latest.seconds - counts.started:5.0f} s  "
                 f"{latest.rollouts:6,} rollouts  {latest.memory:7.1f} MB  "
                 f"receiver {latest.receiver_memory:6.1f} MB  {latest.files} files  {latest.tasks} tasks  "
-                f"{latest.threads} threads  {latest.segments} segments",
+                f"{latest.threads} threads",
                 flush=True,
             )
 
@@ -242,19 +243,13 @@ def memory_of(process: str) -> float:
 
 
 def open_files() -> int:
-    """Open file descriptors: sockets, pipes, memory segments and files."""
+    """Open file descriptors: sockets, pipes and files."""
     return len(os.listdir("/proc/self/fd")) - 1
-
-
-def mapped_segments() -> int:
-    """Mapped shared memory of ours, by what the kernel calls it."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("memfd:" in line or "/dev/shm/" in line for line in maps)
 
 
 def left_over() -> dict[str, int]:
     """State that must be the same before and after."""
-    return {"open files": open_files(), "mapped segments": mapped_segments()}
+    return {"open files": open_files()}
 
 
 async def what_is_left(before: dict[str, int]) -> list[str]:
@@ -283,10 +278,7 @@ def rising(steady: list[Sample]) -> list[str]:
         slope = slope_of(steady, read)
         if slope * minutes > MAX_SLOPE * minutes + NOISE:
             problems.append(f"{name} rose by {slope:.2f} MB a minute")
-    counted = [
-        (name, getattr(first, name), getattr(last, name))
-        for name in ("files", "tasks", "threads", "segments")
-    ]
+    counted = [(name, getattr(first, name), getattr(last, name)) for name in ("files", "tasks", "threads")]
     rose = [f"{name} rose from {was} to {now}" for name, was, now in counted if now > 1.5 * was + 8]
     return problems + rose
 

@@ -1,43 +1,40 @@
-"""Addresses of receivers, and the sockets behind them: Unix sockets, and TCP with or without TLS."""
+"""Addresses of receivers, and how to reach them: Unix sockets, and TCP with or without TLS."""
 
 import asyncio
 import contextlib
 import ipaddress
 import os
-import re
 import socket
 import stat
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from ssl import CERT_REQUIRED, SSLContext
-from typing import Any, Final, Literal, TypeAlias
+from ssl import CERT_REQUIRED, SSLContext, SSLEOFError, SSLError
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from mmrender.errors import ShippingConnectionError, ShippingError, ShippingSecurityError
 
 _BACKLOG: Final = 128
-_PAUSE_S: Final = 0.05
+_ACCEPT_PAUSE_S: Final = 0.05
 _MAX_PATH_BYTES: Final = 107
 """The longest path in `sockaddr_un` on Linux."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_FORMS: Final = {"unix": "unix:///path/to/socket", "tcp": "tcp://host:port", "shm": "shm://name"}
+_FORMS: Final = {"unix": "unix:///path/to/socket", "tcp": "tcp://host:port"}
 _Place: TypeAlias = str | tuple[str, int]
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A parsed URL of a receiver: `unix:///path`, `tcp://host:port`, or `shm://name`.
+    """A parsed URL of a receiver: `unix:///path` or `tcp://host:port`.
 
     Attributes:
-        scheme: How bytes travel.
-        path: Of the socket file; for `shm` the name.
+        scheme: Kind of the socket.
+        path: Of the socket file.
         host: As written, without brackets; `*` is every interface.
         port: 0 asks the system for a free one.
     """
 
-    scheme: Literal["unix", "tcp", "shm"]
+    scheme: Literal["unix", "tcp"]
     path: str = ""
     host: str = ""
     port: int = 0
@@ -47,52 +44,74 @@ class Address:
         """Read a URL.
 
         Raises:
-            ShippingError: It has another form.
+            ShippingError: It has another form, or no resolver could take its host.
         """
-        try:
+        scheme = ""
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
             parts = urlsplit(url)
-            scheme, host, port = parts.scheme, parts.hostname, parts.port
-        except (ValueError, AttributeError, TypeError):
-            scheme, host, port = "", None, None
-        if scheme in _FORMS and not (parts.query or parts.fragment or parts.username is not None):
-            bare = parts.path in ("", "/")
-            if scheme == "tcp" and host and port is not None and bare:
-                return cls("tcp", host=host, port=port)
-            short = len(parts.path) >= 2 and len(parts.path.encode()) <= _MAX_PATH_BYTES
-            if scheme == "unix" and not parts.netloc and short:
-                return cls("unix", path=parts.path)
-            if scheme == "shm" and bare and _NAME.fullmatch(parts.netloc):
-                return cls("shm", path=parts.netloc)
+            host, port = parts.hostname, parts.port
+            # urlsplit drops line breaks without a word, and resolvers choke on empty labels.
+            is_sound = url.isprintable() and bool((host or "*").encode("idna"))
+            scheme = parts.scheme if is_sound else ""
+            if not (parts.query or parts.fragment or parts.username is not None):
+                if scheme == "tcp" and host and port is not None and parts.path in ("", "/"):
+                    return cls("tcp", host=host, port=port)
+                if scheme == "unix" and not parts.netloc and 2 <= len(parts.path.encode()) <= _MAX_PATH_BYTES:
+                    return cls("unix", path=parts.path)
         expected = _FORMS.get(scheme, ", ".join(_FORMS.values()))
         raise ShippingError("malformed address", where="url", expected=expected, got=repr(url)[:200])
 
     def __str__(self) -> str:
-        if self.scheme == "tcp":
-            host = f"[{self.host}]" if ":" in self.host else self.host
-            return f"tcp://{host}:{self.port}"
-        return f"{self.scheme}://{self.path}"
+        if self.scheme == "unix":
+            return f"unix://{self.path}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-async def dial(address: Address, ssl: SSLContext | None) -> socket.socket:
-    """Connect a socket to a receiver; the TLS handshake is still to come.
+def check_tls(address: Address, ssl: SSLContext | None) -> None:
+    """Check that a TLS context fits an address.
+
+    Raises:
+        ShippingError: The address is a socket file, or the context is something else.
+        ShippingSecurityError: The context does not ask the peer for a certificate.
+    """
+    if ssl is None:
+        return
+    if not isinstance(ssl, SSLContext):
+        raise ShippingError(
+            "not a TLS context", where="ssl", expected="an ssl.SSLContext", got=repr(ssl)[:80]
+        )
+    if address.scheme != "tcp":
+        raise ShippingError(
+            "TLS is for tcp:// only; socket files are for their owner", where="ssl", got=str(address)
+        )
+    if ssl.verify_mode != CERT_REQUIRED:
+        raise ShippingSecurityError(
+            "the TLS context does not ask the peer for a certificate, so anyone could be there",
+            where=str(address),
+            expected="verify_mode=ssl.CERT_REQUIRED and the CA of the peers' certificates",
+            got=ssl.verify_mode.name,
+        )
+
+
+async def dial(address: Address, ssl: SSLContext | None, make_protocol: Callable[[], P]) -> P:
+    """Connect to a receiver, TLS included, and return the protocol of the connection.
 
     Raises:
         ShippingConnectionError: Nobody answers.
-        ShippingSecurityError: The address is on another machine, and TLS does not identify it.
+        ShippingSecurityError: The address is on another machine without TLS, or TLS failed.
     """
+    loop = asyncio.get_running_loop()
     problem: OSError | None = None
-    for family, place in await _resolve(address, ssl):
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    for _, place in await _resolve(address, ssl):
         try:
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, place)
-            return _guarded(sock, ssl, address.host)
+            if isinstance(place, str):
+                return (await loop.create_unix_connection(make_protocol, place))[1]
+            host = address.host if ssl else None
+            return (await loop.create_connection(make_protocol, *place, ssl=ssl, server_hostname=host))[1]
         except OSError as error:
-            sock.close()
             problem = error
-        except BaseException:
-            sock.close()
-            raise
+    if isinstance(problem, SSLError):
+        raise broken(problem, str(address)) from problem
     raise ShippingConnectionError("nobody answers", where=str(address), got=str(problem)) from problem
 
 
@@ -110,9 +129,11 @@ class Listener:
 
 
 async def listen(
-    address: Address, ssl: SSLContext | None, on_connection: Callable[[socket.socket, str], None]
+    address: Address, ssl: SSLContext | None, on_socket: Callable[[socket.socket, str], None]
 ) -> Listener:
-    """Accept connections; `on_connection` is called on the event loop with each, and the name of the peer.
+    """Accept connections; `on_socket` is called on the event loop with each, and the name of the peer.
+
+    The TLS handshake is left to `on_socket`, so that its errors have an owner.
 
     Raises:
         ShippingConnectionError: The address cannot be bound.
@@ -128,13 +149,12 @@ async def listen(
         while True:
             try:
                 connected, peer = await loop.sock_accept(sock)
-                guarded = _guarded(connected, ssl, None)
-            except ConnectionError:  # it has gone already
+            except ConnectionError:  # the peer has gone already
                 continue
             except OSError:  # most likely out of descriptors: neither stop nor try without pause
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            on_connection(guarded, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else url)
+            on_socket(connected, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else url)
 
     task = loop.create_task(accept())
     inode = os.stat(place).st_ino if isinstance(place, str) else None
@@ -151,13 +171,12 @@ async def listen(
     return Listener(url, close)
 
 
-def _guarded(sock: socket.socket, ssl: SSLContext | None, host: str | None) -> socket.socket:
-    """Wrap a connected socket in TLS, towards a host or on the receiver's side."""
-    if ssl is None:
-        return sock
-    return ssl.wrap_socket(
-        sock, server_side=host is None, server_hostname=host, do_handshake_on_connect=False
-    )
+def broken(error: Exception | None, peer: str) -> ShippingError:
+    """Return the error of a connection that broke, or whose TLS failed."""
+    if isinstance(error, SSLError) and not isinstance(error, SSLEOFError):
+        return ShippingSecurityError("TLS failed", where=peer, got=str(error))
+    got = str(error)[:200] if error is not None else "the peer closed it"
+    return ShippingConnectionError("the connection broke", where=peer, got=got)
 
 
 def _bound(family: socket.AddressFamily, place: _Place, address: Address) -> socket.socket:
@@ -173,38 +192,28 @@ def _bound(family: socket.AddressFamily, place: _Place, address: Address) -> soc
             # Nobody can connect before listen(), so nobody comes in with other rights than these.
             os.chmod(place, 0o600)
         sock.listen(_BACKLOG)
-    except BaseException as error:
+    except OSError as error:
         sock.close()
-        if isinstance(error, OSError):
-            raise ShippingConnectionError("cannot bind", where=str(address), got=str(error)) from error
+        raise ShippingConnectionError("cannot bind", where=str(address), got=str(error)) from error
+    except BaseException:
+        sock.close()
         raise
     return sock
 
 
 async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socket.AddressFamily, _Place]]:
-    """Return the numeric addresses or the socket file, if this TLS context guards them well enough."""
+    """Return the numeric addresses or the socket file; beyond loopback only with TLS."""
     url = str(address)
-    if ssl is not None and address.scheme != "tcp":
-        raise ShippingError("TLS is for tcp:// only; socket files are for their owner", where="ssl", got=url)
-    if ssl is not None and ssl.verify_mode != CERT_REQUIRED:
-        raise ShippingSecurityError(
-            "the TLS context does not ask the peer for a certificate, so anyone could be there",
-            where=url,
-            expected="verify_mode=ssl.CERT_REQUIRED and the CA of the peers' certificates",
-            got=ssl.verify_mode.name,
-        )
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.path)]
-    if address.scheme == "shm":
-        return [(socket.AF_UNIX, str(_runtime_folder() / f"{address.path}.sock"))]
     host = None if address.host == "*" else address.host
     try:
-        found: list[tuple[Any, ...]] = await asyncio.get_running_loop().getaddrinfo(
+        infos: list[tuple[Any, ...]] = await asyncio.get_running_loop().getaddrinfo(
             host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE if host is None else 0
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ShippingConnectionError("unknown host", where=url, got=str(error)) from error
-    for *_, place in found if ssl is None else ():
+    for *_, place in infos if ssl is None else ():
         if not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
             raise ShippingSecurityError(
                 "other machines can reach this address, and nothing guards it",
@@ -213,16 +222,16 @@ async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socke
                 got=place[0],
                 remedy="Give ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
             )
-    return [(family, (place[0], place[1])) for family, *_, place in found]
+    return [(family, (place[0], place[1])) for family, *_, place in infos]
 
 
 def _remove_stale(path: str, url: str) -> None:
     """Remove a socket file that a dead process left behind."""
     try:
-        found = os.lstat(path)
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(mode):
         raise ShippingConnectionError(
             "the path is taken by a file of another kind", where=url, remedy="Remove it, or take another path"
         )
@@ -237,23 +246,3 @@ def _remove_stale(path: str, url: str) -> None:
         except BlockingIOError:  # its backlog is full, so somebody listens
             pass
     raise ShippingConnectionError("another receiver listens there", where=url)
-
-
-def _runtime_folder() -> Path:
-    """Return the folder of socket files of `shm://`, which must be the user's alone."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "mmrender" if base else Path(tempfile.gettempdir()) / f"mmrender-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise ShippingConnectionError("no folder for sockets", where=str(folder), got=str(error)) from error
-    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ShippingConnectionError(
-            "the folder for sockets is not this user's alone",
-            where=str(folder),
-            expected=f"owner {os.getuid()}, mode 0700",
-            got=f"owner {found.st_uid}, mode {found.st_mode & 0o777:04o}",
-            remedy="Remove it, or set XDG_RUNTIME_DIR",
-        )
-    return folder

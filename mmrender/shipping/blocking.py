@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
+from mmrender.shipping.protocol import End
 from mmrender.shipping.receiver import Received, Receiver, ReceiverOptions, ReceiverStats
 from mmrender.shipping.sender import Delivery, Sender, SenderOptions, SenderStats
 
@@ -16,31 +17,41 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Sender | Receiver)
 
 
-class _LoopThread(Generic[E]):
-    """A sender or a receiver on an event loop, which runs in a thread of its own until it is closed."""
+class _LoopThread(End, Generic[E]):
+    """A sender or a receiver on an event loop, in a thread from its first use until it is closed."""
 
-    def __init__(self, name: str, make: Callable[[], E]) -> None:
-        self._end = make()
-        self._runner = asyncio.Runner()
-        self._loop = self._runner.get_loop()
-        self._closing = asyncio.Event()
-        self._open = True
+    def __init__(self, end: E) -> None:
+        self._end = end
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine there and wait for it; one that takes too long is cancelled.
 
         Raises:
             TimeoutError: It took longer.
-            ShippingClosedError: The thread has ended.
+            ShippingClosedError: The thread has ended, or runs in another process.
         """
-        with self._lock:  # the loop runs all that it is given before it ends
-            future = asyncio.run_coroutine_threadsafe(work, self._loop) if self._open else None
-        if future is None:
+        try:
+            self.claim()  # before the lock, which a thread of the other process may have held
+            with self._lock:  # the loop runs all that it is given before it ends
+                if self._closed:
+                    raise ShippingClosedError("this end is closed")
+                if self._loop is None:
+                    self._loop = asyncio.new_event_loop()
+                    self._thread = threading.Thread(
+                        target=self._serve,
+                        args=(self._loop,),
+                        name=f"mmrender-{type(self).__name__}",
+                        daemon=True,
+                    )
+                    self._thread.start()
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except BaseException:
             work.close()
-            raise ShippingClosedError("this end is closed")
+            raise
         try:
             return future.result(timeout)
         except CancelledError as error:
@@ -56,17 +67,20 @@ class _LoopThread(Generic[E]):
 
     def close(self, timeout: float | None = 30.0) -> None:
         """As `Sender.aclose`, or `Receiver.aclose`, which waits for nothing; the thread ends in any case."""
+        self.claim()
         end = self._end
         try:
-            self.run(end.aclose() if isinstance(end, Receiver) else end.aclose(timeout))
+            if self._loop is not None:
+                self.run(end.aclose() if isinstance(end, Receiver) else end.aclose(timeout))
         except ShippingClosedError:
             return
         finally:
             with self._lock:
-                if self._open:
-                    self._open = False
-                    self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+                if self._loop is not None and not self._closed:
+                    self._loop.call_soon_threadsafe(self._loop.stop)
+                self._closed = True
+            if self._thread is not None:
+                self._thread.join()
 
     def __enter__(self) -> Self:
         try:
@@ -81,9 +95,10 @@ class _LoopThread(Generic[E]):
     ) -> None:
         self.close(30.0 if error is None else 1.0)
 
-    def _serve(self) -> None:
-        with self._runner:
-            self._runner.run(self._closing.wait())
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.get_loop().run_forever()
 
 
 class BlockingDelivery:
@@ -123,13 +138,15 @@ class BlockingDelivery:
 class BlockingSender(_LoopThread[Sender]):
     """`Sender` for threads; any number of them may use one.
 
+    One that was made before a fork, and not used, is a sender of its own in each process.
+
     Args:
         url: Address of the receiver.
         **options: Those of `Sender`.
     """
 
     def __init__(self, url: str, **options: Unpack[SenderOptions]) -> None:
-        super().__init__("mmrender-sender", lambda: Sender(url, **options))
+        super().__init__(Sender(url, **options))
 
     @property
     def stats(self) -> SenderStats:
@@ -140,7 +157,7 @@ class BlockingSender(_LoopThread[Sender]):
         """As `Sender.connect`."""
         self.run(self._end.connect(timeout))
 
-    def send(self, value: Any, *, id: str | None = None, timeout: float | None = None) -> BlockingDelivery:
+    def send(self, value: Any, *, timeout: float | None = None) -> BlockingDelivery:
         """As `Sender.send`.
 
         Raises:
@@ -149,7 +166,7 @@ class BlockingSender(_LoopThread[Sender]):
 
         async def send() -> Delivery:
             async with asyncio.timeout(timeout):
-                return await self._end.send(value, id=id)
+                return await self._end.send(value)
 
         try:
             return BlockingDelivery(self.run(send()), self)
@@ -174,7 +191,7 @@ class BlockingReceiver(_LoopThread[Receiver]):
     """
 
     def __init__(self, url: str, **options: Unpack[ReceiverOptions]) -> None:
-        super().__init__("mmrender-receiver", lambda: Receiver(url, **options))
+        super().__init__(Receiver(url, **options))
 
     @property
     def url(self) -> str:

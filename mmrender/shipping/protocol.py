@@ -2,61 +2,69 @@
 
 ```
 sender                                   receiver
-Hello     version, who, table       ->
-                                    <-   Welcome    version, window, limits
+Hello     version, sender, table    ->
+                                    <-   Welcome    version, longest message, table
 Data + frames                       ->
-                                    <-   Taken      by the consumer: its room in the window is free
                                     <-   Acked      acknowledged
                                     <-   Refused    this message cannot be used; not to be sent again
 Ping                                <->  Ping       after a while of silence
 Bye                                 <->  Bye        closing in good order
 ```
 
-Over shared memory also:
-
-```
-Segment + descriptor                ->              memory for frames
-Dropped                             ->              segments that are gone
-                                    <-   Freed      segments whose last view is gone
-```
-
 On the wire each is the magic `mmsp`, the length of the header as a little-endian u32, the header, and after a
-`Data` whose frames are not in a segment these, one after the other.
+`Data` its frames, one after the other. A receiver that has enough stops reading, so the sender waits.
 
-After a lost connection the sender sends everything again that was not acknowledged, and the receiver drops
-what it has: a delivery is known by its sender's id and its sequence number, or by a key that the caller gave.
+After a lost connection the sender sends everything again that is not acknowledged, in order. The receiver
+drops duplicates: it keeps the last sequence number of each sender.
 """
 
 import asyncio
+import contextlib
+import os
+import socket
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
-from blake3 import blake3
 from msgspec import Meta
 
-import mmcodecs
-from mmcodecs import Limits
-from mmrender.errors import ShippingConnectionError, ShippingProtocolError, ShippingSecurityError
+from mmcodecs import BufferPool
+from mmrender.errors import (
+    ShippingClosedError,
+    ShippingConnectionError,
+    ShippingError,
+    ShippingProtocolError,
+    ShippingSecurityError,
+)
+from mmrender.shipping.address import broken
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
-VERSION: Final = 3
+VERSION: Final = 4
 MAGIC: Final = b"mmsp"
 PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 256 << 10
-MAX_KEY_BYTES: Final = 256
-MAX_UNACKED: Final = 4096
 MAX_FRAMES: Final = 4096 + 1
 """A message of the codec has at most 4,096 payloads, and a head."""
-MAX_SEGMENTS: Final = 256
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
+ALIGNMENT: Final = 64
+_LONG_BYTES: Final = 64 << 10
+"""Frames from this size on have a buffer of their own, so that one keeps no other alive."""
+_SHORT_FRAMES_BYTES: Final = 1 << 20
+"""Shorter frames share buffers of at most this size."""
+_NOTHING: Final = memoryview(b"")
+_PIECE_BYTES: Final = 256 << 10
+"""Written at a time: a transport may copy the rest of a piece that the socket did not take."""
+_SOCKET_BYTES: Final = 4 << 20
+_LOCAL_SOCKET_BYTES: Final = 512 << 10
+"""Buffer of a Unix socket: its content stays in the processor's cache, which makes the copy faster."""
 
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Nonce = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
-Numbers = Annotated[list[Positive], Meta(max_length=MAX_SEGMENTS)]
 Text = Annotated[str, Meta(max_length=1000)]
 
 
@@ -97,63 +105,43 @@ class Hello(_Header, frozen=True):
 
 
 class Welcome(_Header, frozen=True):
-    """Answers a Hello: how much may be in flight, the longest message, and the table of shared arrays."""
+    """Answers a Hello: the longest message, and the capacity of the table of shared arrays."""
 
     version: int
-    window_messages: Positive
-    window_bytes: Positive
     max_bytes: Positive
     table_bytes: Number
 
 
 class Data(_Header, frozen=True):
-    """A message; its frames are those of the codec.
+    """A message.
 
-    `key` is the caller's idempotency key or empty, `digest` then that of the content. `kind` says what the
-    decoded value becomes. `lengths` are those of the frames, which lie in `segment`, or follow if that is 0.
+    Attributes:
+        seq: Its number; those of one sender rise.
+        nonce: Drawn once for the message, so that another message under its number is known.
+        kind: Form of the decoded value; see `from_wire`.
+        lengths: Of the frames that follow, in bytes.
     """
 
-    seq: Number
-    key: Annotated[str, Meta(max_length=MAX_KEY_BYTES)]
-    digest: Annotated[bytes, Meta(max_length=32)]
+    seq: Positive
+    nonce: Nonce
     kind: Annotated[str, Meta(max_length=32)]
     lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
-    segment: Number = 0
 
 
-class Taken(_Header, frozen=True):
-    """The consumer took message `seq`."""
+class Answer(_Header, frozen=True):
+    """About message `seq`."""
 
     seq: Number
 
 
-class Acked(Taken, frozen=True):
-    """Message `seq` is acknowledged, and taken."""
+class Acked(Answer, frozen=True):
+    """The message is acknowledged."""
 
 
-class Refused(Taken, frozen=True):
-    """Message `seq` cannot be used."""
+class Refused(Answer, frozen=True):
+    """The message cannot be used."""
 
     reason: Text
-
-
-class Segment(_Header, frozen=True):
-    """Memory of so many bytes; its descriptor is attached to the first byte of this message."""
-
-    number: Positive
-    num_bytes: Positive
-
-
-class Freed(_Header, frozen=True):
-    """Segments of which the receiver has no view any more."""
-
-    numbers: Numbers
-
-
-class Dropped(_Header, frozen=True):
-    """Segments that the sender has given up."""
-
-    numbers: Numbers
 
 
 class Ping(_Header, frozen=True):
@@ -167,7 +155,7 @@ class Bye(_Header, frozen=True):
     denied: bool = False
 
 
-Message = Hello | Welcome | Data | Taken | Acked | Refused | Segment | Freed | Dropped | Ping | Bye
+Message = Hello | Welcome | Data | Acked | Refused | Ping | Bye
 
 M = TypeVar("M", bound=_Header)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -227,14 +215,12 @@ def from_wire(kind: str, value: Any) -> Any:
     return group if kind == GROUP else group[0]
 
 
-def content_digest(wire: Any, limits: Limits) -> bytes:
-    """Return the blake3 digest of an encoded value, the same for equal content."""
-    hasher = blake3()
-    for frame in mmcodecs.encode_frames(wire, limits=limits):
-        view = memoryview(frame)
-        hasher.update(view.nbytes.to_bytes(8, "little"))
-        hasher.update(view)
-    return hasher.digest()
+def check_options(**options: tuple[Any, int, int | None]) -> None:
+    """Check numbers, each with its least and its greatest value."""
+    for name, (value, least, greatest) in options.items():
+        if not isinstance(value, int) or value < least or (greatest is not None and value > greatest):
+            expected = f"{least} or more" if greatest is None else f"{least} to {greatest}"
+            raise ShippingError("an option is out of range", where=name, expected=expected, got=repr(value))
 
 
 class Notifier:
@@ -252,3 +238,260 @@ class Notifier:
         """Wait until a condition holds."""
         while not condition():
             await self._event.wait()
+
+
+class End:
+    """One end of shipping: it stays in the process that first used it, and is not copied."""
+
+    _pid: int = 0
+
+    def claim(self) -> None:
+        """Use it in this process from now on.
+
+        Raises:
+            ShippingClosedError: It is in use in another process, from which this one was forked.
+        """
+        if not self._pid:
+            self._pid = os.getpid()
+        check_process(self._pid, type(self).__name__)
+
+    def __reduce__(self) -> NoReturn:
+        raise ShippingError(
+            "an end of shipping cannot be copied or pickled: messages of two copies would be taken for one",
+            where=type(self).__name__,
+            remedy="Pass the address, and make another one there",
+        )
+
+
+def check_process(pid: int, where: str) -> None:
+    """Check that this is the process with this id; the others have neither its event loop nor its threads."""
+    if pid != os.getpid():
+        raise ShippingClosedError(
+            "in use in the process from which this one was forked",
+            where=where,
+            expected=f"process {pid}",
+            got=f"process {os.getpid()}",
+            remedy="Make another one in each process, or use it first after the fork",
+        )
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Messages over one connection, both ways.
+
+    Frames go out from where they lie. A long frame comes in straight into a pooled buffer of its own.
+
+    Args:
+        peer: Its name, for errors.
+        timing: Time limits.
+
+    Attributes:
+        sent_bytes: Bytes written so far.
+        lost: Why the connection has ended; None while it lasts.
+    """
+
+    def __init__(self, peer: str, timing: Timing) -> None:
+        self.peer = peer
+        self.sent_bytes = 0
+        self.lost: ShippingError | None = None
+        self._timing = timing
+        self._changed = Notifier()
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # What came and was not asked for yet, and the rest of the long frame that is coming.
+        self._ahead = memoryview(bytearray(_LONG_BYTES))
+        self._start = self._stop = 0
+        self._target = _NOTHING
+        self._is_blocked = False
+        self._is_mid_message = False
+        self._last_received = self._last_sent = self._last_tick = time.monotonic()
+
+    def post(self, message: Message) -> None:
+        """Send a message without frames, unless the connection has ended."""
+        self._write(pack(message))
+
+    async def send(self, data: Data, frames: Sequence[memoryview]) -> None:
+        """Send a message with frames, which must stay as they are until this returns.
+
+        Raises:
+            ShippingError: The connection has ended.
+        """
+        self._is_mid_message = True
+        pending = bytearray(pack(data))
+        for frame in frames:
+            if frame.nbytes < _LONG_BYTES:
+                pending += frame
+                continue
+            await self._write_out(pending)
+            pending = bytearray()
+            for start in range(0, frame.nbytes, _PIECE_BYTES):
+                await self._write_out(frame[start : start + _PIECE_BYTES])
+        await self._write_out(pending)
+        self._is_mid_message = False
+
+    async def drain(self) -> None:
+        """Wait until the peer has read enough."""
+        await self._wait(lambda: not self._is_blocked)
+
+    async def receive(self) -> Message:
+        """Wait for the next message.
+
+        Raises:
+            ShippingConnectionError: The connection broke.
+            ShippingProtocolError: The bytes are no message, or too long; no memory was taken for them.
+            ShippingSecurityError: TLS failed.
+        """
+        while True:
+            prefix = memoryview(bytearray(PREFIX.size))
+            await self._fill(prefix)
+            magic, length = PREFIX.unpack(prefix)
+            if magic != MAGIC or length > MAX_HEADER_BYTES:
+                raise ShippingProtocolError(
+                    "the peer does not speak this protocol",
+                    where=self.peer,
+                    expected=f"{MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes",
+                    got=repr(bytes(prefix)),
+                )
+            header = memoryview(bytearray(length))
+            await self._fill(header)
+            message = unpack(header)
+            if not isinstance(message, Ping):
+                return message
+
+    async def read_frames(self, lengths: Sequence[int], pool: BufferPool) -> list[memoryview]:
+        """Read the frames of a message, before anything else is received; their length must be checked."""
+        sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+        short_bytes = sum(size for size, length in zip(sizes, lengths, strict=True) if length < _LONG_BYTES)
+        room, frames = _NOTHING, []
+        for size, length in zip(sizes, lengths, strict=True):
+            if length >= _LONG_BYTES:
+                frame = pool.acquire(length)
+            else:
+                if size > room.nbytes:
+                    room = pool.acquire(min(short_bytes, _SHORT_FRAMES_BYTES))
+                frame, room, short_bytes = room[:length], room[size:], short_bytes - size
+            await self._fill(frame)
+            frames.append(frame)
+        return frames
+
+    async def finish(self, message: Message) -> None:
+        """Send a last message if the peer reads it in time, and close."""
+        if self._transport is not None and not self._is_mid_message:
+            self.post(message)
+            self._transport.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timing.goodbye):
+                    await self._changed.wait_until(lambda: self.lost is not None)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _fill(self, view: memoryview) -> None:
+        """Fill a view with the next bytes."""
+        while view.nbytes:
+            if self._start == self._stop and view.nbytes >= _LONG_BYTES:
+                self._target = view
+                self._set_reading(True)
+                await self._wait(lambda: not self._target.nbytes)
+                return
+            await self._wait(lambda: self._start < self._stop)
+            count = min(view.nbytes, self._stop - self._start)
+            view[:count] = self._ahead[self._start : self._start + count]
+            view, self._start = view[count:], self._start + count
+            if self._start == self._stop:
+                self._start = self._stop = 0
+                self._set_reading(True)
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        await self._changed.wait_until(lambda: condition() or self.lost is not None)
+        if self.lost is not None and not condition():
+            raise self.lost
+
+    async def _write_out(self, data: bytes | bytearray | memoryview) -> None:
+        """Write, and wait until the socket has taken it; other tasks have a turn in any case."""
+        if data:
+            self._write(data)
+            await asyncio.sleep(0)
+            await self.drain()
+            if self.lost is not None:
+                raise self.lost
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._transport is not None and self.lost is None:
+            self.sent_bytes += len(data)
+            self._last_sent = time.monotonic()
+            self._transport.write(data)
+
+    def _set_reading(self, is_reading: bool) -> None:
+        if self._transport is not None and self.lost is None:
+            if is_reading:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def _tick(self) -> None:
+        """Send a sign of life if it is time, and close the connection if the peer gives none."""
+        now, timing = time.monotonic(), self._timing
+        if self._transport is None or self.lost is not None:
+            return
+        if now - self._last_tick > timing.heartbeat or not self._transport.is_reading():
+            # This side did not listen, so that the bytes of meanwhile are still to be read.
+            self._last_received = now
+        if now - self._last_received > timing.silence:
+            got = f"nothing for {timing.silence:g} s"
+            self.lost = ShippingConnectionError("the peer is silent", where=self.peer, got=got)
+            self.close()
+        elif now - self._last_sent > timing.heartbeat and not (self._is_mid_message or self._is_blocked):
+            self.post(Ping())
+        self._last_tick = now
+        self._timer = asyncio.get_running_loop().call_later(timing.heartbeat / 2, self._tick)
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
+        self._transport = transport
+        transport.set_write_buffer_limits(1, 0)  # TLS would call 0 bytes too much
+        sock: socket.socket = transport.get_extra_info("socket")
+        size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, option, size)
+        self._tick()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End: wake everybody who waits."""
+        self.lost = self.lost or broken(error, self.peer)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._changed.notify()
+
+    def pause_writing(self) -> None:
+        """Let writers wait."""
+        self._is_blocked = True
+
+    def resume_writing(self) -> None:
+        """Let writers go on."""
+        self._is_blocked = False
+        self._changed.notify()
+
+    def get_buffer(self, _: int) -> memoryview:
+        """Return where the next bytes go."""
+        return self._target if self._target.nbytes else self._ahead[self._stop :]
+
+    def buffer_updated(self, count: int) -> None:
+        """Take note of the bytes that came."""
+        self._last_received = time.monotonic()
+        if self._target.nbytes:
+            self._target = self._target[count:]
+            if self._target.nbytes:
+                return
+            self._target = _NOTHING  # an empty slice would keep the buffer out of its pool
+        else:
+            self._stop += count
+            if self._stop == self._ahead.nbytes:
+                self._set_reading(False)
+        self._changed.notify()

@@ -1,10 +1,10 @@
 """`Receiver`: takes messages from any number of senders, each once."""
 
 import asyncio
-import contextlib
 import logging
+import re
 import socket
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
@@ -21,31 +21,29 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, Listener, listen
-from mmrender.shipping.connection import Connection
+from mmrender.shipping.address import Address, Listener, broken, check_tls, listen
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
     PLAIN,
     VERSION,
     Acked,
     Bye,
+    Connection,
     Data,
+    End,
     Hello,
-    Message,
     Notifier,
     Refused,
-    Taken,
     Timing,
     Welcome,
+    check_options,
     expect,
     from_wire,
 )
-from mmrender.shipping.shared_memory import connect
 
 Acknowledge: TypeAlias = Literal["taken", "explicit"]
 LIMITS: Final = Limits(max_bytes=2 << 30)
-_ORPHANED_MESSAGES: Final = 4096
-_ORPHANED_WINDOWS: Final = 4
+_ID: Final = re.compile(r"([0-9a-f]{32}):([1-9][0-9]{0,18})")
 _log = logging.getLogger("mmrender.shipping")
 
 
@@ -56,7 +54,7 @@ class Received:
     Attributes:
         value: The value that was sent. Its arrays are read-only views of memory that is reused once the last
             of them is gone.
-        id: The sender's idempotency key, or else sender and sequence number.
+        id: Sender and sequence number.
         sender: Name of the connection, for logs.
     """
 
@@ -81,7 +79,7 @@ class ReceiverStats:
 
     Attributes:
         messages: Messages that arrived whole, duplicates included.
-        duplicates: Those of them that had arrived before, and were not handed on.
+        duplicates: Messages that had arrived before, and were not handed on.
         received_bytes: Bytes of their frames on the wire.
         queued: Messages that the consumer has not taken.
         connections: Open ones.
@@ -102,7 +100,6 @@ class ReceiverOptions(TypedDict, total=False):
     ssl: SSLContext | None
     ack: Acknowledge
     seen: Iterable[str]
-    dedup_window: int
     window_messages: int
     window_bytes: int
     table_bytes: int
@@ -113,37 +110,68 @@ class ReceiverOptions(TypedDict, total=False):
 
 
 @dataclass(slots=True, eq=False)
-class _Incoming:
-    """A message until it is acknowledged.
+class _Source:
+    """A sender, over all of its connections.
 
-    `origins` are the sessions that brought it, with its number there. The first one's window holds its place.
+    Attributes:
+        name: Its id in hexadecimal.
+        last: Number of its newest message; it sends again in order, so all up to here have arrived.
+        last_nonce: Of that message.
+        seen: Runs of numbers of messages that the consumer has from earlier runs.
+        unacked: Nonces of the messages that are not acknowledged, by number.
+        session: Its connection.
+        is_closed: Whether it has said goodbye, so that it does not come again.
     """
 
     name: str
-    digest: bytes
+    last: int = 0
+    last_nonce: bytes | None = None
+    seen: list[range] = field(default_factory=list)
+    unacked: dict[int, bytes] = field(default_factory=dict)
+    session: "_Session | None" = None
+    is_closed: bool = False
+
+    def has(self, seq: int) -> bool:
+        """Whether a message has arrived before."""
+        return seq <= self.last or any(seq in run for run in self.seen)
+
+    def nonce_of(self, seq: int) -> bytes | None:
+        """Return the nonce of an unacknowledged message or the last one."""
+        return self.last_nonce if seq == self.last else self.unacked.get(seq)
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A message that waits for the consumer."""
+
+    source: _Source
+    seq: int
     value: Any
     num_bytes: int
-    origins: "list[tuple[_Session, int]]"
+
+    @property
+    def id(self) -> str:
+        return f"{self.source.name}:{self.seq}"
 
 
-class Receiver:
+class Receiver(End):
     """Listens at an address and hands on each message once, those of one sender in order.
 
-    A message is known by its sender and sequence number, or by the idempotency key that its sender gave. For
-    use on one event loop; `BlockingReceiver` serves threads.
+    For use on one event loop; `BlockingReceiver` serves threads.
 
     Args:
-        url: Where to listen: `unix:///path`, `tcp://host:port` or `shm://name`.
+        url: Where to listen: `unix:///path` or `tcp://host:port`.
         ssl: TLS context, needed for `tcp://` beyond loopback; it must require a certificate of senders.
         ack: "taken" acknowledges a message when the consumer takes it. With "explicit" the consumer calls
             `Received.ack()` when the message is safe with it; a message that was not acknowledged comes again
             after the receiver was restarted.
         seen: Ids (`Received.id`) that the consumer has from earlier runs, such as from its own checkpoint;
-            these messages are acknowledged and not handed on.
-        dedup_window: Number of acknowledged ids to remember.
-        window_messages: Messages that one sender may have sent and the consumer not taken.
-        window_bytes: The same in bytes on the wire; one message may be longer.
-        table_bytes: Bound on the memory for the arrays that one sender shares.
+            these messages are acknowledged and not handed on. Other text is ignored.
+        window_messages: Messages of all senders that have arrived and the consumer has not taken. With as
+            many, the receiver reads no further.
+        window_bytes: The same in bytes on the wire; one message may be longer, and is then alone.
+        table_bytes: Bound on the memory for arrays that senders share between their messages, over all
+            connections. A connection is granted what its sender asks for, or what the others have left.
         max_connections: Senders at a time.
         framework: What arrays become; see `mmcodecs.decode`. Those of trajectories stay numpy arrays.
         limits: Of the codec, for what is decoded; `max_bytes` bounds one message.
@@ -154,6 +182,7 @@ class Receiver:
 
     Raises:
         ShippingError: The address or an option cannot be used.
+        ShippingSecurityError: The TLS context does not ask for the senders' certificates.
     """
 
     def __init__(
@@ -163,7 +192,6 @@ class Receiver:
         ssl: SSLContext | None = None,
         ack: Acknowledge = "taken",
         seen: Iterable[str] = (),
-        dedup_window: int = 1 << 20,
         window_messages: int = 64,
         window_bytes: int = 256 << 20,
         table_bytes: int = 256 << 20,
@@ -173,30 +201,32 @@ class Receiver:
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.address = Address.parse(url)
-        for name, value, right, expected in (
-            ("ack", ack, ack in ("taken", "explicit"), "'taken' or 'explicit'"),
-            ("window_messages", window_messages, window_messages >= 1, "1 or more"),
-            ("window_bytes", window_bytes, window_bytes >= 1, "1 or more"),
-        ):
-            if not right:
-                raise ShippingError(
-                    "an option is out of range", where=name, expected=expected, got=repr(value)
-                )
+        check_tls(self.address, ssl)
+        if ack not in ("taken", "explicit"):
+            expected = "'taken' or 'explicit'"
+            raise ShippingError("an option is out of range", where="ack", expected=expected, got=repr(ack))
+        check_options(
+            window_messages=(window_messages, 1, None),
+            window_bytes=(window_bytes, 1, None),
+            table_bytes=(table_bytes, 0, None),
+            max_connections=(max_connections, 1, None),
+        )
         self.ack: Acknowledge = ack
         self.window_messages = window_messages
         self.window_bytes = window_bytes
         self.table_bytes = table_bytes
+        self.max_connections = max_connections
         self.framework: Framework = framework
         self.limits = limits
         self.timing = timing
         self.errors: deque[MMRenderError] = deque(maxlen=100)
         self._ssl = ssl
-        self._max_connections = max_connections
-        self._dedup_window = dedup_window
-        self._seen: OrderedDict[str, bytes] = OrderedDict((name, b"") for name in seen)
+        self._sources = _sources(seen)
         self._queue: deque[_Incoming] = deque()
-        self._open: dict[str, _Incoming] = {}
-        self._pool = BufferPool()
+        # Messages that are arriving or in the queue, and their bytes; who asks first has room first.
+        self._messages = self._bytes = 0
+        self._turn = asyncio.Lock()
+        self._pool = BufferPool(max_idle_bytes=window_bytes)
         self._changed = Notifier()
         self._listener: Listener | None = None
         self._sessions: set[_Session] = set()
@@ -211,7 +241,7 @@ class Receiver:
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far."""
-        connections = sum(each.sender != b"" for each in list(self._sessions))
+        connections = sum(each.source is not None for each in list(self._sessions))
         return replace(self._stats, queued=len(self._queue), connections=connections)
 
     async def open(self) -> None:
@@ -220,8 +250,9 @@ class Receiver:
         Raises:
             ShippingSecurityError: Other machines can reach the address, and TLS does not identify them.
             ShippingConnectionError: The address cannot be bound.
-            ShippingClosedError: The receiver was closed.
+            ShippingClosedError: The receiver was closed, or is in use in another process.
         """
+        self.claim()
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         if self._listener is None:
@@ -235,20 +266,20 @@ class Receiver:
 
         Raises:
             TimeoutError: None came in time.
-            ShippingClosedError: The receiver is closed.
+            ShippingClosedError: The receiver is closed, or in use in another process.
         """
+        self.claim()
         async with asyncio.timeout(timeout):
             await self._changed.wait_until(lambda: bool(self._queue) or self._closed)
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         entry = self._queue.popleft()
-        session, seq = entry.origins[0]
-        session.took(seq, tell=self.ack == "explicit")
-        self._changed.notify()
+        self._leave(entry.num_bytes)
         if self.ack == "taken":
             self._acknowledge(entry)
         value, entry.value = entry.value, None
-        return Received(value, entry.name, session.connection.peer, lambda: self._acknowledge(entry))
+        peer = entry.source.session.connection.peer if entry.source.session else self.url
+        return Received(value, entry.id, peer, lambda: self._acknowledge(entry))
 
     async def __aiter__(self) -> AsyncIterator[Received]:
         while True:
@@ -260,16 +291,15 @@ class Receiver:
 
     async def aclose(self) -> None:
         """Close; senders keep unacknowledged messages for the next receiver."""
+        self.claim()
         if self._closed:
             return
         self._closed = True
         self._changed.notify()
         if self._listener is not None:
             self._listener.close()
-        sessions = list(self._sessions)
-        await asyncio.gather(*(each.finish(Bye("the receiver was closed")) for each in sessions))
-        for session in sessions:
-            await session.end()
+        bye = Bye("the receiver was closed")
+        await asyncio.gather(*(each.end(bye) for each in list(self._sessions)))
 
     async def __aenter__(self) -> Self:
         try:
@@ -285,71 +315,72 @@ class Receiver:
         await self.aclose()
 
     def _accept(self, sock: socket.socket, peer: str) -> None:
-        session = _Session(self, connect(sock, peer, self.address.scheme, self._pool, self.limits))
+        session = _Session(self, sock, peer)
         self._sessions.add(session)
-        session.task.add_done_callback(lambda _: self._left(session))
+        session.task.add_done_callback(lambda _: self._sessions.discard(session))
 
-    def _left(self, session: "_Session") -> None:
-        self._sessions.discard(session)
+    def _has_room(self, num_bytes: int) -> bool:
+        fits = self._messages < self.window_messages and self._bytes + num_bytes <= self.window_bytes
+        return fits or not self._messages
+
+    async def _enter(self, num_bytes: int) -> None:
+        """Wait for room in the window."""
+        async with self._turn:
+            await self._changed.wait_until(lambda: self._has_room(num_bytes))
+            self._messages += 1
+            self._bytes += num_bytes
+
+    def _leave(self, num_bytes: int) -> None:
+        """Make room in the window."""
+        self._messages -= 1
+        self._bytes -= num_bytes
         self._changed.notify()
 
-    def _put(self, session: "_Session", data: Data, name: str, value: Any) -> None:
-        """Take in a message that has arrived whole, unless it is there already."""
-        num_bytes = sum(data.lengths)
+    def _put(self, entry: _Incoming, nonce: bytes) -> bool:
+        """Take in a message that has arrived whole; return False for a duplicate.
+
+        Raises:
+            ShippingProtocolError: Another message arrived under its number.
+        """
+        source, seq = entry.source, entry.seq
         self._stats.messages += 1
-        self._stats.received_bytes += num_bytes
-        entry = self._open.get(name)
-        known = self._seen.get(name) if entry is None else entry.digest
-        if known is None:
-            entry = _Incoming(name, data.digest, value, num_bytes, [(session, data.seq)])
-            self._open[name] = entry
+        self._stats.received_bytes += entry.num_bytes
+        if not source.has(seq):
+            source.last, source.last_nonce = seq, nonce
+            source.unacked[seq] = nonce
             self._queue.append(entry)
             self._changed.notify()
-            return
-        if known and data.digest != known:
+            return True
+        if source.nonce_of(seq) not in (None, nonce):
             raise ShippingProtocolError(
-                "the idempotency key was used for other content",
-                where=f"id {name!r}",
-                remedy="Give each message a key of its own, or none",
+                "another message has arrived under this number",
+                where=f"message {entry.id!r}",
+                remedy="Make a sender of its own in each process; two have the identity of one",
             )
         self._stats.duplicates += 1
-        session.took(data.seq, tell=entry is not None)
-        if entry is None:
-            session.connection.post(Acked(data.seq))
-        else:
-            # The first one's window holds the place in the queue; the others hear of the acknowledgement.
-            first, *others = entry.origins
-            live = [origin for origin in others if origin[0] in self._sessions]
-            entry.origins = [first, *live, (session, data.seq)]
+        return False
 
     def _acknowledge(self, entry: _Incoming) -> None:
-        if self._open.get(entry.name) is not entry:
+        self.claim()
+        source = entry.source
+        if entry.seq not in source.unacked:
             return  # acknowledged before
         if self._closed:
             raise ShippingClosedError(
                 "the receiver is closed, so the sender gets no answer",
-                where=f"message {entry.name!r}",
+                where=f"message {entry.id!r}",
                 remedy="Acknowledge before closing; or give the next receiver the ids you have, as seen=",
             )
-        del self._open[entry.name]
-        self._seen[entry.name] = entry.digest
-        while len(self._seen) > self._dedup_window:
-            self._seen.popitem(last=False)
-        for session, seq in entry.origins:
-            session.connection.post(Acked(seq))
+        del source.unacked[entry.seq]
+        if source.session is not None:
+            source.session.connection.post(Acked(entry.seq))
+        self._forget(source)
 
-    async def _admit(self, session: "_Session", sender: bytes) -> None:
-        """Let a sender in once it has no other session, and dead ones have not left too much in the queue."""
-
-        def may_grow() -> bool:
-            left = [each.num_bytes for each in self._queue if each.origins[0][0] not in self._sessions]
-            return len(left) < _ORPHANED_MESSAGES and sum(left) < _ORPHANED_WINDOWS * self.window_bytes
-
-        for earlier in [each for each in self._sessions if each.sender == sender]:
-            # A sender that comes again has lost its earlier connection, however that looks from here.
-            await earlier.end()
-        session.sender = sender
-        await self._changed.wait_until(may_grow)
+    def _forget(self, source: _Source) -> None:
+        """Forget a sender that said goodbye, once all of its messages are acknowledged, or that sent none."""
+        has_sent = source.last or source.seen
+        if not source.unacked and (source.is_closed or not (has_sent or source.session)):
+            self._sources.pop(source.name, None)
 
     def _refuse(self, error: MMRenderError) -> None:
         """Note why a connection is closed."""
@@ -365,103 +396,133 @@ class _Session:
     """One connection of a sender: takes in its messages, and answers.
 
     Attributes:
-        sender: Its id; empty until it has said Hello.
+        source: The sender over all connections; None until it has said Hello.
+        table_bytes: Capacity of the connection's table of shared arrays.
         task: Ends with the connection.
     """
 
-    def __init__(self, receiver: Receiver, connection: Connection) -> None:
-        self.sender = b""
-        self.connection = connection
+    def __init__(self, receiver: Receiver, sock: socket.socket, peer: str) -> None:
+        self.source: _Source | None = None
+        self.table_bytes = 0
+        self.connection = Connection(peer, receiver.timing)
         self._receiver = receiver
-        # Long frames have buffers of their own, which the table may hold; segments go back to their sender.
-        own_buffers = receiver.address.scheme != "shm"
-        self._decoder = Decoder(
-            table_bytes=receiver.table_bytes, keep_views=own_buffers, limits=receiver.limits
-        )
-        self._window: dict[int, int] = {}
+        self._sock = sock
         self.task = asyncio.get_running_loop().create_task(self._run())
 
-    def took(self, seq: int, *, tell: bool) -> None:
-        """Note that the consumer took a message: its place in the window is free, as an Acked says, too."""
-        self._window.pop(seq, None)
-        if tell:
-            self.connection.post(Taken(seq))
-
-    async def finish(self, message: Message) -> None:
-        """Send a last message, if the sender reads it in time."""
-        await self.connection.finish(message, self._receiver.timing.goodbye)
-
-    async def end(self) -> None:
-        """Close the connection at once."""
+    async def end(self, bye: Bye | None = None) -> None:
+        """Close the connection, with a last message if the sender reads it in time."""
+        if bye is not None:
+            await self.connection.finish(bye)
         self.task.cancel()
         await asyncio.wait([self.task])
-        self.connection.close()  # a task that was cancelled before its first step has not done so
+        self._sock.close()  # a task that was cancelled before its first step has not done so
 
     async def _run(self) -> None:
         """Serve the connection; an error ends this one only."""
-        with contextlib.suppress(MMRenderError):
-            await self.connection.run(self._serve(), self._receiver.timing)
+        owner, connection = self._receiver, self.connection
+        try:
+            await self._serve()
+        except MMRenderError as error:
+            owner._refuse(error)
+            if not isinstance(error, ShippingConnectionError):
+                await connection.finish(Bye(str(error)[:1000], isinstance(error, ShippingSecurityError)))
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not end silently
+            owner._refuse(ShippingError("serving failed", where=connection.peer, got=repr(error)[:200]))
+        finally:
+            connection.close()
+            if self.source is not None and self.source.session is self:
+                self.source.session = None
+                owner._forget(self.source)
 
     async def _serve(self) -> None:
-        try:
-            await self._greet()
-            while True:
-                await self._take_in()
-        except MMRenderError as error:
-            self._receiver._refuse(error)
-            if not isinstance(error, ShippingConnectionError):
-                await self.finish(Bye(str(error)[:1000], isinstance(error, ShippingSecurityError)))
-            raise
-
-    async def _greet(self) -> None:
         owner, connection = self._receiver, self.connection
-        if owner._closed or len(owner._sessions) > owner._max_connections:
-            raise ShippingConnectionError("too many connections", where=connection.peer)
         try:
             async with asyncio.timeout(owner.timing.handshake):
-                hello = expect(Hello, await connection.receive(), connection.peer)
-                await owner._admit(self, hello.sender)
+                make = asyncio.get_running_loop().connect_accepted_socket
+                await make(lambda: connection, self._sock, ssl=owner._ssl)
+                source = await self._greet()
         except TimeoutError as error:
             raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
-        table_bytes = min(hello.table_bytes, owner.table_bytes)
-        self.connection.post(
-            Welcome(VERSION, owner.window_messages, owner.window_bytes, owner.limits.max_bytes, table_bytes)
-        )
+        except OSError as error:
+            raise broken(error, connection.peer) from error
+        # Long frames have buffers of their own, which the table may hold.
+        decoder = Decoder(table_bytes=self.table_bytes, keep_views=True, limits=owner.limits)
+        while True:
+            await connection.drain()  # a sender that does not read answers is not read from
+            message = await connection.receive()
+            if isinstance(message, Bye):
+                source.is_closed = True
+                owner._forget(source)
+            await self._take_in(source, decoder, expect(Data, message, connection.peer))
 
-    async def _take_in(self) -> None:
-        """Take in the next message."""
-        owner, peer = self._receiver, self.connection.peer
+    async def _greet(self) -> _Source:
+        """Let a sender in, once it has no other session."""
+        owner, connection = self._receiver, self.connection
+        if owner._closed or len(owner._sessions) > owner.max_connections:
+            raise ShippingConnectionError("too many connections", where=connection.peer)
+        hello = expect(Hello, await connection.receive(), connection.peer)
+        name = hello.sender.hex()
+        source = self.source = owner._sources.setdefault(name, _Source(name))
+        # A sender that comes again has lost its earlier connection, however that looks from here.
+        earlier, source.session = source.session, self
+        if earlier is not None:
+            await earlier.end()
+        granted = sum(each.table_bytes for each in owner._sessions)
+        self.table_bytes = min(hello.table_bytes, owner.table_bytes - granted)
+        connection.post(Welcome(VERSION, owner.limits.max_bytes, self.table_bytes))
+        return source
 
-        data = expect(Data, await self.connection.receive(), peer)
-        num_bytes, bound = sum(data.lengths), owner.limits.max_bytes
-        if self._window:
-            bound = min(bound, max(0, owner.window_bytes - sum(self._window.values())))
-        if num_bytes > bound:
+    async def _take_in(self, source: _Source, decoder: Decoder, data: Data) -> None:
+        """Take in a message."""
+        owner, connection = self._receiver, self.connection
+        num_bytes, max_bytes = sum(data.lengths), owner.limits.max_bytes
+        if num_bytes > max_bytes:
             raise ShippingProtocolError(
-                "a message is too long", where=peer, expected=f"at most {bound} bytes", got=str(num_bytes)
+                "a message is too long",
+                where=connection.peer,
+                expected=f"at most {max_bytes} bytes",
+                got=str(num_bytes),
             )
-        frames = await self.connection.read_frames(data)
-        name = data.key or f"{self.sender.hex()}:{data.seq}"
-        full = len(self._window) >= owner.window_messages
-        if full or data.seq in self._window or not name.isprintable():
-            raise ShippingProtocolError(
-                "a message beyond the window",
-                where=peer,
-                expected=f"{owner.window_messages} messages, each number once, and a printable key",
-                got=f"message {data.seq} with key {data.key!r}"[:200],
-            )
+        await owner._enter(num_bytes)
+        is_new = False
         try:
-            self._decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
-            value = from_wire(data.kind, self._decoder.decode(frames))
-        except Exception as error:
-            # Without an answer the sender would come back with the same message again and again.
-            self.connection.post(Refused(data.seq, str(error)[:1000]))
-            raise ShippingProtocolError(
-                "a message that cannot be used", where=f"message {name!r} from {peer}", got=str(error)
-            ) from error
-        self._window[data.seq] = num_bytes
-        try:
-            owner._put(self, data, name, value)
-        except ShippingProtocolError as error:
-            self._window.pop(data.seq)
-            self.connection.post(Refused(data.seq, str(error)[:1000]))
+            frames = await connection.read_frames(data.lengths, owner._pool)
+            entry = _Incoming(source, data.seq, None, num_bytes)
+            try:
+                decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
+                entry.value = from_wire(data.kind, decoder.decode(frames))
+            except Exception as error:
+                # Without an answer the sender would come back with the same message again and again.
+                connection.post(Refused(data.seq, str(error)[:1000]))
+                raise ShippingProtocolError(
+                    "a message that cannot be used",
+                    where=f"message {entry.id!r} from {connection.peer}",
+                    got=str(error),
+                ) from error
+            try:
+                is_new = owner._put(entry, data.nonce)
+            except ShippingProtocolError as error:
+                connection.post(Refused(data.seq, str(error)[:1000]))
+            else:
+                if not is_new and data.seq not in source.unacked:
+                    connection.post(Acked(data.seq))
+        finally:
+            if not is_new:
+                owner._leave(num_bytes)
+
+
+def _sources(ids: Iterable[str]) -> dict[str, _Source]:
+    """Return the senders of messages with these ids, with runs of the numbers."""
+    numbers: dict[str, set[int]] = {}
+    for each in ids:
+        if match := _ID.fullmatch(each):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    sources = {}
+    for name, seqs in numbers.items():
+        source = sources[name] = _Source(name)
+        for seq in sorted(seqs):
+            if source.seen and source.seen[-1].stop == seq:
+                source.seen[-1] = range(source.seen[-1].start, seq + 1)
+            else:
+                source.seen.append(range(seq, seq + 1))
+    return sources

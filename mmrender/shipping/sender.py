@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 import uuid
@@ -13,10 +14,8 @@ from ssl import SSLContext
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict
 
-import msgspec
-
 import mmcodecs
-from mmcodecs import BufferPool, Encoder, Limits
+from mmcodecs import Encoder, Limits
 from mmcodecs.values import DEFAULT_LIMITS
 from mmrender.errors import (
     ShippingClosedError,
@@ -25,28 +24,27 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, dial
-from mmrender.shipping.connection import Connection
+from mmrender.shipping.address import Address, check_tls, dial
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
-    MAX_KEY_BYTES,
-    MAX_UNACKED,
     VERSION,
-    Acked,
+    Answer,
     Bye,
+    Connection,
     Data,
+    End,
     Hello,
     Notifier,
     Refused,
-    Taken,
     Timing,
     Welcome,
-    content_digest,
+    check_options,
+    check_process,
     expect,
     to_wire,
 )
-from mmrender.shipping.shared_memory import connect
 
+MAX_UNACKED: Final = 4096
 _MAX_FAILURES: Final = 1024
 
 
@@ -58,7 +56,7 @@ class Delivery:
     if the sender was closed before it was acknowledged.
 
     Attributes:
-        id: The idempotency key that was given, or else sender and sequence number.
+        id: Sender and sequence number, as in `Received.id`.
         data: The header of the message.
         error: Why it failed.
         reported: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
@@ -76,7 +74,8 @@ class Delivery:
     _frames: list[memoryview] = field(default_factory=list)
     _encoder: Encoder | None = None
     _num_bytes: int = 0
-    _sent: bool = False
+    _was_sent: bool = False
+    _pid: int = field(default_factory=os.getpid)
 
     @property
     def acknowledged(self) -> bool:
@@ -95,6 +94,7 @@ class Delivery:
             raise self.error
 
     def __await__(self) -> Generator[Any, None, None]:
+        check_process(self._pid, f"message {self.id!r}")
         yield from self.settled.wait().__await__()
         self.check()
 
@@ -132,15 +132,15 @@ class SenderOptions(TypedDict, total=False):
     timing: Timing
 
 
-class Sender:
+class Sender(End):
     """Sends trajectories, and anything else that the codec can encode, to one receiver.
 
     It connects again when a connection breaks, for as long as it is open, and then sends again what was not
-    acknowledged; the receiver drops what it has already. An array that the connection has carried is sent as
-    a reference. For use on one event loop; `BlockingSender` serves threads.
+    acknowledged; the receiver drops duplicates. An array that the connection has carried is sent as a
+    reference. For use on one event loop, in the process that used it first; `BlockingSender` serves threads.
 
     Args:
-        url: Address of the receiver: `unix:///path`, `tcp://host:port` or `shm://name`.
+        url: Address of the receiver: `unix:///path` or `tcp://host:port`.
         ssl: TLS context, needed for `tcp://` beyond loopback; it must require the receiver's certificate.
         max_unacked_messages: `send` waits while so many are unacknowledged. At most 4,096.
         max_unacked_bytes: `send` waits while messages of so many bytes on the wire are unacknowledged.
@@ -151,6 +151,7 @@ class Sender:
 
     Raises:
         ShippingError: The address or an option cannot be used.
+        ShippingSecurityError: The TLS context does not ask for the receiver's certificate.
     """
 
     def __init__(
@@ -160,19 +161,18 @@ class Sender:
         ssl: SSLContext | None = None,
         max_unacked_messages: int = 1024,
         max_unacked_bytes: int = 4 << 30,
-        table_bytes: int = 256 << 20,
+        table_bytes: int = 32 << 20,
         share_from: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.address = Address.parse(url)
-        if not 1 <= max_unacked_messages <= MAX_UNACKED:
-            raise ShippingError(
-                "an option is out of range",
-                where="max_unacked_messages",
-                expected=f"1 to {MAX_UNACKED}",
-                got=str(max_unacked_messages),
-            )
+        check_tls(self.address, ssl)
+        check_options(
+            max_unacked_messages=(max_unacked_messages, 1, MAX_UNACKED),
+            max_unacked_bytes=(max_unacked_bytes, 1, None),
+            table_bytes=(table_bytes, 0, None),
+        )
         self._ssl = ssl
         self._max_unacked_messages = max_unacked_messages
         self._max_unacked_bytes = max_unacked_bytes
@@ -180,21 +180,18 @@ class Sender:
         self._share_from = share_from
         self._limits = limits
         self._timing = timing
-        self._pool = BufferPool()
-        self._id = uuid.uuid4().bytes
-        self._next = 0
-        # What is not settled, by number; of that, what has still to go out over this connection; and what the
-        # receiver has in its window, with the bytes.
+        # Drawn when it first connects: a sender that was made before a fork is another one in each process.
+        self._id = b""
+        self._next = 1
+        # Messages that are not settled, by number; and those of them that this connection has still to send.
         self._unacked: dict[int, Delivery] = {}
         self._unacked_bytes = 0
         self._waiting: deque[Delivery] = deque()
-        self._window: dict[int, int] = {}
         self._connection: Connection | None = None
-        self._welcome: Welcome | None = None
         self._encoder: Encoder | None = None
         self._task: asyncio.Task[None] | None = None
         self._changed = Notifier()
-        self._fatal: ShippingSecurityError | None = None
+        self._fatal: ShippingError | None = None
         self._last_error: ShippingError | None = None
         self._failures: deque[Delivery] = deque(maxlen=_MAX_FAILURES)
         self._stats = SenderStats()
@@ -203,7 +200,7 @@ class Sender:
     @property
     def connected(self) -> bool:
         """Whether there is a connection right now."""
-        return self._welcome is not None
+        return self._encoder is not None
 
     @property
     def stats(self) -> SenderStats:
@@ -220,19 +217,20 @@ class Sender:
         Raises:
             ShippingConnectionError: There was none in time. The sender goes on trying.
             ShippingSecurityError: The receiver does not let this sender in, or its address needs TLS.
-            ShippingClosedError: The sender is closed.
+            ShippingClosedError: The sender is closed, or in use in another process.
+            ShippingError: The sender has failed for another reason.
         """
         self._start()
         if timeout == 0:
             return
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: self.connected or self._over)
+                await self._changed.wait_until(lambda: self.connected or self._is_over)
         except TimeoutError as error:
             raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
         self._check()
 
-    async def send(self, value: Any, *, id: str | None = None) -> Delivery:
+    async def send(self, value: Any) -> Delivery:
         """Accept a message, waiting while too much is unacknowledged.
 
         The value is held, not copied: leave it and its arrays alone until it is acknowledged. Appending to a
@@ -241,8 +239,6 @@ class Sender:
         Args:
             value: A `Trajectory`, a list of them (shared content travels once, and they arrive together), or
                 anything that `mmcodecs.encode` takes.
-            id: Idempotency key, at most 256 bytes of printable text: messages with one key are delivered
-                once, also from several senders. The same key with other content is an error.
 
         Returns:
             `await` it for the acknowledgement.
@@ -251,41 +247,29 @@ class Sender:
             CodecError: The value has a part that cannot be encoded; nothing was accepted.
             TrajectoryError: A message of the trajectory cannot be encoded.
             MediaError: The class of a media item has no form on the wire.
-            ShippingError: The key is malformed.
-            ShippingSecurityError: The receiver does not let this sender in.
-            ShippingClosedError: The sender is closed.
+            ShippingError: As `connect`, without `ShippingConnectionError`.
         """
         self._start()
-        if id is not None and not (id.isprintable() and 1 <= len(id.encode()) <= MAX_KEY_BYTES):
-            raise ShippingError(
-                "malformed idempotency key",
-                where="id",
-                expected=f"printable text of 1 to {MAX_KEY_BYTES} bytes",
-                got=repr(id)[:80],
-            )
         kind, wire = to_wire(value)
-        digest = b"" if id is None else content_digest(wire, self._limits)
 
-        def may_go_on() -> bool:
-            few = len(self._unacked) < self._max_unacked_messages
-            room = not self._unacked or (few and self._unacked_bytes < self._max_unacked_bytes)
-            return room or self._over
+        def has_room() -> bool:
+            has_few = len(self._unacked) < self._max_unacked_messages
+            return not self._unacked or (has_few and self._unacked_bytes < self._max_unacked_bytes)
 
-        await self._changed.wait_until(may_go_on)
+        await self._changed.wait_until(lambda: has_room() or self._is_over)
         self._check()
+        data = Data(self._next, os.urandom(8), kind, [])
+        delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, _wire=wire)
         # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
         # next connection, this one is encoded without a table, to see that it can be.
-        in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
-        seq = self._next + 1
-        data = Data(seq, id or "", digest, kind, [])
-        delivery = Delivery(id or f"{self._id.hex()}:{seq}", data, _wire=wire)
-        self._encode(delivery, self._encoder if in_turn else None)
+        is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
+        self._encode(delivery, self._encoder if is_in_turn else None)
         delivery._num_bytes = sum(delivery.data.lengths)
-        self._next = seq
-        self._unacked[seq] = delivery
+        self._next += 1
+        self._unacked[data.seq] = delivery
         self._unacked_bytes += delivery._num_bytes
         self._waiting.append(delivery)
-        self._send_on()
+        self._changed.notify()
         return delivery
 
     async def flush(self, timeout: float | None = None) -> None:
@@ -300,10 +284,13 @@ class Sender:
             ShippingProtocolError: The receiver could not use a message.
             ShippingConnectionError: It took too long.
             ShippingSecurityError: The receiver does not let this sender in.
+            ShippingClosedError: The sender is in use in another process.
+            ShippingError: The sender has failed for another reason.
         """
+        self.claim()
         try:
             async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: not self._unacked or self._over)
+                await self._changed.wait_until(lambda: not self._unacked or self._is_over)
         except TimeoutError as error:
             got = f"{len(self._unacked)} messages after {timeout:g} s"
             raise self._unreached(got) from (self._last_error or error)
@@ -323,6 +310,7 @@ class Sender:
         Raises:
             ShippingError: As `flush`; the sender is closed in any case.
         """
+        self.claim()
         if self._closed:
             return
         try:
@@ -334,8 +322,8 @@ class Sender:
             for delivery in list(self._unacked.values()):
                 self._settle(delivery, closed)
             if self._connection is not None:
-                await self._connection.finish(Bye("the sender was closed"), self._timing.goodbye)
-            if self._task is not None:
+                await self._connection.finish(Bye("the sender was closed"))
+            if self._task is not None and not self._task.done():
                 self._task.cancel()
                 await asyncio.wait([self._task])
 
@@ -358,13 +346,15 @@ class Sender:
             await self.aclose(self._timing.goodbye)
 
     @property
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return self._closed or self._fatal is not None
 
     def _start(self) -> None:
         """Connect in the background, if that has not begun."""
+        self.claim()
         self._check()
         if self._task is None:
+            self._id = uuid.uuid4().bytes
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _check(self) -> None:
@@ -385,24 +375,39 @@ class Sender:
         write = encoder.encode_frames if encoder else partial(mmcodecs.encode_frames, limits=self._limits)
         delivery._frames = [memoryview(frame) for frame in write(delivery._wire)]
         delivery._encoder = encoder
-        delivery.data = msgspec.structs.replace(
-            delivery.data, lengths=[frame.nbytes for frame in delivery._frames]
-        )
+        lengths = [frame.nbytes for frame in delivery._frames]
+        delivery.data = Data(delivery.data.seq, delivery.data.nonce, delivery.data.kind, lengths)
 
     async def _run(self) -> None:
-        """Connect again and again; returns when the receiver does not let this sender in."""
+        """Keep a connection; however this ends, nobody waits for it in vain."""
+        try:
+            await self._keep_connected()
+        except ShippingError as error:
+            self._give_up(error)
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            reason = "the sender's task was cancelled" if is_cancelled else "the sender has failed"
+            self._give_up(ShippingError(reason, where=str(self.address), got=repr(error)[:200]))
+            if not isinstance(error, Exception):
+                raise
+
+    def _give_up(self, error: ShippingError) -> None:
+        """Fail everything that is unacknowledged, and whatever comes later."""
+        if not self._closed:
+            self._fatal = error
+            for delivery in list(self._unacked.values()):
+                self._fail(delivery, error)
+            self._changed.notify()
+
+    async def _keep_connected(self) -> None:
+        """Connect again and again; raises when the receiver does not let this sender in."""
         wait = self._timing.first_retry
-        while not self._over:
+        while not self._closed:
             started = time.monotonic()
             try:
-                async with asyncio.timeout(self._timing.handshake):
-                    sock = await dial(self.address, self._ssl)
-                connection = connect(sock, str(self.address), self.address.scheme, self._pool, self._limits)
-                await connection.run(self._serve(connection), self._timing)
-            except ShippingSecurityError as error:
-                self._fatal = error
-                for delivery in list(self._unacked.values()):
-                    self._fail(delivery, error)
+                await self._use_connection()
+            except ShippingSecurityError:
+                raise
             except ShippingError as error:
                 self._last_error = error
                 if self._ssl is not None and not self.connected:
@@ -411,8 +416,9 @@ class Sender:
                 self._last_error = ShippingConnectionError("no answer in time", where=str(self.address))
             finally:
                 if self._connection is not None:
+                    self._connection.close()
                     self._stats.sent_bytes += self._connection.sent_bytes
-                self._connection = self._welcome = self._encoder = None
+                self._connection = self._encoder = None
                 self._changed.notify()
             if time.monotonic() - started > 2 * wait + 1.0:
                 wait = self._timing.first_retry
@@ -420,41 +426,49 @@ class Sender:
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
             wait = min(2 * wait, self._timing.last_retry)
 
-    async def _serve(self, connection: Connection) -> None:
-        """Use a connection until it ends."""
-        self._connection = connection
-        connection.post(Hello(VERSION, self._id, self._table_bytes))
+    async def _use_connection(self) -> None:
+        """Connect once, and use the connection until it ends."""
         async with asyncio.timeout(self._timing.handshake):
+            connection = self._connection = await dial(
+                self.address, self._ssl, lambda: Connection(str(self.address), self._timing)
+            )
+            connection.post(Hello(VERSION, self._id, self._table_bytes))
             welcome = expect(Welcome, await connection.receive(), connection.peer)
         self._stats.connections += 1
-        self._welcome = welcome
         table_bytes = min(self._table_bytes, welcome.table_bytes)
         self._encoder = Encoder(table_bytes=table_bytes, share_from=self._share_from, limits=self._limits)
-        self._window.clear()
         self._waiting = deque(self._unacked.values())
         self._changed.notify()
-        self._send_on()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._write(connection, self._encoder, welcome.max_bytes))
+                group.create_task(self._read(connection))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _read(self, connection: Connection) -> None:
+        """Take the receiver's answers."""
         while True:
-            message = expect(Taken, await connection.receive(), connection.peer)
-            self._window.pop(message.seq, None)
+            message = expect(Answer, await connection.receive(), connection.peer)
             delivery = self._unacked.get(message.seq)
-            if delivery is not None and isinstance(message, Acked):
-                self._stats.acknowledged += 1
-                self._settle(delivery, None)
-            elif delivery is not None and isinstance(message, Refused):
+            if delivery is None:
+                continue
+            if isinstance(message, Refused):
                 problem = ShippingProtocolError(
                     "the receiver cannot use this message",
                     where=f"message {delivery.id!r} to {connection.peer}",
                     got=message.reason,
                 )
                 self._fail(delivery, problem)
-            self._send_on()
+            else:
+                self._stats.acknowledged += 1
+                self._settle(delivery, None)
 
-    def _send_on(self) -> None:
-        """Hand what waits to the connection, as much as the receiver has room for."""
-        connection, welcome, encoder = self._connection, self._welcome, self._encoder
-        while self._waiting and connection is not None and welcome is not None and encoder is not None:
-            delivery = self._waiting[0]
+    async def _write(self, connection: Connection, encoder: Encoder, max_bytes: int) -> None:
+        """Send what waits, one message after the other; the socket is full while the receiver has enough."""
+        while True:
+            await self._changed.wait_until(lambda: bool(self._waiting))
+            delivery = self._waiting.popleft()
             try:
                 if delivery._encoder is not encoder and not delivery.done:
                     self._encode(delivery, encoder)
@@ -467,11 +481,11 @@ class Sender:
                 )
                 self._fail(delivery, problem)
             num_bytes = sum(delivery.data.lengths)
-            if num_bytes > welcome.max_bytes and not delivery.done:
+            if num_bytes > max_bytes and not delivery.done:
                 problem = ShippingProtocolError(
                     "the message is longer than the receiver takes",
                     where=f"message {delivery.id!r} to {connection.peer}",
-                    expected=f"at most {welcome.max_bytes} bytes",
+                    expected=f"at most {max_bytes} bytes",
                     got=str(num_bytes),
                     remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
                 )
@@ -481,14 +495,9 @@ class Sender:
                 for each in self._waiting:
                     each._encoder = None
             if not delivery.done:
-                fits = sum(self._window.values()) + num_bytes <= welcome.window_bytes
-                if self._window and not (fits and len(self._window) < welcome.window_messages):
-                    return
-                self._stats.resent += delivery._sent
-                delivery._sent = True
-                self._window[delivery.data.seq] = num_bytes
-                connection.post(delivery.data, delivery._frames)
-            self._waiting.popleft()
+                self._stats.resent += delivery._was_sent
+                delivery._was_sent = True
+                await connection.send(delivery.data, delivery._frames)
 
     def _fail(self, delivery: Delivery, error: ShippingError) -> None:
         self._stats.refused += 1
@@ -498,7 +507,6 @@ class Sender:
     def _settle(self, delivery: Delivery, error: ShippingError | None) -> None:
         del self._unacked[delivery.data.seq]
         self._unacked_bytes -= delivery._num_bytes
-        self._window.pop(delivery.data.seq, None)
         delivery.error, delivery._wire, delivery._frames = error, None, []
         delivery.settled.set()
         self._changed.notify()

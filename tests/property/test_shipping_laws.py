@@ -18,8 +18,6 @@ CUTS = st.lists(st.integers(0, 60_000), max_size=4)
 PLAN = st.fixed_dictionaries(
     {
         "messages": st.lists(PICTURES, min_size=1, max_size=14),
-        "keyed": st.booleans(),
-        "again": st.lists(st.integers(0, 13), max_size=4),  # messages that are sent once more, if keyed
         "cuts": CUTS,
         "restarts": st.sets(st.integers(0, 12), max_size=2),  # receiver replaced after so many
         "window_messages": st.integers(1, 4),
@@ -71,9 +69,7 @@ async def run(plan: dict[str, Any], folder: Path) -> None:
         await sender.connect(timeout=None)
         deliveries = []
         for number, pictures in enumerate(plan["messages"]):
-            key = f"m{number}" if plan["keyed"] else None
-            times = 2 if plan["keyed"] and number in plan["again"] else 1
-            deliveries += [await sender.send(message(number, pictures), id=key) for _ in range(times)]
+            deliveries.append(await sender.send(message(number, pictures)))
         receiver = await asyncio.wait_for(consumer, 30)
         await sender.flush(30)
         assert numbers == list(range(len(plan["messages"])))

@@ -1,19 +1,26 @@
 """Deliveries: nothing acknowledged is lost or doubled, and failures are reported once."""
 
 import asyncio
-import errno
-import os
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
 
+import mmrender.shipping.receiver as receiving
+import mmrender.shipping.sender as sending
+from mmcodecs import BufferPool, Shared
 from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
     ShippingError,
     ShippingProtocolError,
+    TrajectoryError,
 )
-from mmrender.shipping import Receiver, Sender
+from mmrender.shipping import BlockingReceiver, BlockingSender, Receiver, Sender
 from mmrender.shipping.protocol import Timing
 from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT
@@ -42,56 +49,6 @@ async def test_a_trajectory_that_grew_arrives_again(url):
         assert [len(each) for each in got] == [1, 2]
 
 
-async def test_an_idempotency_key_is_delivered_once_from_any_sender(url):
-    receiver = Receiver(url, ack="explicit")
-    async with receiver, Sender(url) as one, Sender(url) as other:
-        first = await one.send(rollout("t", 1), id="rollout 1")
-        second = await other.send(rollout("t", 1), id="rollout 1")
-        message = await receiver.receive(5)
-        with pytest.raises(TimeoutError):
-            await receiver.receive(0.05)
-        assert not first.done
-        assert not second.done
-        message.ack()
-        message.ack()
-        await asyncio.gather(first, second)
-        await (await one.send(rollout("t", 1), id="rollout 1"))  # also after it was acknowledged
-        assert (message.id, receiver.stats.duplicates) == ("rollout 1", 2)
-
-
-@pytest.mark.parametrize("acknowledged", [False, True])
-async def test_one_key_with_other_content_is_an_error_and_stops_nothing(url, acknowledged):
-    async with Receiver(url, ack="explicit") as receiver, Sender(url) as sender:
-        await sender.send(rollout("t", 1), id="k")
-        message = await receiver.receive(5)
-        if acknowledged:
-            message.ack()
-            await sender.flush(5)
-        wrong = await sender.send(rollout("t", 2), id="k")
-        with pytest.raises(ShippingProtocolError) as caught:
-            await wrong
-        assert str(caught.value) == (
-            f"message 'k' to {url}: the receiver cannot use this message - got id 'k': the idempotency key "
-            "was used for other content. Give each message a key of its own, or none"
-        )
-        message.ack()
-        await sender.send("next")
-        last = await receiver.receive(5)
-        assert last.value == "next"
-        last.ack()
-        assert sender.stats.connections == 1
-
-
-async def test_remembered_ids_are_bounded(url):
-    async with Receiver(url, dedup_window=2, seen=["x"]) as receiver, Sender(url) as sender:
-        for number in range(5):
-            await sender.send(number)
-            await receiver.receive(5)
-        await sender.flush(5)
-        assert len(receiver._seen) == 2
-        assert receiver._open == {}
-
-
 async def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url):
     receiver = Receiver(url, ack="explicit", timing=PATIENT)
     await receiver.open()
@@ -115,25 +72,6 @@ async def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url
     await sender.aclose()
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
-async def test_shared_memory_that_cannot_be_made_stops_nothing(monkeypatch):
-    """With no memory left for segments messages travel through the socket, and closing ends in time."""
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    address = f"shm://full-{os.getpid()}"
-    async with Receiver(address) as receiver, Sender(address) as sender:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "memfd_create", full)
-            await sender.send(np.ones(500_000, np.uint8))
-            assert (await receiver.receive(5)).value.sum() == 500_000
-        await sender.send(np.ones(500_000, np.uint8))
-        assert (await receiver.receive(5)).value.sum() == 500_000
-        async with asyncio.timeout(5):
-            await sender.aclose(1)
-
-
 async def test_closing_ends_in_time_when_nobody_acknowledges(url):
     async with Receiver(url, ack="explicit", timing=Timing(goodbye=0.1)):
         sender = Sender(url)
@@ -145,32 +83,188 @@ async def test_closing_ends_in_time_when_nobody_acknowledges(url):
             await delivery
 
 
-async def test_a_failure_is_reported_once(url):
-    async with Receiver(url) as receiver:
-        sender = Sender(url)
-        await sender.send(1, id="k")
-        await receiver.receive(5)
+@pytest.fixture
+def picky(monkeypatch):
+    """A receiver that cannot use the value "bad"."""
+
+    def from_wire(kind, value):
+        if value == "bad":
+            raise TrajectoryError("it does not hold together")
+        return value
+
+    monkeypatch.setattr(receiving, "from_wire", from_wire)
+
+
+async def test_a_failure_is_reported_once(url, picky):
+    async with Receiver(url, timing=PATIENT):
+        sender = Sender(url, timing=PATIENT)
         for awaited in (True, False):
-            delivery = await sender.send(2, id="k")
-            if awaited:
-                with pytest.raises(ShippingProtocolError, match="other content"):
-                    await delivery
-            else:
-                with pytest.raises(ShippingProtocolError, match="other content"):
-                    await sender.flush(5)
+            delivery = await sender.send("bad")
+            with pytest.raises(ShippingProtocolError, match="cannot use this message"):
+                await (delivery if awaited else sender.flush(5))
             await sender.flush(5)
-        await sender.send(3, id="k")
-        with pytest.raises(ShippingError):
+        await sender.send("bad")
+        with pytest.raises(ShippingProtocolError):
             await sender.aclose()
 
 
-async def test_memory_of_failures_is_bounded_when_nobody_asks(url):
-    async with Receiver(url) as receiver, Sender(url) as sender:
-        await sender.send(0, id="k")
-        await receiver.receive(5)
-        for number in range(1, 1200):
-            await sender.send(number, id="k")
+async def test_memory_of_failures_is_bounded_when_nobody_asks(url, picky, monkeypatch):
+    monkeypatch.setattr(sending, "_MAX_FAILURES", 5)
+    timing = Timing(first_retry=0.001, last_retry=0.001)
+    async with Receiver(url, timing=timing), Sender(url, timing=timing) as sender:
+        for _ in range(12):
+            await sender.send("bad")
         with pytest.raises(ShippingProtocolError):
             await sender.flush(20)
-        assert sender.stats.refused == 1199
-        assert len(sender._failures) <= 1024
+        assert sender.stats.refused == 12
+        assert len(sender._failures) <= 5
+
+
+async def test_a_receiver_keeps_one_number_for_a_sender_and_nothing_after_its_goodbye(url):
+    async with Receiver(url) as receiver:
+        async with Sender(url) as sender:
+            for number in range(300):
+                await sender.send(number)
+                assert (await receiver.receive(5)).value == number
+            await sender.flush(5)
+            (source,) = receiver._sources.values()
+            assert (source.last, source.unacked, source.seen) == (300, {}, [])
+        while receiver.stats.connections:
+            await asyncio.sleep(0.001)
+        assert receiver._sources == {}
+
+
+async def test_a_receiver_takes_up_ids_with_gaps_and_in_any_order(url):
+    """A consumer may have stored a later message and not an earlier one."""
+    first = Receiver(url, ack="explicit", timing=PATIENT)
+    await first.open()
+    sender = Sender(url, timing=PATIENT)
+    deliveries = [await sender.send(number) for number in range(10)]
+    ids = [(await first.receive(5)).id for _ in range(10)]
+    await first.aclose()
+    stored = {ids[0], ids[1], ids[4], ids[7], ids[9], "rollout 1", "x:1"}
+    async with Receiver(url, ack="explicit", seen=stored, timing=PATIENT) as second:
+        for number in (2, 3, 5, 6, 8):
+            message = await second.receive(5)
+            assert (message.value, message.id) == (number, ids[number])
+            assert not deliveries[number].done
+            message.ack()
+        await sender.flush(5)
+        assert second.stats.duplicates == 5
+        await sender.send(10)
+        (await second.receive(5)).ack()
+        await sender.aclose()
+
+
+def test_ids_of_earlier_runs_take_a_run_of_numbers_for_each_sender():
+    names = ["a" * 32, "0" * 32]
+    sources = receiving._sources(f"{name}:{seq}" for seq in range(50_000, 0, -1) for name in names)
+    assert [source.seen for source in sources.values()] == [[range(1, 50_001)]] * 2
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+async def test_another_message_under_one_number_is_refused_by_name(url, acknowledged):
+    """As two processes would send it that have one identity, however they came by it."""
+    async with Receiver(url, ack="explicit") as receiver:
+        one, other = Sender(url, timing=PATIENT), Sender(url, timing=PATIENT)
+        delivery = await one.send("of one")
+        message = await receiver.receive(5)
+        if acknowledged:
+            message.ack()
+            await delivery
+        await other.connect(0)
+        other._id = one._id
+        wrong = await other.send("of the other")
+        with pytest.raises(ShippingProtocolError) as caught:
+            await asyncio.wait_for(wrong, 5)
+        assert str(caught.value) == (
+            f"message {wrong.id!r} to {url}: the receiver cannot use this message - got message "
+            f"{wrong.id!r}: another message has arrived under this number. Make a sender of its own in each "
+            "process; two have the identity of one"
+        )
+        message.ack()
+        await asyncio.wait_for(delivery, 5)
+        with pytest.raises(TimeoutError):
+            await receiver.receive(0.02)
+        await other.aclose(0)
+        await one.aclose(0)
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, lambda end: pickle.loads(pickle.dumps(end))])
+@pytest.mark.parametrize("kind", [Sender, Receiver, BlockingSender, BlockingReceiver])
+def test_an_end_is_not_copied(kind, copy_of, url):
+    with pytest.raises(ShippingError) as caught:
+        copy_of(kind(url))
+    assert str(caught.value) == (
+        f"{kind.__name__}: an end of shipping cannot be copied or pickled: messages of two copies would be taken "
+        "for one. Pass the address, and make another one there"
+    )
+
+
+@pytest.mark.parametrize("error", [UnicodeError("label empty"), ZeroDivisionError("a fault of ours")])
+async def test_a_sender_whose_task_ends_says_so_everywhere(url, error, monkeypatch):
+    async def dial(*_):
+        await asyncio.sleep(0.01)
+        raise error
+
+    monkeypatch.setattr(sending, "dial", dial)
+    sender = Sender(url)
+    delivery = await sender.send(1)
+    for attempt in (sender.connect(5), delivery, sender.send(2), sender.flush(5)):
+        with pytest.raises(ShippingError) as caught:
+            await asyncio.wait_for(attempt, 5)
+        assert str(caught.value) == f"{url}: the sender has failed - got {error!r}"
+    await sender.aclose()
+
+
+async def test_a_sender_whose_task_is_cancelled_says_so(url):
+    async with Receiver(url, ack="explicit"):
+        sender = Sender(url)
+        await sender.connect()
+        delivery = await sender.send(1)
+        sender._task.cancel()
+        for attempt in (delivery, sender.send(2), sender.flush(5)):
+            with pytest.raises(ShippingError, match="the sender's task was cancelled"):
+                await asyncio.wait_for(attempt, 5)
+        await sender.aclose()
+
+
+async def test_a_receiver_that_cannot_listen_raises_an_error_of_the_tree(monkeypatch):
+    async def unknown(*_, **__):
+        raise UnicodeError("label too long")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    receiver = Receiver("tcp://localhost:0")
+    with pytest.raises(ShippingConnectionError, match="unknown host - got label too long"):
+        await receiver.open()
+    await receiver.aclose()
+
+
+async def test_what_a_connection_leaves_is_small_and_bounded_over_all_senders(url, monkeypatch):
+    """Once everything is acknowledged and dropped, only tables of shared arrays hold buffers."""
+    leased: dict[int, int] = {}
+    acquire = BufferPool.acquire
+
+    def counted(pool, num_bytes):
+        lease = acquire(pool, num_bytes)
+        leased[id(lease.obj)] = num_bytes
+        weakref.finalize(lease.obj, leased.pop, id(lease.obj))
+        return lease
+
+    monkeypatch.setattr(BufferPool, "acquire", counted)
+    image = 1 << 20
+    async with (
+        Receiver(url, table_bytes=3 * image, window_bytes=4 * image) as receiver,
+        AsyncExitStack() as stack,
+    ):
+        senders = [await stack.enter_async_context(Sender(url, table_bytes=2 * image)) for _ in range(5)]
+        for number, sender in enumerate(senders):
+            for part in range(6):
+                await sender.send(Shared(np.full(image, part, np.uint8), b"%d %d" % (number, part)))
+                assert (await receiver.receive(5)).value[0] == part
+            await sender.flush(5)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert sum(leased.values()) <= 3 * image
+        assert receiver._pool.idle_bytes <= 4 * image
+        assert [each.table_bytes for each in receiver._sessions].count(0) >= 3
