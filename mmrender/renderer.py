@@ -29,12 +29,12 @@ from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
+from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.rendering import Rendering, Unprinted, conversation_key, copy_rendered, new_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.processes import TemplateProcesses
 from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.ids import TokenIds, checked_ids
@@ -60,7 +60,7 @@ _KINDS: Mapping[str, type] = {
     "media_policy": MediaPolicy,
     "media_cache": MediaCache,
     "limits": TemplateLimits,
-    "template_processes": TemplateProcesses,
+    "template_processes": BoundedProcesses,
 }
 """Options of `Renderer.from_pretrained` that are objects of ours, or None."""
 
@@ -168,7 +168,7 @@ class Renderer:
         tool_images: ToolImages = "tool",
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
-        template_processes: TemplateProcesses | None = None,
+        template_processes: BoundedProcesses | None = None,
         memo_bytes: int = 128 << 20,
         profile_cache: bool = True,
     ) -> "Renderer":

@@ -93,13 +93,18 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
             array = _rgb_of_array(source, policy)
             return LoadedImage(array, *array.shape[:2])
         if not isinstance(source, Image.Image):
-            source = open_image(read_source(source, policy), policy)
+            return policy.decode(_decoded, read_source(source, policy))
         image = _rgb_of_image(source, policy)
         return LoadedImage(image, image.height, image.width)
     except MediaError as error:
         if where is not None:
             error.at(where)
         raise
+
+
+def _decoded(data: bytes, policy: MediaPolicy) -> LoadedImage:
+    image = _rgb_of_image(open_image(data, policy), policy)
+    return LoadedImage(image, image.height, image.width)
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
@@ -238,6 +243,11 @@ def _named_errors(name: str) -> Iterator[None]:
         raise MediaLimitError(
             f"the {name} is larger than Pillow itself allows ({error})",
             remedy="If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS.",
+        ) from error
+    except MemoryError as error:
+        raise MediaLimitError(
+            f"there is too little memory to decode the {name}",
+            remedy="If you trust the source, allow the process more memory.",
         ) from error
     except Exception as error:
         raise MediaDecodeError(

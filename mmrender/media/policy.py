@@ -5,11 +5,15 @@ unless the program itself passes it as a `pathlib.Path`. Each refusal names the 
 """
 
 import ipaddress
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mmrender.errors import InputError, MediaBlockedError, MediaLimitError
+from mmrender.processes import BoundedProcesses
+
+Result = TypeVar("Result")
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -43,6 +47,8 @@ class MediaPolicy:
         read_timeout: Seconds that a server may stay silent.
         total_timeout: Seconds for one source in all, redirects included.
         max_redirects: Most redirects followed for one URL.
+        processes: Bounded child processes in which encoded images and videos are decoded, for a program that
+            takes them from anyone; None decodes in this process.
 
     Raises:
         InputError: a field is out of range, or a network does not parse.
@@ -64,6 +70,7 @@ class MediaPolicy:
     read_timeout: float = 10.0
     total_timeout: float = 30.0
     max_redirects: int = 5
+    processes: BoundedProcesses | None = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.schemes) - SCHEMES:
@@ -86,6 +93,20 @@ class MediaPolicy:
                 # Not `value < ...`: NaN is refused too.
                 if not value >= (0 if field.name == "max_redirects" else 1e-3):
                     raise _bad_field(field.name, "a positive number", repr(value))
+
+    def decode(self, function: Callable[..., Result], data: bytes, *given: Any) -> Result:
+        """Call a decoder with encoded bytes, a policy and more, in one of the processes if there are any.
+
+        Raises:
+            MediaLimitError: The process exceeded its limits.
+        """
+        if self.processes is None:
+            return function(data, self, *given)
+        policy = replace(self, processes=None)
+        result: Result = self.processes.ask(
+            "decoded the file", MediaLimitError, function, data, policy, *given
+        )
+        return result
 
     def check_scheme(self, scheme: str) -> None:
         """Raise MediaBlockedError unless URLs of `scheme` may be read."""

@@ -51,8 +51,23 @@ def _opened(part: VideoPart, policy: MediaPolicy) -> Iterator[Video]:
                 got=repr(getattr(part, name))[:80],
                 remedy="Leave it out, or decode the video yourself and pass its frames",
             )
-    with decoder(read_source(part.source, policy), policy) as video:
-        yield Video(video.timeline, video.frames, policy)
+    data = read_source(part.source, policy)
+    if policy.processes is None:
+        with decoder(data, policy) as video:
+            yield Video(video.timeline, video.frames, policy)
+    else:
+        timeline = policy.decode(_timeline_of, data)
+        yield Video(timeline, lambda wanted: iter(policy.decode(_frames_of, data, [*wanted])), policy)
+
+
+def _timeline_of(data: bytes, policy: MediaPolicy) -> Timeline:
+    with decoder(data, policy) as video:
+        return video.timeline
+
+
+def _frames_of(data: bytes, policy: MediaPolicy, wanted: list[int]) -> list[LoadedImage]:
+    with decoder(data, policy) as video:
+        return list(video.frames(wanted))
 
 
 def _loaded(frames: Sequence[Any], wanted: Sequence[int], policy: MediaPolicy) -> Iterator[LoadedImage]:

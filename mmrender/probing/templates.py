@@ -26,9 +26,10 @@ from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.probes import Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
+from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate, ToolImages
 from mmrender.template.limits import TemplateLimits
-from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
+from mmrender.template.processes import IsolatedTemplate
 from mmrender.template.sources import choose_template, load_templates
 from mmrender.template.text import TracedStr, clip, plain
 
@@ -181,7 +182,7 @@ class TemplateSet:
         model_stop_ids: Sequence[int] = (),
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
-        processes: TemplateProcesses | None = None,
+        processes: BoundedProcesses | None = None,
         folder: Path | None = None,
         tool_images: ToolImages = "tool",
     ) -> None:
@@ -215,7 +216,7 @@ class TemplateSet:
         chat_template: str | None = None,
         limits: TemplateLimits | None = None,
         clock: Callable[[], datetime.datetime] = datetime.datetime.now,
-        processes: TemplateProcesses | None = None,
+        processes: BoundedProcesses | None = None,
         profile_cache: bool = True,
         tool_images: ToolImages = "tool",
     ) -> "TemplateSet":

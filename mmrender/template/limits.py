@@ -1,7 +1,7 @@
 """Bounds on one run of a template: loop iterations, calls, seconds, and the size of the texts it builds.
 
 These bounds hold between operations. What a single one takes (a huge power, say) is the operating system's to
-bound: see `mmrender.template.processes`.
+bound: see `mmrender.processes`.
 """
 
 import time

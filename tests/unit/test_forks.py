@@ -26,8 +26,8 @@ from mmrender.media import item as items
 from mmrender.media import load, sources
 from mmrender.media.item import encoded_image
 from mmrender.model import fast
+from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
-from mmrender.template.processes import TemplateProcesses
 from mmrender.testing.scripted_engine import ScriptedEngine
 
 pytestmark = [
@@ -319,7 +319,7 @@ def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_ch
 
 
 def test_processes_of_templates_are_started_again_in_the_child(tiny_model):
-    with TemplateProcesses(1) as processes:
+    with BoundedProcesses(1) as processes:
         renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", template_processes=processes)
         expected = work(renderer, picture())
         with thread_within(processes._lock):

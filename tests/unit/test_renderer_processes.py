@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from mmrender.errors import InputError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.resolve import MediaCache
+from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
-from mmrender.template.processes import TemplateProcesses
 
 IMAGE = Image.fromarray(np.arange(64 * 96 * 3, dtype=np.uint8).reshape(64, 96, 3))
 MESSAGES = [
@@ -50,7 +50,7 @@ def renderer(tiny_model):
         content_special_tokens={"user": "parse"},
         media_policy=MediaPolicy(max_items=7),
         media_cache=MediaCache(123),
-        template_processes=TemplateProcesses(1, cpu_seconds=3),
+        template_processes=BoundedProcesses(1, cpu_seconds=3),
     )
 
 

@@ -14,8 +14,9 @@ import pytest
 from mmrender import Renderer, RendererPool
 from mmrender.errors import InputError, PoolClosedError, TemplateError, TemplateLimitError
 from mmrender.messages import Message, ToolCall
+from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate
-from mmrender.template.processes import IsolatedTemplate, TemplateProcesses
+from mmrender.template.processes import IsolatedTemplate
 
 SECONDS, MEMORY = 1, 256 << 20
 """What one attack may take of a process."""
@@ -170,7 +171,7 @@ HARMLESS = {
 
 @pytest.fixture(scope="module")
 def processes():
-    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=SECONDS) as processes:
+    with BoundedProcesses(memory_bytes=MEMORY, cpu_seconds=SECONDS) as processes:
         yield processes
 
 
@@ -182,13 +183,13 @@ def spent(whose=resource.RUSAGE_SELF):
 
 def attack(processes, source):
     """The text that a template writes, or its error, within the bounds of time and memory."""
-    process, started, base = processes.ask(spent)
+    process, started, base = processes.ask("ran", TemplateLimitError, spent)
     child = processes._executor._processes[process]
     _, ended, _ = spent(resource.RUSAGE_CHILDREN)
     try:
         template = IsolatedTemplate(source, processes=processes)
         # Reading a template and rendering it are two calls, each of which has the bound.
-        _, read, _ = processes.ask(spent)
+        _, read, _ = processes.ask("ran", TemplateLimitError, spent)
         assert read - started < SECONDS + 0.2
         started = read
         found = template.render(MESSAGES)
@@ -199,7 +200,7 @@ def attack(processes, source):
         _, now, peak = spent(resource.RUSAGE_CHILDREN)
         seconds = now - ended
     else:
-        _, seconds, peak = processes.ask(spent)
+        _, seconds, peak = processes.ask("ran", TemplateLimitError, spent)
     assert seconds - started < SECONDS + 0.2
     assert peak - base < MEMORY + (32 << 20)
     return found
@@ -261,12 +262,12 @@ def test_a_renderer_whose_template_runs_in_processes_gives_the_same(processes, t
 def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
     # Hundreds of short calls: a count of ticks since its start would be wrong by then.
     busy = "{% for a in range(40000) %}{% endfor %}"
-    with TemplateProcesses(memory_bytes=MEMORY, cpu_seconds=0.5) as processes:
+    with BoundedProcesses(memory_bytes=MEMORY, cpu_seconds=0.5) as processes:
         template = IsolatedTemplate(busy, processes=processes)
-        first, started, _ = processes.ask(spent)
+        first, started, _ = processes.ask("ran", TemplateLimitError, spent)
         while started < 5:
             template.render(MESSAGES)
-            process, started, _ = processes.ask(spent)
+            process, started, _ = processes.ask("ran", TemplateLimitError, spent)
         assert process == first
         child = processes._executor._processes[process]
         _, ended, _ = spent(resource.RUSAGE_CHILDREN)
@@ -280,18 +281,18 @@ def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_bound_on_time_is_a_positive_number(seconds):
     with pytest.raises(InputError, match="cpu_seconds: not a bound on processor time"):
-        TemplateProcesses(cpu_seconds=seconds)
+        BoundedProcesses(cpu_seconds=seconds)
 
 
 def test_what_ends_a_process_ends_one_call():
     slow = "{% if messages[0].content == 'x' %}{{ (messages|length + 8) ** (9 ** 9) }}{% endif %}fine"
-    with TemplateProcesses(cpu_seconds=1) as processes:
+    with BoundedProcesses(cpu_seconds=1) as processes:
         template = IsolatedTemplate(slow, processes=processes)
         with pytest.raises(TemplateLimitError) as caught:
             template.render([Message(role="user", content="x")])
         assert str(caught.value) == (
             "the process that ran the chat template was ended - expected at most 1,073,741,824 bytes of memory and "
-            "1 s of processor time, got more. If you trust the template, pass larger limits to TemplateProcesses"
+            "1 s of processor time, got more. If you trust it, pass larger limits to BoundedProcesses"
         )
         assert template.render([Message(role="user", content="y")]) == "fine"
         with pytest.raises(InputError, match="chat_template_kwargs: this value cannot be sent"):
