@@ -39,12 +39,13 @@ Chunk = dict[str, Any]
 
 
 class InferenceEngineClient(InferenceEngineInterface):
-    """Many engines that act as one: it routes, retries, fails over and pauses.
+    """Many engines that act as one: it retries, fails over and pauses.
 
     Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause, and
-    work on a failing engine goes to another. Sessions are hashed to an engine; other work goes to the engine
-    with the fewest requests. It may be used from several event loops and threads at once. Pickled without
-    a renderer, it arrives as a client of the same engines, not paused, without requests.
+    work on a failing engine goes to the next. Sessions are hashed to an engine; other work goes to the
+    engines in turn. To balance load, give a router. It may be used from several event loops and threads at
+    once. Pickled without a renderer, it arrives as a client of the same engines, not paused and without
+    requests.
 
     Control calls go to all engines at once. `pause_generation` returns when no request of this client runs,
     batches included; one that an engine refuses pauses nothing.
@@ -187,7 +188,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         An engine that another client has paused is waited for.
         """
         waits = itertools.count(aborts + 1)
-        while paused := await self._pool.reports_pause(work.preferred):
+        while paused := await self._pool.reports_pause(work.last):
             if self._pool.state == "closed" or self._pool.is_aborted(work):
                 return 0
             aborts = 0

@@ -41,8 +41,6 @@ _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HEALTH_TIMEOUT: Final = 5.0
 _COOLDOWN: Final = 5.0
 """Seconds before an engine that is down is looked at again, as long as others serve."""
-_SLACK: Final = 8
-"""An engine with this many requests more than the least loaded one loses work whose prefix it has cached."""
 
 _log = logging.getLogger("mmrender.engines")
 
@@ -153,25 +151,25 @@ class Replica:
 
 @dataclass(slots=True)
 class Work:
-    """One piece of work, from request to request.
+    """A completion, which may take several requests.
 
     Attributes:
-        session: Its session, or None.
+        order: Replicas in the order in which they are asked.
         about: Its description in errors.
         aborts: The pool's count of aborts when the work began.
-        preferred: The replica that had it last, whose caches hold its prefix.
+        last: The replica that had the last request.
         paused: Whether the client was paused during the last request.
     """
 
-    session: Hashable | None
+    order: Sequence[Replica]
     about: str
     aborts: int
-    preferred: Replica | None = None
+    last: Replica | None = None
     paused: bool = False
 
 
 class ReplicaPool:
-    """Sends requests to engines: waits while the client is paused, chooses, and fails over.
+    """Sends requests to engines: waits while the client is paused, and goes on to the next if one fails.
 
     Pickled, it arrives open and without requests.
 
@@ -229,7 +227,18 @@ class ReplicaPool:
 
     def begin(self, session: Hashable | None, about: str) -> Work:
         """Begin a piece of work; `about` describes it in errors."""
-        return Work(session, about if session is None else f"{about}, session {session!r}", self._aborts)
+        first, key = None, repr(session)
+        if session is None:
+            number = next(self._turns)
+            first, key = self.targets[number % len(self.targets)], str(number)
+        else:
+            about = f"{about}, session {session!r}"
+
+        def rank(replica: Replica) -> tuple[bool, bytes]:
+            # Rendezvous hashing: if an engine is down, only its own work moves, to each of the others.
+            return replica is first, hashlib.blake2b(f"{key}@{replica.name}".encode()).digest()
+
+        return Work(sorted(self.targets, key=rank, reverse=True), about, self._aborts)
 
     def is_aborted(self, work: Work) -> bool:
         """Whether all work was aborted since this one began."""
@@ -291,7 +300,7 @@ class ReplicaPool:
             work.paused = self.state != "open"
             replica.calls.discard(call)
             self._ended.notify_all()
-        work.preferred = replica
+        work.last = replica
         return value
 
     def _watch(self, call: Call) -> None:
@@ -307,31 +316,22 @@ class ReplicaPool:
             call.clock = asyncio.get_running_loop().call_later(left, self._watch, call)
 
     async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
-        """Choose a replica by session, else one that knows the work, else by load."""
+        """Return the first replica of the work's order that serves and has not failed it."""
         if self.targets is not self.replicas and not self.healthy():
             # A router would pass requests on to engines that are paused, or that have other weights.
             await asyncio.gather(*map(self.look_at, self.replicas))
             if not self.healthy():
                 raise self.unavailable()
-        up = [each for each in self.targets if each.down is None]
-        if len(up) < len(self.targets):
+        up = [each for each in work.order if each.down is None]
+        if len(up) < len(work.order):
             now = time.monotonic()
-            down = [each for each in self.targets if each not in up]
+            down = [each for each in work.order if each not in up]
             doubtful = [each for each in down if not up or now >= each.retry_at]
             await asyncio.gather(*map(self.look_at, doubtful))
-            up = [each for each in self.targets if each.down is None]
+            up = [each for each in work.order if each.down is None]
             if not up:
                 raise self.unavailable()
-        choices = [each for each in up if each not in avoided] or up
-        if work.session is not None:
-            # Rendezvous hashing: where an engine is down, only its own sessions move.
-            text = repr(work.session)
-            return max(choices, key=lambda each: hashlib.blake2b(f"{text}@{each.name}".encode()).digest())
-        least = min(len(each.calls) for each in choices)
-        if work.preferred in choices and len(work.preferred.calls) <= least + _SLACK:
-            return work.preferred
-        idlest = [each for each in choices if len(each.calls) == least]
-        return idlest[next(self._turns) % len(idlest)]
+        return next((each for each in up if each not in avoided), up[0])
 
     async def abort(self) -> None:
         """End all work, waiting or in flight, and wait until it has ended."""

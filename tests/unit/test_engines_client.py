@@ -369,6 +369,36 @@ def test_sessions_stay_where_they_are_and_what_has_none_is_spread_evenly():
 
 
 @in_loop
+async def test_work_without_a_session_goes_to_engines_in_turn_whatever_they_have():
+    """Load is a router's to balance; each further attempt goes to the next engine of an order of its own."""
+    case = setup([Fault("stall", 0)] * 4, count=2, policy=patient(attempt_timeout=None))
+    stalled = [asyncio.create_task(case.client.generate(batch([LONG]))) for _ in range(4)]
+    await turns(20)
+    assert [len(engine.running) for engine in case.engines] == [2, 2]
+    for task in stalled[1::2]:
+        task.cancel()
+    await asyncio.gather(*stalled[1::2], return_exceptions=True)
+    assert [len(replica.calls) for replica in case.client.replicas] == [2, 0]
+    for _ in range(6):
+        await case.client.generate(batch([[2, 5]]))
+    assert [len(engine.asked) for engine in case.engines] == [5, 5]
+    for task in stalled[::2]:
+        task.cancel()
+    await asyncio.gather(*stalled[::2], return_exceptions=True)
+
+
+def test_work_of_a_failing_engine_moves_to_each_of_the_others():
+    pool = InferenceEngineClient([ScriptedEngine(f"engine{number}") for number in range(4)])._pool
+    moved = [pool.begin(f"session{number}", "").order[:2] for number in range(400)]
+    for first in pool.targets:
+        seconds = [second for other, second in moved if other is first]
+        assert len(seconds) > 60
+        assert {*seconds} == {*pool.targets} - {first}
+    fixed = pool.begin("session", "").order
+    assert fixed == pool.begin("session", "").order
+
+
+@in_loop
 async def test_pausing_twice_and_resuming_unpaused_are_errors():
     client = setup().client
     expected = r"^the client is {} - expected a client that is {}, got {}$".format
@@ -704,16 +734,7 @@ def session_at(name):
     """A session that hashes to one of `stalling` and `good`."""
     pool = InferenceEngineClient([ScriptedEngine("stalling"), ScriptedEngine("good")])._pool
     sessions = (f"session-{number}" for number in range(99))
-    return next(each for each in sessions if run_now(pool._choose(pool.begin(each, ""), ())).name == name)
-
-
-def run_now(coroutine):
-    """The result of a coroutine that waits for nothing."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
+    return next(each for each in sessions if pool.begin(each, "").order[0].name == name)
 
 
 @in_loop
