@@ -40,7 +40,8 @@ class Family:
         first = next(iter(self.reports.values()))
         # A template may print a text of the conversation, of several lines.
         reasons = {" ".join(why.split()): count for why, count in first["refusals"].items()}
-        why = [f"{count}: {reason.rstrip('.')}".replace("|", "\\|") for reason, count in reasons.items()]
+        why = [f"{count}: {reason.rstrip('.')}" for reason, count in reasons.items()]
+        why = [reason.replace("|", "\\|").replace("<", "&lt;") for reason in why]
         counts = [
             sum(report[name] for report in self.reports.values())
             for name in ("tokens", "images", "pixel_values")

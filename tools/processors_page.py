@@ -253,6 +253,7 @@ def row_of(name: str, template: str, kinds: dict[ImageBackend, str], why: str) -
     """Return a line of the table."""
     said = " ".join(why.split()).replace("|", "\\|")
     said = said if len(said) <= _MOST_CHARACTERS else f"{said[:_MOST_CHARACTERS].rstrip(chr(92))}..."
+    said = said.replace("<", "&lt;")  # a token's text is no markup
     modes = " | ".join(kinds.get(mode, "not buildable") for mode in MODES)
     return f"| `{name}` | {classes(name)['processor'] or '-'} | {template or '-'} | {modes} | {said} |"
 

@@ -1,18 +1,23 @@
 """Families that batches are not known to serve are proved, or refused with the layout that fails."""
 
+import copy
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mmrender.errors import BatchError
 from mmrender.training import ModelFamily, collate, families
+from mmrender.training.collate import usable
 from mmrender.training.tiny import build_tiny
+from mmrender.trajectory.sample import TrainingSample
 from training_cases import sample
 
 
@@ -207,3 +212,154 @@ def test_a_proof_is_kept_between_processes_and_damage_means_not_proved(
         patch.setattr(families, "digest_of_code", lambda _: "other code")
         assert not known()
     assert known()
+
+
+ROTARY: dict[str, tuple[dict[str, Any], bool]] = {
+    "default": ({}, False),
+    "linear": ({"factor": 4.0}, False),
+    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 64}, False),
+    "llama3": (
+        {
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        False,
+    ),
+    "dynamic": ({"factor": 4.0}, True),
+    "longrope": (
+        {
+            "factor": 4.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [16.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+        True,
+    ),
+}
+"""Rotary embeddings, and whether they follow the longest sample of a batch beyond 64 tokens."""
+
+
+def rotary_model(kind: str, model_type: str = "llama") -> Any:
+    parameters = {"rope_type": kind, "rope_theta": 100.0, **ROTARY[kind][0]}
+    given = CONFIG_MAPPING[model_type](
+        rope_parameters=parameters,
+        max_position_embeddings=64 if kind == "dynamic" else 256,
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        original_max_position_embeddings=64,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(given, dtype=torch.float32, attn_implementation="eager")
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, parameter[0].numel() ** -0.5)
+    return model
+
+
+def text_sample(length: int) -> TrainingSample:
+    ids = np.random.default_rng(length).integers(1, 500, length).astype(np.int32)
+    return TrainingSample(ids, np.arange(length) > 0, sample_id=f"{length} tokens")
+
+
+def largest_difference(model: Any, family: ModelFamily, lengths: list[int], **layout: Any) -> float:
+    """Between logits in one batch and each sample's own, which come from a model that ran no other."""
+    samples = [text_sample(length) for length in lengths]
+    with torch.no_grad():
+        batch = collate(samples, family, pad_token_id=0, **layout)
+        together = batch.split(copy.deepcopy(model)(**batch.model_inputs()).logits)
+        alone = [
+            copy.deepcopy(model)(input_ids=torch.from_numpy(one.token_ids.astype(np.int64))[None]).logits[0]
+            for one in samples
+        ]
+    return max(float((one - own).abs().max()) for one, own in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("layout", [{}, {"padding_side": "left"}, {"rows": [[0, 1, 2]]}])
+@pytest.mark.parametrize("kind", list(ROTARY))
+def test_rotary_embeddings_that_follow_the_longest_sample_bound_it(kind: str, layout: dict[str, Any]) -> None:
+    """The samples that are refused do get other logits together; up to the bound they do not."""
+    model = rotary_model(kind)
+    family = ModelFamily.prove(model)
+    assert family.max_sample_tokens == (64 if ROTARY[kind][1] else None)
+    assert ModelFamily.from_config(model.config).max_sample_tokens == family.max_sample_tokens
+    unbounded = replace(family, max_sample_tokens=None)
+    apart = largest_difference(model, unbounded, [20, 150, 64], **layout)
+    if not ROTARY[kind][1]:
+        assert apart < 1e-4
+        return
+    assert apart > 0.3
+    assert largest_difference(model, family, [20, 50, 64], **layout) < 1e-4
+    samples = [text_sample(length) for length in (20, 65, 64)]
+    with pytest.raises(BatchError) as caught:
+        collate(samples, family, pad_token_id=0, **layout)
+    assert (caught.value.where, caught.value.expected, caught.value.got) == (
+        "65 tokens",
+        "at most 64 tokens",
+        "65",
+    )
+    kept, left_out = usable(samples, family)
+    assert kept == [samples[0], samples[2]]
+    assert list(left_out) == ["65 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 512}, 512),
+        ({"rope_scaling": {"type": "su", "long_factor": [2.0]}, "original_max_position_embeddings": 99}, 99),
+        (
+            {
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 128},
+                },
+                "max_position_embeddings": 512,
+            },
+            128,
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 128}}, None),
+        ({"rope_scaling": None}, None),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_rotary_embeddings_are_read_wherever_they_are(
+    text: dict[str, Any], expected: int | None, nested: bool
+) -> None:
+    inner = {"llm_config": {"deeper": text}} if nested else {"text_config": text}
+    family = ModelFamily.from_config({"model_type": "llava", "image_token_id": 90, **inner})
+    assert family.max_sample_tokens == expected
+
+
+def test_a_rotary_embedding_without_its_bound_is_refused() -> None:
+    text = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    with pytest.raises(BatchError) as caught:
+        ModelFamily.from_config({"model_type": "llava", "image_token_id": 90, "text_config": text})
+    assert str(caught.value) == (
+        "config.text_config.rope_scaling: the rotary embedding follows the longest sample of a batch from an "
+        "unknown length on - expected original_max_position_embeddings or max_position_embeddings, got "
+        "'dynamic'. Pass the configuration as Transformers reads it, which has all defaults"
+    )
+
+
+def test_phi3_in_llava_is_bounded() -> None:
+    text = rotary_model("longrope", "phi3").config
+    text.rope_parameters["original_max_position_embeddings"] = text.original_max_position_embeddings = 200
+    given = CONFIG_MAPPING["llava"](text_config=text, vision_config=CONFIG_MAPPING["clip_vision_model"]())
+    assert ModelFamily.prove(given).max_sample_tokens == 200
+
+
+def test_text_that_sees_itself_in_both_directions_is_not_packed() -> None:
+    given = config("gemma3", use_bidirectional_attention=True, sliding_window=16)
+    assert ModelFamily.from_config(given).refused.keys() == {"packed", "ring", "ulysses"}
+    proved = ModelFamily.prove(given)
+    assert proved.refused.keys() == {"packed", "ring", "ulysses"}
+    assert proved.refused["packed"].startswith("packed rows part from single forwards in ")
