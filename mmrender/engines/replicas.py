@@ -12,11 +12,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from mmcodecs.forks import watch_forks
+from mmrender.caching import AsyncSingleFlight
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.interface import InferenceEngineInterface, PauseMode
 from mmrender.errors import (
@@ -39,8 +41,6 @@ Ending: TypeAlias = Literal["paused", "aborted", "down", "late"]
 
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HEALTH_TIMEOUT: Final = 5.0
-_COOLDOWN: Final = 5.0
-"""Seconds before an engine that is down is looked at again, as long as others serve."""
 
 _log = logging.getLogger("mmrender.engines")
 
@@ -136,7 +136,6 @@ class Replica:
         name: Its name.
         calls: Requests in flight.
         down: Why it gets no requests; None while it does.
-        retry_at: Monotonic time at which it is looked at again.
         stale: Whether it missed a weight update, or failed within one.
     """
 
@@ -145,7 +144,6 @@ class Replica:
         self.name = engine.name
         self.calls: set[Call] = set()
         self.down: str | None = None
-        self.retry_at = 0.0
         self.stale = False
 
 
@@ -209,6 +207,7 @@ class ReplicaPool:
         self._clocks_stopped = False
         self._resumed_at = 0.0
         self._turns = itertools.count()
+        self._looks: AsyncSingleFlight[Replica, bool] = AsyncSingleFlight()
         self.renew_after_fork()
         watch_forks(self)
 
@@ -289,12 +288,12 @@ class ReplicaPool:
                     break
         try:
             self._watch(call)
-            value = await call.run(ask(replica.engine), replica.name)
+            async with self._looking():
+                value = await call.run(ask(replica.engine), replica.name)
         except EngineError as error:
             avoided.add(replica)
-            asked_lately = replica.down is not None or time.monotonic() < replica.retry_at
-            if isinstance(error, EngineConnectionError | EngineTimeoutError) and not asked_lately:
-                await self.look_at(replica, again=0.1)  # one question answers for all that fail together
+            if isinstance(error, EngineConnectionError | EngineTimeoutError) and replica.down is None:
+                await self.look_at(replica)
             raise
         finally:
             work.paused = self.state != "open"
@@ -315,6 +314,18 @@ class ReplicaPool:
         else:
             call.clock = asyncio.get_running_loop().call_later(left, self._watch, call)
 
+    @contextlib.asynccontextmanager
+    async def _looking(self) -> AsyncIterator[None]:
+        """Look at engines that are down while a request runs on another one, so that nobody waits."""
+        down = [each for each in (*self.targets, *self.replicas) if each.down is not None and not each.stale]
+        looks = [asyncio.ensure_future(self.look_at(each)) for each in dict.fromkeys(down)]
+        try:
+            yield
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
     async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
         """Return the first replica of the work's order that serves and has not failed it."""
         if self.targets is not self.replicas and not self.healthy():
@@ -323,11 +334,8 @@ class ReplicaPool:
             if not self.healthy():
                 raise self.unavailable()
         up = [each for each in work.order if each.down is None]
-        if len(up) < len(work.order):
-            now = time.monotonic()
-            down = [each for each in work.order if each not in up]
-            doubtful = [each for each in down if not up or now >= each.retry_at]
-            await asyncio.gather(*map(self.look_at, doubtful))
+        if not up:
+            await asyncio.gather(*map(self.look_at, work.order))
             up = [each for each in work.order if each.down is None]
             if not up:
                 raise self.unavailable()
@@ -528,16 +536,17 @@ class ReplicaPool:
         if replica.down is None:
             _log.warning("engine %s is down: %s", replica.name, reason)
         replica.down = reason
-        replica.retry_at = time.monotonic() + _COOLDOWN
         for call in list(replica.calls):
             call.end("down")
 
-    async def look_at(self, replica: Replica, *, again: float = _COOLDOWN) -> bool:
+    async def look_at(self, replica: Replica) -> bool:
         """Ask an engine for its health; one that comes back needs current weights, and is resumed.
 
-        Return whether it may get requests; where it may, it is asked `again` seconds later at the earliest.
+        Return whether it may get requests. Callers that ask at the same time share one question.
         """
-        replica.retry_at = time.monotonic() + again
+        return await self._looks.run(replica, partial(self._look, replica))
+
+    async def _look(self, replica: Replica) -> bool:
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
                 await replica.engine.check_health()

@@ -241,8 +241,8 @@ async def test_a_dead_engine_is_ejected_and_comes_back():
     assert case.client.replicas[0].down == "engine0: the server was not reached"
     case.engines[0].alive = True
     await case.client.generate(batch(prompts))
-    assert not case.engines[0].asked  # it is looked at again after a while only
-    case.client.replicas[0].retry_at = 0.0
+    assert not case.engines[0].asked  # it was looked at while the other one worked
+    assert case.client.replicas[0].down is None
     await case.client.generate(batch(prompts))
     assert case.engines[0].asked
     await case.client.teardown()
@@ -675,6 +675,21 @@ async def test_the_limit_of_a_hung_engine_is_not_waited_for_again(monkeypatch):
     for _ in range(3):
         assert await client.max_prompt_len() == expected
     assert hung.asked.count("max_prompt_len") == 1
+
+
+@on_fake_clock
+async def test_an_engine_that_is_down_holds_up_no_request():
+    """It is asked for its health while others work, once at a time; nobody waits for the answer."""
+    hung, good = Hanging("hung"), ScriptedEngine("good")
+    client = InferenceEngineClient([hung, good], **patient())
+    assert not await client._pool.look_at(client.replicas[0])
+    begun, looks = asyncio.get_running_loop().time(), hung.asked.count("check_health")
+    prompts = [[2, n] for n in range(2, 12)]
+    for rounds in range(3):
+        assert (await client.generate(batch(prompts)))["response_ids"] == wholes(prompts)
+        assert hung.asked.count("check_health") == looks + rounds + 1
+    assert asyncio.get_running_loop().time() == begun
+    assert len(asyncio.all_tasks()) == 1
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
