@@ -36,16 +36,21 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
         with contextlib.suppress(TypeError, OverflowError):
             numbers = np.asarray(array("I", ids))
     values: list[Any] = list(ids) if numbers is None else numbers.tolist()
-    if numbers is None or (numbers.size and not (numbers.min() >= 0 and numbers.max() < vocab_size)):
-        index = next(index for index, value in enumerate(values) if not _is_id(value, vocab_size))
-        error = _error(f"{where}[{index}]", repr(values[index])[:80])
-        error.expected = f"an integer from 0 to {vocab_size - 1}"
-        raise error
+    # All of them zeros and ones may be a mask.
+    if numbers is None or (numbers.size and not (numbers.min() >= 0 and 1 < numbers.max() < vocab_size)):
+        entries = ids if isinstance(ids, Sequence) else values
+        wrong = (index for index, value in enumerate(entries) if not _is_id(value, vocab_size))
+        if (index := next(wrong, None)) is not None:
+            error = _error(f"{where}[{index}]", repr(entries[index])[:80])
+            error.expected = f"an integer from 0 to {vocab_size - 1}"
+            raise error
     return values
 
 
 def _is_id(value: object, vocab_size: int) -> bool:
-    return isinstance(value, int | np.integer) and 0 <= int(value) < vocab_size
+    return (
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
+    )
 
 
 def _error(where: str, got: str) -> InputError:

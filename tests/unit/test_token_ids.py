@@ -31,6 +31,7 @@ def wrong_ids(vocab_size):
         "beyond 64 bits": ([1, 2**70], "[1]", str(2**70)),
         "an array of floats": (np.ones(2), "", "float64 of shape (2,)"),
         "an array of two dimensions": (np.ones((1, 2), int), "", "int64 of shape (1, 2)"),
+        "a mask": ([1, True, 0], "[1]", "True"),
         "a mapping": ({"input_ids": [1]}, "", "dict"),
     }
 
