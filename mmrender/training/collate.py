@@ -242,6 +242,15 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     types, ids = sample.mm_token_type_ids, sample.token_ids
     if len(ids) == 0:
         raise BatchError("a sample has no token", where=name)
+    if family.max_sample_tokens is not None and len(ids) > family.max_sample_tokens:
+        raise BatchError(
+            f"the rotary embedding of {family.model_type} follows the longest sample of a batch beyond "
+            f"{family.max_sample_tokens} tokens, so a shorter sample beside it gets other logits",
+            where=name,
+            expected=f"at most {family.max_sample_tokens} tokens",
+            got=str(len(ids)),
+            remedy="Truncate the sample, or leave it out, as `usable` does",
+        )
     if sample.loss_mask[0]:
         problem = "the first token of a sample has no token before it to be predicted from"
         raise BatchError(problem, where=f"{name}.loss_mask[0]", expected="False", got="True")

@@ -6,7 +6,7 @@ concatenated is an error, never padded by guess.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -104,12 +104,14 @@ _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
 _REFUSED: Final[Mapping[str, Mapping[Layout | SequenceSplit, str]]] = {
     "paligemma": {"packed": "packed prompts see each other, since prompts are seen in both directions"},
 }
+_BIDIRECTIONAL: Final = "text is seen in both directions, with windows that the masks of batches do not have"
 _MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is not split"
 _MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
 _CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "spans.py")
 _remembered: dict[str, "Proof"] = {}
 """What was proved in this process, by digest of all that it depends on."""
+_ROTARY_LIMITS: Final = ("original_max_position_embeddings", "max_position_embeddings")
 _VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Settings that make no difference to the architecture."""
 
@@ -141,6 +143,8 @@ class ModelFamily:
             packed samples are not kept apart by an attention mask alone; see
             `mmrender.training.recurrent_segments`. Empty without any.
         prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
+        max_sample_tokens: Length up to which samples may share a batch, since rotary embeddings of the types
+            `dynamic` and `longrope` follow the longest sample beyond it; None without such embeddings.
         refused: Layouts that batches must not have, and splits of their rows, and why.
     """
 
@@ -153,6 +157,7 @@ class ModelFamily:
     sliding_window: int | None = None
     recurrent: str = ""
     prefix: bool = False
+    max_sample_tokens: int | None = None
     refused: Mapping[Layout | SequenceSplit, str] = field(default_factory=dict)
 
     def rule(self, name: str) -> FieldRule:
@@ -276,6 +281,10 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
         refused = dict.fromkeys(get_args(SequenceSplit), _MASKED_PROMPT)
     elif blocks:
         refused = {"ring": _MASKED_IMAGES}
+    if model_type not in _PREFIX and any(
+        part.get("use_bidirectional_attention") in (True, "all") for part in (settings, text)
+    ):
+        refused |= dict.fromkeys(("packed", *get_args(SequenceSplit)), _BIDIRECTIONAL)
     return ModelFamily(
         model_type=model_type,
         rules=_RULES.get(model_type, {}),
@@ -285,10 +294,40 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
         image_blocks=blocks,
         sliding_window=int(text.get("sliding_window") or _WINDOW_TOKENS) if blocks else None,
         prefix=model_type in _PREFIX,
+        max_sample_tokens=min(_rotary_limits(settings), default=None),
         refused=refused,
         recurrent=_RECURRENT_TYPES.get(model_type)
         or next((name for kind, name in _RECURRENT.items() if kind in kinds), ""),
     )
+
+
+def _rotary_limits(settings: Mapping[str, Any], where: str = "config") -> Iterator[int]:
+    """Yield for each rotary embedding that follows the longest sample the length up to which it does not.
+
+    Transformers computes `dynamic` embeddings anew beyond `max_position_embeddings`, and takes the other
+    factors of `longrope` beyond `original_max_position_embeddings`, for all samples of a batch alike.
+    """
+    for name, part in settings.items():
+        if not isinstance(part, Mapping):
+            continue
+        if name not in ("rope_scaling", "rope_parameters"):
+            yield from _rotary_limits(part, f"{where}.{name}")
+            continue
+        for rope in (part, *[one for one in part.values() if isinstance(one, Mapping)]):
+            kind = str(rope.get("rope_type") or rope.get("type"))
+            if "dynamic" not in kind and kind != "longrope" and "long_factor" not in rope:
+                continue
+            limits = [one.get(key) for one in (rope, settings) for key in _ROTARY_LIMITS]
+            known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+            if not known:
+                raise BatchError(
+                    "the rotary embedding follows the longest sample of a batch from an unknown length on",
+                    where=f"{where}.{name}",
+                    expected=" or ".join(_ROTARY_LIMITS),
+                    got=repr(kind),
+                    remedy="Pass the configuration as Transformers reads it, which has all defaults",
+                )
+            yield min(known)
 
 
 def _known(digest: str) -> Proof | None:

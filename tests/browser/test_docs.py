@@ -1,4 +1,4 @@
-"""The guides as MkDocs builds them: axe-core finds nothing serious on a page of each kind."""
+"""The guides as MkDocs builds them: axe-core finds no more than minor faults on a page of each kind."""
 
 import functools
 import http.server
@@ -11,7 +11,7 @@ import pytest
 
 from browser.conftest import AXE, ROOT, findings
 
-PAGES = ("", "quickstart/", "training/", "speed/", "api/mmrender/")
+PAGES = ("", "quickstart/", "training/", "families/", "speed/", "api/mmrender/")
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -35,11 +35,11 @@ def site(tmp_path_factory):
 @pytest.mark.skipif(not AXE.is_file(), reason=f"needs {AXE}, which `make browser` fetches")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_axe_finds_nothing_serious_in_the_guides(browser, site, scheme, width):
+def test_axe_finds_no_more_than_minor_faults_in_the_guides(browser, site, scheme, width):
     tab = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     found = []
     for page in PAGES:
         tab.goto(site + page)
-        found += [(page, *one) for one in findings(tab) if one[1] in ("serious", "critical")]
+        found += [(page, *one) for one in findings(tab) if one[1] != "minor"]
     tab.close()
     assert found == []

@@ -85,6 +85,11 @@ def test_the_page_has_a_row_for_every_model_type_with_images(processors):
     assert list(rows) == processors.model_types()
     for name, line in rows.items():
         assert set(processors.kinds_of(line)) <= {"exact", "refused", "not for chat"}, name
+        assert "<" not in re.sub(r"`[^`]*`", "", line), f"{name}: a token is markup"
+
+
+def test_tokens_in_a_reason_are_no_markup_of_the_page(processors):
+    assert processors.row_of("blip-2", "", {}, "got '<image>'").endswith("| got '&lt;image>' |")
 
 
 def test_rows_of_processors_are_whole(processors):
