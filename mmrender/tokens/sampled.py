@@ -12,8 +12,9 @@ of the block do not: a prompt writes them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message, TextPart, ThinkingPart
@@ -22,6 +23,10 @@ from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Encoded
 from mmrender.tokens.rendered import TokenSpan
 from mmrender.tokens.turns import turn_stop
+
+_CHECKED = 6
+"""Number of prompts of one conversation that are rendered whole; with more turns, the others are read off
+renderings of single rounds, which those must bear out."""
 
 
 class Turn(NamedTuple):
@@ -36,6 +41,10 @@ class Turn(NamedTuple):
     message: int
     prompt_stop: int | None
     answer_start: int | None
+
+
+_Render: TypeAlias = Callable[..., TracedStr]
+"""Renders messages; takes `add_generation_prompt`."""
 
 
 class Sampled(NamedTuple):
@@ -56,7 +65,7 @@ def assistant_turns(
     text: TracedStr,
     messages: Sequence[Message],
     profile: TemplateProfile,
-    render: Callable[..., TracedStr],
+    render: _Render,
 ) -> tuple[list[Turn], list[int]]:
     """Find the assistant turns that the model writes, and the messages whose turns are rewritten.
 
@@ -64,13 +73,14 @@ def assistant_turns(
         text: The rendered conversation.
         messages: The conversation.
         profile: Says what the generation prompt is. Where it depends on the conversation, or where the
-            template rewrites history, each turn's prompt is rendered.
+            template rewrites history, prompts are rendered.
         render: Renders messages; takes `add_generation_prompt`.
     """
     body = plain(text)
     spans_of: defaultdict[int, list[Span]] = defaultdict(list)
     for span in text.spans:
         spans_of[span[2].message].append(span)
+    starts = {index: spans[0][0] for index, spans in spans_of.items()}
     prompts, block = profile.generation_prompts, profile.reasoning
     answers = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if block is not None and not any(block.begin in prompt for prompt in prompts):
@@ -82,20 +92,12 @@ def assistant_turns(
     }
     is_fixed, is_settled = len(prompts) == 1, profile.answers_stable and len(alone) == len(answers)
     opening = profile.generation_prompt
-    turns, rewritten = [], []
-    for index in answers:
-        start = spans_of[index][0][0] if spans_of[index] else len(body)
-        begins = is_fixed and bool(spans_of[index]) and body.startswith(opening, start)
-        prompt: str | None = None
-        if is_fixed and (profile.prefix_stable if begins else is_settled):
-            prompt = body[:start] + opening
-        elif begins or index in alone or not is_fixed:
-            try:
-                prompt = plain(render(messages[:index], add_generation_prompt=True))
-            except TemplateError:
-                prompt = None
+
+    def turn_after(index: int, prompt: str | None) -> Turn:
+        """The turn, as far as the text goes on from a prompt."""
         stop = answer = None
         if prompt is not None:
+            start = starts.get(index, len(body))
             if body.startswith(prompt) and (not is_fixed or len(prompt) == start + len(opening)):
                 stop = len(prompt)
             if block is not None and index in alone:
@@ -103,11 +105,88 @@ def assistant_turns(
                 if answer is not None:  # blanks that begin the content belong to it
                     contents = (low for low, _, origin in spans_of[index] if origin.kind == "content")
                     answer = min(answer, next(contents, answer))
-        if stop is None and answer is None:
-            rewritten.append(index)
-        else:
-            turns.append(Turn(index, stop, answer))
-    return turns, rewritten
+        return Turn(index, stop, answer)
+
+    turns: dict[int, Turn] = {}
+    asked = []
+    for index in answers:
+        begins = is_fixed and index in starts and body.startswith(opening, starts[index])
+        if is_fixed and (profile.prefix_stable if begins else is_settled):
+            turns[index] = turn_after(index, body[: starts.get(index, len(body))] + opening)
+        elif begins or index in alone or not is_fixed:
+            asked.append(index)
+
+    def whole(index: int) -> Turn:
+        try:
+            return turn_after(index, plain(render(messages[:index], add_generation_prompt=True)))
+        except TemplateError:
+            return turn_after(index, None)
+
+    found: dict[int, Turn] = {}
+    if len(asked) > _CHECKED:
+        known = opening if is_fixed else None
+        rounds = _prompts_by_rounds(body, messages, asked, starts=starts, opening=known, render=render)
+        found = {index: turn_after(index, prompt) for index, prompt in rounds}
+        if len(found) < len(asked) or any(whole(index) != found[index] for index in _checked(found, asked)):
+            found = {}
+    turns |= found or {index: whole(index) for index in asked}
+    written = [turn for _, turn in sorted(turns.items()) if turn[1:] != (None, None)]
+    return written, sorted({*answers} - {turn.message for turn in written})
+
+
+def _checked(turns: Mapping[int, Turn], asked: Sequence[int]) -> set[int]:
+    """Turns of a conversation, from its beginning to its end, and some that are unlike the turn before."""
+    kinds = [(turns[index].prompt_stop is None, turns[index].answer_start is None) for index in asked]
+    changes = [asked[place] for place, (one, two) in enumerate(pairwise(kinds), 1) if one != two]
+    return {*asked[:: -(-len(asked) // _CHECKED)], asked[-1], *changes[:_CHECKED]}
+
+
+def _prompts_by_rounds(
+    body: str,
+    messages: Sequence[Message],
+    asked: Sequence[int],
+    *,
+    starts: Mapping[int, int],
+    opening: str | None,
+    render: _Render,
+) -> Iterator[tuple[int, str]]:
+    """Yield the prompts of turns, read off renderings of the system prompt and one round each.
+
+    A round goes from a user message to the last answer before the next. The text before it is taken from the
+    conversation. Turns are left out where the template refuses a round, or where no round holds them.
+
+    Args:
+        body: The rendered conversation.
+        messages: The conversation.
+        asked: Turns to find prompts of.
+        starts: Where each message begins in the text.
+        opening: The generation prompt: one rendering then shows all prompts of a round. None where it depends
+            on the conversation.
+        render: Renders messages.
+    """
+    head = next((index for index, message in enumerate(messages) if message.role != "system"), 0)
+    wanted, first = {*asked}, -1
+    rounds: list[tuple[int, list[int]]] = []
+    for index, message in enumerate(messages):
+        if message.role == "user" and messages[index - 1].role != "user":
+            first = index
+        if index in wanted and first in starts:
+            if opening is None or not rounds or rounds[-1][0] != first:
+                rounds.append((first, []))
+            rounds[-1][1].append(index)
+    for first, (*earlier, last) in rounds:
+        try:
+            shown = render([*messages[:head], *messages[first:last]], add_generation_prompt=True)
+        except TemplateError:
+            continue
+        begins: dict[int, int] = {}
+        for start, _, origin in shown.spans:
+            begins.setdefault(origin.message - head + first, start)
+        if begins.keys() >= {first, *earlier}:
+            before, window = body[: starts[first]], plain(shown)
+            for index in earlier:
+                yield index, before + window[begins[first] : begins[index]] + (opening or "")
+            yield last, before + window[begins[first] :]
 
 
 def _is_answer_alone(message: Message, body: str, spans: Sequence[Span], block: ReasoningFormat) -> bool:

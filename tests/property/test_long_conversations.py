@@ -1,0 +1,105 @@
+"""Long conversations: the sampled turns are those that follow their prompt, found in time that grows with the length."""
+
+import random
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from mmrender import Renderer
+from mmrender.content import normalize_messages
+from mmrender.errors import TemplateError
+from mmrender.messages import Message
+from mmrender.probing.templates import KnownTemplate
+from mmrender.template.chat import ChatTemplate
+from mmrender.template.text import plain
+from mmrender.tokens import sampled
+from mmrender.tokens.sampled import assistant_turns
+from small_models import MODELS
+
+SHARED = ("glm4_5v", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking", "idefics3", "internvl3", "qwen2_5_vl")
+LAST = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% if loop.last %} (last){% endif %};{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+COUNTED = "{{ messages | length > 9 }}" + LAST
+PROMPTED = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}" \
+    "assistant:{% if messages | length > 3 %} {% endif %}{% endif %}"  # fmt: skip
+SOURCES = {"last": LAST, "counted": COUNTED, "prompted": PROMPTED}
+
+
+def conversation(source: random.Random, rounds: int, kinds: str) -> tuple[Message, ...]:
+    """Rounds of a user's question, tool calls and an answer, each with reasoning or without."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "S"}] if source.random() < 0.5 else []
+    for number in range(rounds):
+        messages.append({"role": "user", "content": f"question {number}"})
+        for step in range(source.choice((0, 0, 1, 3)) if "t" in kinds else 0):
+            call = {"id": f"call{number:03}{step:02}", "function": {"name": "f", "arguments": {"x": step}}}
+            answer = {"role": "assistant", "content": source.choice(("", "so")), "tool_calls": [call]}
+            messages += [answer, {"role": "tool", "content": f"result {step}", "tool_call_id": call["id"]}]
+        messages.append(
+            {"role": "assistant", "content": source.choice(("yes", " no\n", "<think>a</think>b"))}
+        )
+    for message in messages:
+        if message["role"] == "assistant" and "r" in kinds and source.random() < 0.7:
+            message["reasoning_content"] = "because"
+    return normalize_messages(messages)
+
+
+@cache
+def known_template(name: str, folder: Any) -> KnownTemplate:
+    if name in SOURCES:
+        renderer = Renderer.from_pretrained(folder, image_backend="pil", chat_template=SOURCES[name])
+    elif name in SHARED:
+        renderer = Renderer.from_pretrained(folder / name, image_backend="pil")
+    else:
+        renderer = MODELS[name].renderer()
+    return renderer.templates.find({}, has_tools=False)
+
+
+@pytest.mark.parametrize("name", [*SHARED, *SOURCES, *MODELS])
+def test_turns_of_long_conversations_are_those_that_whole_prompts_show(
+    name, shared_models, tiny_model, monkeypatch
+):
+    known = known_template(name, tiny_model if name in SOURCES else shared_models)
+    source = random.Random(name)
+    compared = 0
+    for kinds in ("", "r", "t", "rt", "rt"):
+        messages = conversation(source, 9, kinds)
+        try:
+            text = known.render(messages)
+        except TemplateError:
+            continue
+        turns, rewritten = assistant_turns(text, messages, known.profile, known.render)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampled, "_CHECKED", len(messages))
+            assert assistant_turns(text, messages, known.profile, known.render) == (turns, rewritten), (
+                messages
+            )
+        for turn in turns:
+            if turn.prompt_stop is not None:
+                prompt = known.render(messages[: turn.message], add_generation_prompt=True)
+                assert plain(prompt) == plain(text)[: turn.prompt_stop]
+        asked = {index for index, message in enumerate(messages) if message.role == "assistant"}
+        assert {*rewritten} == asked - {turn.message for turn in turns}
+        compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("kinds", ["", "r", "t", "rt"])
+@pytest.mark.parametrize("name", ["glm4_5v", "qwen3_vl_thinking", "reasoning_optional", "everything"])
+def test_turns_are_found_in_time_that_grows_with_the_conversation(name, kinds, shared_models, monkeypatch):
+    known = known_template(name, shared_models)
+    rendered = []
+    run = ChatTemplate.render
+
+    def counting(self, messages, **options):
+        rendered.append(len(messages))
+        return run(self, messages, **options)
+
+    assert known.profile.prefix_stable is False
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    for rounds in (50, 100):
+        messages = conversation(random.Random(1), rounds, kinds)
+        text = known.render(messages)
+        rendered.clear()
+        assistant_turns(text, messages, known.profile, partial(known.render))
+        assert sum(rendered) <= 16 * len(messages)
