@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
+from mmrender.engines.calls import Replica, failures
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
 from mmrender.engines.interface import (
@@ -24,7 +25,7 @@ from mmrender.engines.interface import (
     one_each,
 )
 from mmrender.engines.openai import TokenAPI
-from mmrender.engines.replicas import Replica, ReplicaPool, Work, failures
+from mmrender.engines.replicas import ReplicaPool, Work
 from mmrender.errors import (
     EngineError,
     EngineStateError,

@@ -29,10 +29,10 @@ from mmrender.engines.callers import (
     read_body,
     while_connected,
 )
+from mmrender.engines.calls import Replica
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import OpenAICall
-from mmrender.engines.replicas import Replica
 from mmrender.errors import (
     EngineError,
     EngineStateError,
