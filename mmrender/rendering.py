@@ -85,8 +85,10 @@ class Rendering:
         )
         text = run(**given)
         if self.unprinted == "error":
-            _refuse_unprinted("tools", "tool", text, run, given)
-            _refuse_unprinted("documents", "document", text, run, given)
+            roles = [message.role for message in messages]
+            shape = (roles[:1], roles[-1:], sorted({*roles}), add_generation_prompt, continue_final_message)
+            self._refuse_unprinted("tools", text, run, given, shape)
+            self._refuse_unprinted("documents", text, run, given, shape)
             self._refuse_unprinted_messages(
                 text,
                 messages,
@@ -95,6 +97,51 @@ class Rendering:
                 **given,
             )
         return text
+
+    def _refuse_unprinted(
+        self,
+        kind: Literal["tools", "documents"],
+        text: TracedStr,
+        run: Callable[..., TracedStr],
+        given: Given,
+        shape: Any,
+    ) -> None:
+        """Raise for the first tool or document that has no part in a text.
+
+        That the template reads each of them, though it prints none, is remembered for conversations of one
+        shape. That it reads any is tried each time.
+        """
+        values = given.get(kind) or ()
+        printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
+        unprinted = [index for index in range(len(values)) if f"{kind}[{index}]" not in printed]
+        if not unprinted:
+            return
+
+        def is_read(left_out: Sequence[int]) -> bool:
+            """Whether the template writes other text without some values, having asked about them."""
+            others = [value for index, value in enumerate(values) if index not in left_out]
+            try:
+                return plain(run(**{**given, kind: others or None})) != plain(text)
+            except TemplateError:
+                return True
+
+        def find_unread() -> int:
+            return next((index for index in unprinted if not is_read([index])), -1)
+
+        if len(unprinted) == 1 or not is_read(unprinted):
+            unread = find_unread()
+        else:
+            try:
+                about = ("unread", kind, plain_key((values, unprinted, shape)))
+                unread = self.known.findings.remember(about, find_unread)
+            except NoKeyError:
+                unread = find_unread()
+        if unread >= 0:
+            raise InputError(
+                f"the chat template prints nothing of this {kind.removesuffix('s')}",
+                where=f"{kind}[{unread}]",
+                remedy='Leave it out, or open the model with unprinted="allow" where the messages tell of it',
+            )
 
     def _refuse_unprinted_messages(
         self, text: TracedStr, messages: Sequence[Message], **options: Any
@@ -306,36 +353,6 @@ def _reworded(message: Message) -> Message:
         parts = [TextPart(_OTHER_TEXT) if isinstance(part, TextPart) else part for part in content]
         return msgspec.structs.replace(message, content=tuple(parts))
     return msgspec.structs.replace(message, content=_OTHER_TEXT)
-
-
-def _refuse_unprinted(
-    kind: Literal["tools", "documents"],
-    one: str,
-    text: TracedStr,
-    run: Callable[..., TracedStr],
-    given: Given,
-) -> None:
-    """Raise for the first tool or document that has no part in a text."""
-    values = given.get(kind)
-    if not values:
-        return
-    printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
-    for index in range(len(values)):
-        where = f"{kind}[{index}]"
-        if where in printed:
-            continue
-        try:
-            # The template may have asked about it and written something of its own.
-            others = [value for other, value in enumerate(values) if other != index]
-            is_lost = plain(run(**{**given, kind: others or None})) == plain(text)
-        except TemplateError:
-            is_lost = False
-        if is_lost:
-            raise InputError(
-                f"the chat template prints nothing of this {one}",
-                where=where,
-                remedy='Leave it out, or open the model with unprinted="allow" where the messages tell of it',
-            )
 
 
 class _MediaPlace(NamedTuple):

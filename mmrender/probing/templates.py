@@ -64,6 +64,11 @@ class Findings:
             content = msgspec.msgpack.encode([code_digest(), facts], order="deterministic")
             self._digest = blake3(content).hexdigest(length=16)
 
+    def remember(self, about: Hashable, find: Callable[[], Value]) -> Value:
+        """Return what is known about something, or find it out and keep it in memory alone."""
+        known: Value = self._memory.get_or_compute(about, find)
+        return known
+
     def get_or_find(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
         """Return what is known about something, or find it out and keep it; its `repr` names it on disk."""
 

@@ -33,6 +33,19 @@ def printing():
     return MODELS["everything"].renderer()
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """One entry for each run of a template from here on."""
+    counted = []
+    run = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate,
+        "render",
+        lambda self, *args, **options: counted.append(1) or run(self, *args, **options),
+    )
+    return counted
+
+
 CALLS = {
     "render": (lambda renderer, **given: renderer.render(USER, **given), RenderOptions),
     "text": (lambda renderer, **given: renderer.render_text(USER, **given), RenderOptions),
@@ -197,6 +210,43 @@ def test_tools_and_documents_do_not_vanish(kind, write):
                 assert caught.value.where in lost
             getattr(lax, call)(USER, **{kind: given})
         assert getattr(strict, call)(USER, **{kind: []}) == "hi"
+
+
+@pytest.mark.parametrize("kind", ["tools", "documents"])
+@pytest.mark.parametrize("write", ["their number", "of one kind"])
+def test_that_the_template_reads_each_tool_is_found_once(kind, write, runs):
+    tokenizer = MODELS["everything"].tokenizer
+    source = WRITE[write].replace("VALUES", kind) + MESSAGES
+    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    given = [{"name": f"t{number}", "text": "a"} for number in range(100)]
+    renderer.render(USER, **{kind: given})
+    runs.clear()
+    for text in ("one", "two", "three"):
+        renderer.render([{"role": "user", "content": text}], **{kind: given})
+    assert len(runs) == 6
+    # Another one that the template does not ask for is still refused, each time.
+    if write == "of one kind":
+        other = [*given, {"name": "t100", "text": "b"}, *given]
+        for text in ("one", "two"):
+            with pytest.raises(InputError) as caught:
+                renderer.render([{"role": "user", "content": text}], **{kind: other})
+            assert caught.value.where == f"{kind}[100]"
+
+
+def test_a_tool_is_not_taken_as_read_because_another_conversation_read_it(runs):
+    tokenizer = MODELS["everything"].tokenizer
+    asked = "{% for t in tools or [] %}{% if t.name == 'a' %}an a{% endif %}{% endfor %}"
+    source = (
+        "{% if messages[0].role == 'system' %}"
+        + asked
+        + "{% else %}{{ tools[0].name }}{% endif %}"
+        + MESSAGES
+    )
+    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    tools = [{"name": "a"}] * 3
+    renderer.render([{"role": "system", "content": "s"}, *USER], tools=tools)
+    with pytest.raises(InputError, match=r"tools\[1\]: the chat template prints nothing of this tool"):
+        renderer.render(USER, tools=tools)
 
 
 MESSAGE_TEMPLATES = {
@@ -374,19 +424,6 @@ REFUSING = {
     "with every other prefix": "{% if messages | length % 2 %}" + REFUSED + "{% endif %}" + LOOP + IF_NO + LINE + END,
 }  # fmt: skip
 """Templates that refuse the message `no`."""
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """One entry for each run of a template from here on."""
-    counted = []
-    run = ChatTemplate.render
-    monkeypatch.setattr(
-        ChatTemplate,
-        "render",
-        lambda self, *args, **options: counted.append(1) or run(self, *args, **options),
-    )
-    return counted
 
 
 @pytest.mark.parametrize("refused", [1, 150, 399])
