@@ -1,4 +1,4 @@
-"""Engines as a client sees them: requests in flight, which any thread can end, and calls to several engines."""
+"""Engines as a client sees them: requests in flight, which any thread can end, and calls to several."""
 
 import asyncio
 import contextlib

@@ -102,7 +102,6 @@ class ReplicaPool:
         self._clocks_stopped = False
         self._resumed_at = 0.0
         self._turns = itertools.count()
-        self._looks: AsyncSingleFlight[Replica, bool] = AsyncSingleFlight()
         self.renew_after_fork()
         watch_forks(self)
 
@@ -111,6 +110,7 @@ class ReplicaPool:
         self._lock = threading.Lock()
         self._changed = Condition()
         self._ended = Condition()
+        self._looks: AsyncSingleFlight[Replica, bool] = AsyncSingleFlight()
         for target in self.targets:
             target.calls.clear()
 
