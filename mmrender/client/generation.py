@@ -172,6 +172,7 @@ async def generate(
         parsed = await renderer.aparse_response(response.completion_ids, **options)
     else:
         parsed = renderer.parse_response(response.completion_ids, **options)
+    held_to = (sampling_params or {}).get("structured_outputs")
     called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
     return Generation(
         prompt_ids=prompt.ids,
@@ -184,6 +185,7 @@ async def generate(
         multi_modal_data=prompt.data,
         prompt_attribution=prompt.attribution,
         response=response,
+        restricted=tuple(sorted(held_to)) if held_to and not response.allowed else (),
     )
 
 

@@ -186,6 +186,8 @@ class Generation:
         multi_modal_data: The sidecar of the prompt.
         prompt_attribution: Attribution of the prompt's tokens; None if only ids were given.
         response: The engine's response.
+        restricted: Kinds of grammar or choices that the completion was held to, such as `json`, if the engine
+            does not report which tokens they allowed: log-probabilities are of these alone.
     """
 
     prompt_ids: list[int]
@@ -198,6 +200,7 @@ class Generation:
     multi_modal_data: MultiModalData
     prompt_attribution: RenderedTokens | None
     response: EngineResponse
+    restricted: tuple[str, ...] = ()
 
     @property
     def content(self) -> str:
@@ -223,3 +226,8 @@ class Generation:
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
         """Spans of completion tokens with their weights; empty where the engine reports none."""
         return self.response.weight_versions
+
+    @property
+    def allowed(self) -> tuple[AllowedTokens, ...]:
+        """What completion tokens were chosen among, where known; `logprobs` are of that."""
+        return self.response.allowed

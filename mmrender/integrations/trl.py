@@ -11,8 +11,7 @@ renderer = Renderer.from_pretrained("MODEL")
 async def play(prompt):
     turn = await generate(client="http://localhost:8000", renderer=renderer, model="MODEL", messages=prompt)
     trajectory = Trajectory()
-    trajectory.append(turn.prompt_ids, turn.completion_ids, logprobs=turn.logprobs,
-                      multi_modal_data=turn.multi_modal_data)
+    trajectory.append_turn(turn)
     return trajectory
 
 rollout_func = Rollouts(play)  # of GRPOTrainer

@@ -26,7 +26,6 @@ from mmrender.messages import ImagePart, Message, Part, Role, TextPart, Thinking
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.sample import RESTRICTED
 from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
@@ -226,7 +225,7 @@ class RendererClient:
                     empty = Message(role="assistant", content="")
                     return Turn(empty, (), "prompt_too_long", left_out=tuple(sorted(prompt.left_out)))
                 prompt = await self._shortened(conversation, tools, prompt, error)
-        response, number = generation.response, 0 if trajectory is None else len(trajectory)
+        number = 0 if trajectory is None else len(trajectory)
         calls = tuple(
             call if call.id else msgspec.structs.replace(call, id=f"call_{number}_{index}")
             for index, call in enumerate(generation.message.tool_calls)
@@ -249,23 +248,12 @@ class RendererClient:
         records = records[: len(prompt.messages)]
         records = (*records, *map(_plain_record, said[len(records) :]))
         extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
-        restriction = params.get("structured_outputs")
-        if restriction and not response.allowed:
-            # Its log-probabilities are of what a grammar left over, which the engine does not report.
-            extra[RESTRICTED] = sorted(restriction)
-        step = trajectory.append(
-            generation.prompt_ids,
-            generation.completion_ids,
-            logprobs=generation.logprobs,
-            multi_modal_data=generation.multi_modal_data,
+        step = trajectory.append_turn(
+            generation,
             parent=prompt.parent,
             messages=records,
             # A bridged prompt holds its parent's definitions, whose keys may come in another order.
             tools=definitions if prompt.parent is None else prompt.parent.tools,
-            finish_reason=generation.finish_reason,
-            routed_experts=response.routed_experts,
-            weight_versions=response.weight_versions,
-            allowed=response.allowed,
             extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
         )
         histories[step.index] = _History(said, records, prompt.left_out)

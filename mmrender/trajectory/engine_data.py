@@ -1,15 +1,16 @@
-"""An engine's report on a completion besides its tokens: router choices and weight versions."""
+"""An engine's report on a completion: its tokens, and router choices, weight versions and allowed tokens."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import lt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
+from mmrender.spans import MultiModalData
 
 
 class WeightVersionSpan(NamedTuple):
@@ -30,6 +31,46 @@ class AllowedTokens(NamedTuple):
     stop: int
     token_ids: tuple[int, ...]
     forbids: bool = False
+
+
+class SampledTurn(Protocol):
+    """One sampled turn as `Trajectory.append_turn` takes it, such as `generate` returns."""
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The whole prompt, placeholders widened."""
+
+    @property
+    def completion_ids(self) -> Sequence[int]:
+        """The sampled tokens, stop token included."""
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """One finite number for each sampled token."""
+
+    @property
+    def multi_modal_data(self) -> MultiModalData:
+        """Sidecar of the whole prompt."""
+
+    @property
+    def finish_reason(self) -> str:
+        """Why sampling ended."""
+
+    @property
+    def routed_experts(self) -> "RoutedExperts | None":
+        """Router choices of prompt and completion, or None."""
+
+    @property
+    def weight_versions(self) -> Sequence[WeightVersionSpan]:
+        """Which weights sampled which tokens of the completion."""
+
+    @property
+    def allowed(self) -> Sequence[AllowedTokens]:
+        """What tokens of the completion were chosen among, where `logprobs` are of that."""
+
+    @property
+    def restricted(self) -> Sequence[str]:
+        """Kinds of grammar that the completion was held to, where `allowed` does not say which tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,10 +2,8 @@
 
 ```python
 trajectory = Trajectory()
-trajectory.append(prompt_ids, response.completion_ids, logprobs=response.logprobs,
-                  multi_modal_data=rendered.multi_modal_data)
-trajectory.append(next_prompt_ids, more.completion_ids, logprobs=more.logprobs,
-                  multi_modal_data=bridged.multi_modal_data)
+trajectory.append_turn(await generate(..., prompt_attribution=rendered))
+trajectory.append_turn(await generate(..., prompt_attribution=bridged))
 samples = trajectory.samples()
 frames = trajectory.to_frames()            # for a transport of your own: Trajectory.from_frames(frames)
 ```
@@ -31,6 +29,7 @@ from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRang
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,
+    SampledTurn,
     WeightVersionSpan,
     last_run,
     new_rows,
@@ -41,7 +40,7 @@ from mmrender.trajectory.prefix import (
     media_from,
     shared_prefix,
 )
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 from mmrender.trajectory.step import (
     Branch,
     Int32Array,
@@ -144,7 +143,7 @@ class Trajectory:
         reward: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Step:
-        """Add one call of the model.
+        """Add one call of the model, of which you name what was recorded; `append_turn` takes a turn whole.
 
         A call that extends the newest step costs what it adds, and one comparison of the tokens before.
 
@@ -231,6 +230,46 @@ class Trajectory:
         else:
             newest.extend(step, completion_ids)
         return step
+
+    def append_turn(
+        self,
+        turn: SampledTurn,
+        *,
+        parent: Step | None = None,
+        messages: Sequence[Any] | None = None,
+        tools: Sequence[Any] | None = None,
+        reward: Any = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Step:
+        """Add a sampled turn with everything that its engine said of it; see `append` for the rest.
+
+        Args:
+            turn: What `generate` returned, or a value with the same properties.
+            parent: As for `append`; `messages`, `tools`, `reward` and `extra` likewise.
+            messages: See `parent`.
+            tools: See `parent`.
+            reward: See `parent`.
+            extra: See `parent`.
+
+        Raises:
+            MMRenderError: As for `append`.
+        """
+        restricted = {RESTRICTED: list(turn.restricted)} if turn.restricted else {}
+        return self.append(
+            turn.prompt_ids,
+            turn.completion_ids,
+            logprobs=turn.logprobs,
+            multi_modal_data=turn.multi_modal_data,
+            parent=parent,
+            messages=messages,
+            tools=tools,
+            finish_reason=turn.finish_reason,
+            routed_experts=turn.routed_experts,
+            weight_versions=turn.weight_versions,
+            allowed=turn.allowed,
+            reward=reward,
+            extra={**restricted, **check_extra(extra, f"steps[{len(self)}].extra")},
+        )
 
     def _repr_html_(self) -> str:
         page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one

@@ -103,12 +103,7 @@ def played(renderer, backend, turns):
                 sampling_params={"max_tokens": 6, "temperature": 1.0},
                 forbid_media_tokens=True,  # the weights are random
             )
-            trajectory.append(
-                said.prompt_ids,
-                said.completion_ids,
-                logprobs=said.logprobs,
-                multi_modal_data=said.multi_modal_data,
-            )
+            trajectory.append_turn(said)
             bridged = renderer.bridge_to_next_turn(
                 said.prompt_ids,
                 said.completion_ids,

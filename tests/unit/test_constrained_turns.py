@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from end_to_end import image_part
+from mmrender import generate
 from mmrender.audit import TrainerModel, audit
 from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.local import LocalBackend
@@ -174,8 +175,9 @@ def constrained(renderer):
     }
 
 
+@pytest.mark.parametrize("by", ["client", "hand"])
 @pytest.mark.parametrize("name", ["allowed", "choices", "forbidden"])
-def test_sampler_and_trainer_agree_under_a_constraint(renderer, trainer, name):
+def test_sampler_and_trainer_agree_under_a_constraint(renderer, trainer, name, by):
     options, sampling = constrained(renderer)[name]
     backend = LocalBackend(trainer.model, tokenizer=renderer.tokenizer)
     client = RendererClient(renderer, backend=backend, **options)
@@ -183,6 +185,17 @@ def test_sampler_and_trainer_agree_under_a_constraint(renderer, trainer, name):
     async def roll_out():
         trajectory = Trajectory("t")
         messages = [{"role": "user", "content": [image_part(1), {"type": "text", "text": "Where?"}]}]
+        if by == "hand":  # as the guide on trajectories has it
+            turn = await generate(
+                renderer=renderer,
+                backend=backend,
+                model="tiny",
+                messages=messages,
+                sampling_params={"max_tokens": 8, **sampling, "seed": 0},
+                forbid_media_tokens=name == "forbidden",
+            )
+            trajectory.append_turn(turn, messages=[*messages, turn.message], tools=None)
+            return trajectory
         for seed in range(2):
             turn = await client.create_completion(
                 messages, trajectory=trajectory, sampling_params={"max_tokens": 8, **sampling, "seed": seed}

@@ -4,6 +4,7 @@ import copy
 import pickle
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from item_cases import patch_item
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.spans import MultiModalData, PlaceholderRange
-from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.step import step_sample
 from tree_cases import A, B, assert_same, sidecar
 
@@ -262,3 +263,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(case):
     assert str(error.value) == message
     assert len(trajectory) == 2
     assert trajectory.items == (A, B)
+
+
+def test_a_turn_is_appended_with_everything_that_its_engine_said():
+    """The same step as all of its fields give by name, and the grammar that no tokens are known of."""
+    fields = {
+        "logprobs": [-1.0, -2.0],
+        "multi_modal_data": SHOWS_A,
+        "finish_reason": "length",
+        "routed_experts": RoutedExperts(np.arange(20, dtype=np.uint8).reshape(10, 1, 2)),
+        "weight_versions": (WeightVersionSpan("7", 0, 2),),
+        "allowed": (AllowedTokens(0, 1, (20, 30)),),
+    }
+    turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), **fields)
+    rest = {"messages": [{"role": "user", "content": "Which?"}], "reward": 1.0}
+    whole, named = Trajectory("t"), Trajectory("t")
+    whole.append_turn(turn, extra={"note": 1}, **rest)
+    named.append(PROMPT, [20, 21], extra={"note": 1}, **fields, **rest)
+    assert_same(whole, named)
+    turn.restricted, turn.allowed = ("json",), ()
+    step = whole.append_turn(turn, extra={"note": 2})
+    assert step.extra == {"restricted": ["json"], "note": 2}
+    assert step_sample(step).extra["restricted"] == ((9, 11, "json"),)
