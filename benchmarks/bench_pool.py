@@ -93,7 +93,7 @@ class Load:
         assert self.renderer.media is not None
         self.renderer.media.cache.clear()
 
-    async def through(self, pool: RendererPool) -> list[Any]:
+    async def through(self, pool: Renderer) -> list[Any]:
         return await asyncio.gather(
             *[pool.arender(messages, add_generation_prompt=True) for messages in self.conversations]
         )
@@ -129,7 +129,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], load: Load, rounds:
 def throughput(load: Load, peer: Peer | None, rounds: int) -> dict[str, float]:
     """Conversations per second."""
     contenders: dict[str, Callable[[], object]] = {}
-    pools = {count: RendererPool(load.renderer, workers=count, media_threads=0) for count in WORKERS}
+    pools = {count: Renderer(load.renderer, workers=count, media_threads=0) for count in WORKERS}
     for count, pool in pools.items():
         contenders[f"pool {count}"] = lambda pool=pool: asyncio.run(load.through(pool))
     if peer is not None:
@@ -157,7 +157,7 @@ def check_peer(peer: Peer, load: Load) -> None:
 
 def latency(load: Load, messages: list[dict[str, Any]], rounds: int) -> dict[str, float]:
     """Seconds of one conversation with many pictures, by media threads."""
-    pools = {count: RendererPool(load.renderer, workers=1, media_threads=count) for count in MEDIA_THREADS}
+    pools = {count: Renderer(load.renderer, workers=1, media_threads=count) for count in MEDIA_THREADS}
     contenders = {
         str(count): lambda pool=pool: asyncio.run(pool.arender(messages)) for count, pool in pools.items()
     }

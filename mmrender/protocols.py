@@ -1,4 +1,4 @@
-"""Interface of a renderer, be it a `Renderer` or a pool of them."""
+"""Interface of a renderer: `Renderer`, or one that others write."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
@@ -120,5 +120,5 @@ class AsyncRenderer(Protocol):
 
 
 def is_multimodal(renderer: object) -> TypeGuard[MultimodalRenderer]:
-    """Whether a renderer, a pool of them included, takes images."""
+    """Whether a renderer takes images."""
     return isinstance(renderer, MultimodalRenderer) and renderer.media is not None

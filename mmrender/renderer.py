@@ -1,5 +1,6 @@
 """The facade: a model directory in, rendered conversations out."""
 
+import asyncio
 import contextvars
 import datetime
 import difflib
@@ -7,10 +8,9 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_args
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
@@ -39,6 +39,7 @@ from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.ids import TokenIds, checked_ids
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.workers import Workers
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmrender.bridge.bridge")
 
+Result = TypeVar("Result")
 SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRule]
 
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
@@ -71,7 +73,11 @@ _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | Non
 
 
 class Renderer:
-    """Renders conversations with a model's own chat template. Safe to use from many threads.
+    """Renders conversations with a model's own chat template. Safe to use from many threads and event loops.
+
+    Calls run on the caller's thread. Those that begin with `a` run on a worker and leave the event loop free;
+    threads open at the first of them, and `close` ends them. Messages and images must not be changed before
+    the call that was given them returns.
 
     Pickled, it is loaded again where it arrives, with the same options and empty caches.
 
@@ -88,6 +94,10 @@ class Renderer:
         vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
             default the tokenizer's.
         sampling_defaults: Sampling parameters that the model's files recommend.
+        workers: Threads that carry out `a...` calls, and as many that help with the images of one call. By
+            default one per processor, at most four, and none that help.
+        queue_size: Calls that may wait for a worker, by default four for each. Beyond that, a call waits to
+            be let in, or fails if it was made with `nowait=True`.
 
     Attributes:
         sampling_defaults: Those parameters, in vLLM's names, to be passed on by whoever wants them. Nothing
@@ -107,6 +117,8 @@ class Renderer:
         memo_bytes: int = 128 << 20,
         vocab_size: int | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        workers: int | None = None,
+        queue_size: int | None = None,
     ) -> None:
         self.templates = templates
         self.tokenizer = tokenizer
@@ -138,7 +150,6 @@ class Renderer:
             post_processed=media is not None,
         )
         self._memo = new_memo(memo_bytes) if memo_bytes else None
-        self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         if tool_call_grammar is not None:
             # Imported here, since most programs that render never parse.
@@ -149,7 +160,15 @@ class Renderer:
         self._tool_call_grammar = tool_call_grammar
         _check_option("unprinted", unprinted, get_args(Unprinted).__contains__, "'error' or 'allow'")
         self._unprinted = unprinted
-        self._load: Callable[[], Renderer] | None = None
+        self._load: Callable[..., Renderer] | None = None
+        self._open(Workers(workers, queue_size, workers or 0))
+
+    def _open(self, workers: Workers) -> None:
+        """Take threads; bridges are made anew, since they keep hold of the threads that load their images."""
+        self._workers = workers
+        if self.media is not None:
+            self.media = self.media.with_executor(workers.media)
+        self._bridges: LRUCache[KnownTemplate, Bridge] = LRUCache(256)
 
     @classmethod
     def from_pretrained(
@@ -171,6 +190,8 @@ class Renderer:
         template_processes: BoundedProcesses | None = None,
         memo_bytes: int = 128 << 20,
         profile_cache: bool = True,
+        workers: int | None = None,
+        queue_size: int | None = None,
     ) -> "Renderer":
         """Load the renderer of a model. No weights are read.
 
@@ -195,6 +216,8 @@ class Renderer:
             memo_bytes: As for `Renderer`.
             profile_cache: Keep the findings of probes of the template on disk, in the folder that the
                 environment variable `MMRENDER_CACHE` names.
+            workers: As for `Renderer`.
+            queue_size: As for `Renderer`.
 
         Raises:
             ModelNotFoundError: There is no such directory or repository.
@@ -242,6 +265,8 @@ class Renderer:
             memo_bytes=memo_bytes,
             vocab_size=model.vocab_size,
             sampling_defaults=model.sampling_defaults,
+            workers=workers,
+            queue_size=queue_size,
         )
         renderer._load = partial(cls.from_pretrained, name, **options)
         return renderer
@@ -254,12 +279,84 @@ class Renderer:
             )
         return self._load, ()
 
-    def with_executor(self, executor: Executor) -> "Renderer":
-        """Return a renderer that shares everything with this one, and the loading of media with threads."""
+    def with_workers(
+        self, workers: int | None = None, *, queue_size: int | None = None, media_threads: int | None = None
+    ) -> Self:
+        """Return a renderer with threads of its own, which shares all else; see `RendererPool`."""
         other = object.__new__(type(self))
-        media = None if self.media is None else self.media.with_executor(executor)
-        other.__dict__ = {**self.__dict__, "media": media}
+        other.__dict__.update(self.__dict__)
+        other._open(Workers(workers, queue_size, media_threads))
+        if self._load is not None:
+            other._load = partial(self._load, workers=workers, queue_size=queue_size)
         return other
+
+    def close(self) -> None:
+        """Finish the `a...` calls that have a place, refuse further ones, and end the threads. Idempotent."""
+        self._workers.close()
+
+    async def aclose(self) -> None:
+        """`close` without holding up the event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def arender(
+        self, messages: Sequence[MessageLike], *, nowait: bool = False, **options: Unpack[RenderOptions]
+    ) -> RenderedTokens:
+        """Render on a worker.
+
+        Args:
+            messages: The conversation.
+            nowait: Whether to fail rather than wait if every place in the queue is taken.
+            **options: Those of `render`.
+
+        Raises:
+            PoolFullError: `nowait`, and every place is taken.
+            PoolClosedError: The renderer is closed.
+        """
+        return await self._on_worker(self.render, nowait, messages, **options)
+
+    async def abridge_to_next_turn(
+        self,
+        previous_prompt_ids: TokenIds,
+        previous_completion_ids: TokenIds,
+        new_messages: Sequence[MessageLike],
+        *,
+        nowait: bool = False,
+        **options: Unpack[BridgeOptions],
+    ) -> RenderedTokens | None:
+        """Bridge on a worker; options of `bridge_to_next_turn`, errors as for `arender`.
+
+        If the bridge is None, `why_not_bridged` has the reason for the task that awaits it.
+        """
+        turn = previous_prompt_ids, previous_completion_ids, new_messages
+        return await self._on_worker(self.bridge_to_next_turn, nowait, *turn, **options)
+
+    async def aparse_response(
+        self, token_ids: Sequence[int], *, nowait: bool = False, **options: Unpack[ParseOptions]
+    ) -> "ParsedResponse":
+        """Read a completion on a worker; options of `parse_response`, errors as for `arender`."""
+        return await self._on_worker(self.parse_response, nowait, token_ids, **options)
+
+    async def _on_worker(
+        self, method: Callable[..., Result], nowait: bool, *arguments: Any, **options: Any
+    ) -> Result:
+        """Call a method in a copy of the caller's context, and keep the outcome of a bridge."""
+        context = contextvars.copy_context()
+        result = await self._workers.run(context, nowait, partial(method, *arguments, **options))
+        if _why_not_bridged in context:
+            _why_not_bridged.set(context[_why_not_bridged])
+        return result
 
     def render(
         self,
@@ -519,12 +616,6 @@ class Renderer:
     def set_outcome(self, reason: str | None) -> None:
         """Make this the `why_not_bridged` of the thread or task: that of a bridge made elsewhere."""
         _why_not_bridged.set((weakref.ref(self), reason))
-
-    @staticmethod
-    def adopt_outcome(context: contextvars.Context) -> None:
-        """Take `why_not_bridged` over from the context that a call ran in."""
-        if _why_not_bridged in context:
-            _why_not_bridged.set(context[_why_not_bridged])
 
     def parse_response(
         self,

@@ -284,9 +284,9 @@ async def render_prompt(
     """Render a prompt: with the generation prompt, unless the last message is to be continued.
 
     Args:
-        renderer: A renderer, or a pool, which renders off the event loop.
+        renderer: A renderer; one with `arender` leaves the event loop free.
         messages: The conversation.
-        in_thread: Whether a renderer, too, leaves the event loop free.
+        in_thread: Whether a renderer without `arender`, too, leaves the event loop free.
         **options: Those of `Renderer.render`.
     """
     if messages is None:

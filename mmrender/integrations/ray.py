@@ -14,15 +14,14 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
 
 from mmrender._version import __version__
-from mmrender.errors import InputError
+from mmrender.errors import InputError, PoolError
 from mmrender.messages import MessageLike
-from mmrender.pool import RendererPool
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.training.samples import build_training_sample
@@ -192,11 +191,11 @@ class _RendererActor:
         return os.getpid()
 
 
-class RayRendererPool(RendererPool):
-    """A `RendererPool` whose renderings and bridges run in actors, on any machine of the cluster.
+class RayRendererPool(Renderer):
+    """A renderer whose `arender` and `abridge_to_next_turn` run in actors, on any machine of the cluster.
 
-    Everything else, such as reading completions, runs on a renderer of its own, as `RendererPool` does it.
-    For calls in actors `nowait` has no effect: Ray queues them.
+    Everything else, such as reading completions, runs in this process, as for any renderer. For calls in
+    actors `nowait` has no effect: Ray queues them.
 
     Args:
         model: Model directory or hub id, reachable from all machines.
@@ -213,11 +212,14 @@ class RayRendererPool(RendererPool):
         resources: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(Renderer.from_pretrained(model, **options), workers=1)
+        self.__dict__.update(vars(Renderer.from_pretrained(model, **{"workers": 1, **options})))
         given = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **(resources or {})}
         actor: Any = ray.remote(**given)(_RendererActor)
         self.actors = [actor.remote(model, options) for _ in range(actors)]
         self._turn = cycle(self.actors)
+
+    def __reduce__(self) -> NoReturn:
+        raise PoolError("actors cannot be sent to another process", remedy="Make the pool in that process")
 
     async def _on_worker(
         self, method: Callable[..., Any], nowait: bool, *arguments: Any, **options: Any
@@ -228,8 +230,8 @@ class RayRendererPool(RendererPool):
         call = next(self._turn).call.remote(method.__name__, arguments, options)
         rendered, reason = await _result(call)
         if method.__name__ == "bridge_to_next_turn":
-            self.renderer.set_outcome(reason)
-        return None if rendered is None else replace(rendered, _decode=self.renderer.decode)
+            self.set_outcome(reason)
+        return None if rendered is None else replace(rendered, _decode=self.decode)
 
     def close(self) -> None:
         """End the actors. Idempotent."""

@@ -114,7 +114,7 @@ class MediaResolver:
         self.cache = cache
         self._executor = executor
 
-    def with_executor(self, executor: Executor) -> "MediaResolver":
+    def with_executor(self, executor: Executor | None) -> "MediaResolver":
         """Return a resolver over the same processor, policy and cache that shares its work with threads."""
         return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
 

@@ -108,5 +108,5 @@ def test_rendering_is_the_same_from_coroutines_of_many_loops(
         asyncio.run(asyncio.wait_for(full_house(pool), timeout=20))
 
 
-async def full_house(pool: RendererPool) -> None:
+async def full_house(pool: Renderer) -> None:
     await asyncio.gather(*[pool.arender([{"role": "user", "content": "hi"}]) for _ in range(20)])

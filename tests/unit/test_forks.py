@@ -26,6 +26,7 @@ from mmrender.media import item as items
 from mmrender.media import load, sources
 from mmrender.media.item import encoded_image
 from mmrender.model import fast
+from mmrender.pool import RendererPool
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 from mmrender.testing.scripted_engine import ScriptedEngine
@@ -392,6 +393,25 @@ def test_requests_of_the_parent_are_not_those_of_the_child():
     replica.calls.clear()
 
 
+def test_a_pool_opens_its_threads_again_in_the_child(renderer):
+    source = picture(4)
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": each} for each in (source, picture(5))]}
+    ]
+    with RendererPool(renderer, workers=1, queue_size=0) as pool:
+        expected = asyncio.run(pool.arender(messages)).token_ids
+
+        def rendered():
+            renderer._memo.clear()
+            renderer.media.cache.clear()
+            answer = asyncio.run(pool.arender(messages, nowait=True)).token_ids
+            pool.close()
+            return answer
+
+        with thread_within(pool._workers._threads._lock), thread_within(pool._workers.media._lock):
+            assert in_child(rendered) == repr(expected)
+
+
 def test_a_buffer_pool_serves_the_child():
     pool = BufferPool()
     with thread_within(pool._lock):
@@ -430,7 +450,6 @@ def test_every_module_with_locks_or_threads_renews_them():
         "mmrender/integrations/trl.py": "a thread of one call",
         "mmrender/media/fetch.py": "a thread and a future of one call",
         "mmrender/media/resolve.py": "futures of one call",
-        "mmrender/pool.py": "",
     }
     roots = [Path(mmrender.__file__).parent, Path(sys.modules["mmcodecs"].__file__).parent]
     makers = {"Lock", "RLock", "Condition", "Thread", "Future", "ThreadPoolExecutor", "ProcessPoolExecutor"}

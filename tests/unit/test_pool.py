@@ -5,6 +5,8 @@ import pickle
 import shutil
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer, is_multimodal
-from mmrender.errors import InputError, PoolClosedError, PoolError, PoolFullError
+from mmrender.errors import InputError, PoolClosedError, PoolFullError
 from mmrender.pool import RendererPool
 from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.view.doctor import diagnose
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 MESSAGES = [
@@ -78,7 +81,7 @@ def test_a_pool_of_a_text_model_is_none_that_takes_images(tiny_model: Path, tmp_
 
 
 def test_work_leaves_the_event_loop(gated: Any) -> None:
-    async def main(pool: RendererPool) -> None:
+    async def main(pool: Renderer) -> None:
         task = asyncio.create_task(pool.arender(MESSAGES))
         await until(lambda: gated.entered)  # the loop turns while the call stands at the gate
         gated.gate.set()
@@ -95,7 +98,7 @@ def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) 
     more = [{"role": "user", "content": [{"type": "image", "image": PHOTO.rotate(90)}]}]
     images = {"previous_multi_modal_data": prompt.multi_modal_data}
 
-    async def main(pool: RendererPool) -> RenderedTokens | None:
+    async def main(pool: Renderer) -> RenderedTokens | None:
         assert await pool.abridge_to_next_turn(prompt.token_ids, completion, [], **images) is None
         assert pool.why_not_bridged == "the extension is empty"
         bridged = await pool.abridge_to_next_turn(prompt.token_ids, completion, more, **images)
@@ -114,7 +117,7 @@ def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) 
 
 
 def test_why_not_is_told_to_each_task_and_each_pool_alone(renderer: Renderer) -> None:
-    async def main(pool: RendererPool, other: RendererPool) -> None:
+    async def main(pool: Renderer, other: Renderer) -> None:
         asked = asyncio.Event()
 
         async def ask() -> None:
@@ -164,7 +167,7 @@ def test_a_worker_sees_the_callers_context(tiny_model: Path) -> None:
         async with RendererPool(Noting.from_pretrained(tiny_model, image_backend="pil")) as pool:
             await pool.arender(MESSAGES)
         with pytest.raises(PoolClosedError):
-            pool.get_stop_token_ids()
+            await pool.arender(MESSAGES)
 
     run(main())
     assert seen == ["number 7"]
@@ -205,7 +208,7 @@ def test_the_renderer_given_is_left_as_it_was(renderer: Renderer) -> None:
 
 
 def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: Any) -> None:
-    async def main(pool: RendererPool) -> list[RenderedTokens]:
+    async def main(pool: Renderer) -> list[RenderedTokens]:
         first = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
         with pytest.raises(PoolFullError) as caught:
@@ -227,7 +230,7 @@ def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: A
 
 
 def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
-    async def main(pool: RendererPool) -> None:
+    async def main(pool: Renderer) -> None:
         running, queued, outside = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
         for task in (outside, queued, running):
@@ -248,7 +251,7 @@ def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
 
 
 def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any) -> None:
-    async def main(pool: RendererPool) -> None:
+    async def main(pool: Renderer) -> None:
         tasks = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
         closing = asyncio.create_task(pool.aclose())
@@ -265,10 +268,8 @@ def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any)
 
     pool = RendererPool(gated, workers=1, queue_size=1)
     run(main(pool))
-    with pytest.raises(PoolClosedError) as caught:
-        pool.render(MESSAGES)
-    assert str(caught.value) == CLOSED
     pool.close()
+    assert pool.render(MESSAGES) == gated.render(MESSAGES)  # on the caller's thread, which needs no other
 
 
 @pytest.mark.parametrize(
@@ -282,9 +283,82 @@ def test_sizes(renderer: Renderer, name: str, size: Any, least: int) -> None:
     assert str(caught.value) == f"{name}: {expected}"
 
 
-def test_a_pool_does_not_go_to_another_process(renderer: Renderer) -> None:
-    with RendererPool(renderer) as pool, pytest.raises(PoolError) as caught:
-        pickle.dumps(pool)
-    assert str(caught.value) == (
-        "a pool cannot be sent to another process. Send the model's name, and make a pool there"
-    )
+def test_a_pool_that_is_pickled_has_its_workers_where_it_arrives(renderer: Renderer) -> None:
+    with RendererPool(renderer, workers=3, queue_size=5) as pool:
+        other = pickle.loads(pickle.dumps(pool))
+    with other:
+        assert (other._workers.count, other._workers.queue_size) == (3, 5)
+        assert run(other.arender(MESSAGES)) == renderer.render(MESSAGES)
+
+
+def test_a_renderer_is_async_itself(tiny_model: Path) -> None:
+    async def main(renderer: Renderer) -> None:
+        prompt = await renderer.arender(MESSAGES, add_generation_prompt=True)
+        assert prompt == renderer.render(MESSAGES, add_generation_prompt=True)
+        assert await renderer.abridge_to_next_turn(prompt.token_ids, [2], []) is None
+        assert renderer.why_not_bridged == "the extension is empty"
+
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    assert renderer._workers._threads._executor is None  # threads open at the first call
+    with renderer:
+        run(main(renderer))
+    with Renderer.from_pretrained(tiny_model, image_backend="pil", workers=2, queue_size=0) as other:
+        run(main(other))
+        assert other._workers.media is not None
+
+
+def test_a_pool_has_all_that_a_renderer_has(renderer: Renderer) -> None:
+    with RendererPool(renderer) as pool:
+        assert isinstance(pool, type(renderer))
+        assert str(diagnose(pool)) == str(diagnose(renderer))
+        assert pool.encode_text("Hi") == renderer.encode_text("Hi")
+        assert pool.response_parser() is renderer.response_parser()
+        assert (pool.templates, pool.rules) == (renderer.templates, renderer.rules)
+
+
+def test_bridges_that_the_renderer_made_first_use_the_threads_of_the_pool(tiny_model: Path) -> None:
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    assert renderer.media is not None
+    prompt = renderer.render(MESSAGES[2:], add_generation_prompt=True)
+    turn = prompt.token_ids, [*renderer.tokenizer.encode("Yes."), *renderer.get_stop_token_ids()[-1:]]
+    assert renderer.bridge_to_next_turn(*turn, [{"role": "user", "content": "Hi"}]) is not None
+    threads: set[str] = set()
+    together = threading.Barrier(2)
+    processor: Any = renderer.media.processor
+
+    class Meeting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(processor, name)
+
+        def prepare(self, *given: Any, **options: Any) -> Any:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            together.wait(timeout=20)  # passes only if two threads are at it
+            return processor.prepare(*given, **options)
+
+    renderer.media.processor = Meeting()  # type: ignore[assignment]
+    content = [{"type": "image", "image": PHOTO.rotate(angle)} for angle in (0, 90)]
+    with RendererPool(renderer, media_threads=1) as pool:
+        assert pool.bridge_to_next_turn(*turn, [{"role": "user", "content": content}]) is not None
+    assert "mmrender-media" in threads
+
+
+def test_a_call_that_meets_the_end_is_carried_out_or_refused_by_name(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` comes between the look at the pool and the call's being handed to a thread."""
+    submit = ThreadPoolExecutor.submit
+    closing: list[threading.Thread] = []
+
+    def close_first(self: ThreadPoolExecutor, *given: Any, **options: Any) -> Any:
+        closing.append(threading.Thread(target=pool.close))
+        closing[0].start()
+        closing[0].join(timeout=1)
+        return submit(self, *given, **options)
+
+    pool = RendererPool(renderer, workers=1)
+    run(pool.arender(MESSAGES))
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", close_first)
+        with suppress(PoolClosedError):
+            assert run(pool.arender(MESSAGES)) == renderer.render(MESSAGES)
+    closing[0].join()
