@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from mmrender.errors import InputError
 from mmrender.media.item import encoded_image
 from mmrender.messages import Role
 from mmrender.spans import MultiModalData, collapse
@@ -183,10 +184,12 @@ class RenderedTokens:
         """Text of the tokens `[start, stop)`, special tokens and placeholders included.
 
         Raises:
-            ValueError: The object was unpickled; it then carries no tokenizer.
+            InputError: The object was unpickled, and is without a tokenizer.
         """
         if self._decode is None:
-            raise ValueError(
-                "an unpickled RenderedTokens carries no tokenizer: use renderer.decode(token_ids)"
+            raise InputError(
+                "a rendering that was unpickled carries no tokenizer",
+                where="rendered.decode",
+                remedy="Call renderer.decode(rendered.token_ids)",
             )
         return self._decode(self.token_ids[start:stop])

@@ -54,6 +54,14 @@ def renderer(tiny_model):
     )
 
 
+def test_a_pickled_rendering_is_decoded_by_its_renderer(renderer):
+    whole = renderer.render([{"role": "user", "content": "Hi."}])
+    copy = pickle.loads(pickle.dumps(whole))
+    with pytest.raises(InputError, match=r"carries no tokenizer\. Call renderer\.decode"):
+        copy.decode()
+    assert renderer.decode(copy.token_ids) == whole.decode()
+
+
 def test_a_pickled_renderer_has_its_options(renderer, monkeypatch, tmp_path):
     data = pickle.dumps(renderer)
     monkeypatch.chdir(tmp_path)
