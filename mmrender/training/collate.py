@@ -254,6 +254,14 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     if sample.loss_mask[0]:
         problem = "the first token of a sample has no token before it to be predicted from"
         raise BatchError(problem, where=f"{name}.loss_mask[0]", expected="False", got="True")
+    for span in sample.media_spans:
+        if (trained := np.flatnonzero(sample.loss_mask[span.start : span.stop])).size:
+            raise BatchError(
+                f"a token of {span.where} is trained on, and no model samples one",
+                where=f"{name}.loss_mask[{span.start + int(trained[0])}]",
+                expected="False for every token of a placeholder",
+                got="True",
+            )
     for key in ("logprobs", "advantages", "rewards"):
         values = getattr(sample, key)
         if values is not None and not np.isfinite(values).all():

@@ -452,6 +452,11 @@ STRAY = (
             "expected False, got True",
         ),
         (
+            {"loss_mask": np.arange(12) >= 6},
+            "a.loss_mask[6]: a token of mm_placeholders['image'][0] is trained on, and no model samples one - "
+            "expected False for every token of a placeholder, got True",
+        ),
+        (
             {"logprobs": np.full(12, -np.inf, np.float32)},
             "a.logprobs[0]: a value is not finite - got -inf",
         ),
