@@ -5,11 +5,13 @@ backend's.
 """
 
 import asyncio
+import os
 import uuid
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, Final, Literal, TypeAlias, TypeGuard, Unpack, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -192,6 +194,8 @@ async def generate(
 def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -> RendererBackend:
     """Return a backend by itself or by its name; vLLM's by default.
 
+    All that name one directory share a model. It is freed when none of them holds it and another is named.
+
     Args:
         backend: The backend, or its name.
         model: The model, which for `"local"` is its directory.
@@ -209,13 +213,26 @@ def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -
             expected=f"{', '.join(_BACKENDS)}, or an object such as VLLMBackend()",
             got=repr(name),
         )
-    return _new_backend(name, *([model] if name == "local" else []))
+    if name != "local":
+        return _server_backend(name)
+    key = os.getpid(), model  # a child process cannot use the model of its parent
+    _newest[0] = found = _models.get(key) or _models.setdefault(key, _class_of(name)(model))
+    return found
 
 
-@lru_cache(maxsize=16)
-def _new_backend(name: str, *arguments: str) -> RendererBackend:
+def _class_of(name: str) -> Callable[..., RendererBackend]:
     backend_class = getattr(import_module(f"mmrender.client.{name}"), _BACKENDS[name])
-    return cast(RendererBackend, backend_class(*arguments))
+    return cast(Callable[..., RendererBackend], backend_class)
+
+
+@cache
+def _server_backend(name: str) -> RendererBackend:
+    return _class_of(name)()
+
+
+_models: WeakValueDictionary[tuple[int, str], RendererBackend] = WeakValueDictionary()
+_newest: list[RendererBackend | None] = [None]
+"""The model in this process that was named last. Others are freed with the last client that holds them."""
 
 
 _shared: LRUCache[tuple[object, ...], Transport] = LRUCache(256)

@@ -1,7 +1,7 @@
 """`LocalBackend`: a Transformers model in this process, for demonstrations, tests, audits and small training.
 
-It takes the tokens and pixels that a server would be sent. Requests that wait at the same time run in one
-forward where their prompts are alike, and a prompt that several of them have is prefilled once; see
+It takes the tokens and pixels that a server would be sent. A request joins those that run, at their next
+token and whatever their lengths, and a prompt that several bring at once is prefilled once; see
 `mmrender.client.decoding`. Each has a generator of its own: equal seeds give equal tokens whatever else is
 running, and logprobs that differ by rounding alone. Logprobs are of the raw logits, before temperature,
 penalties and biases, among the tokens that were allowed.
@@ -80,8 +80,9 @@ class _Waiting:
 class LocalBackend:
     """A Transformers model behind the interface of an inference server.
 
-    The event loop stays free while it computes. A call that is cancelled ends before its next token. A
-    backend of a directory can be pickled, and loads the model again on arrival, with the directory's weights.
+    The event loop stays free while it computes. A call that is cancelled ends before its next token. `aclose`
+    frees the model, and so does dropping the backend. A backend of a directory can be pickled, and loads the
+    model again on arrival, with the directory's weights.
 
     Args:
         model: A directory in hub layout, or a loaded Transformers model that gives logits.
@@ -131,6 +132,7 @@ class LocalBackend:
         watch_forks(self)
 
     def _begin(self) -> None:
+        self._closed = False
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "mmrender-local")
         self._waiting: deque[_Waiting] = deque()
@@ -157,8 +159,10 @@ class LocalBackend:
 
         Raises:
             EngineUnsupportedError: Router choices were asked for.
+            EngineStateError: The backend is closed, or a request of this id is in flight.
             MMRenderError: As for `RendererBackend.generate`.
         """
+        self._check_open()
         if request.request_id in self._running:
             raise EngineStateError("a request of this id is in flight", where=request.request_id)
         waiting = _Waiting(request, asyncio.get_running_loop(), on_tokens)
@@ -186,6 +190,17 @@ class LocalBackend:
         """A transport to nowhere, for callers that need one."""
         return self._transport
 
+    async def aclose(self) -> None:
+        """End every request before its next token, and free the model and its thread."""
+        self._closed = True
+        self.abort_all()
+        await asyncio.to_thread(self._worker.shutdown)
+        self._model = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStateError("the backend is closed", where="local", remedy="Make another one")
+
     @property
     def model(self) -> Any:
         """The Transformers model, loaded at first use.
@@ -201,6 +216,7 @@ class LocalBackend:
             )
         with self._lock:
             if self._model is None:
+                self._check_open()
                 directory, dtype, device = (
                     str(self._directory),
                     self._options["dtype"],
@@ -239,6 +255,7 @@ class LocalBackend:
         Raises:
             ModelError: A name or a shape is not the model's. Nothing was changed.
         """
+        self._check_open()
 
         def update() -> None:
             replace_weights(self.model, weights)
@@ -294,20 +311,24 @@ class LocalBackend:
         return sampler, min(params["max_tokens"], limit - length)
 
     def _work(self) -> None:
-        """Sample what waits, to its end, on the worker's thread."""
-        count = 0
+        """Sample what waits, and what comes meanwhile, to its end, on the worker's thread."""
+        count, taken = 0, list[_Waiting]()
         while count < len(self._waiting) < self._max_batch:
             count = len(self._waiting)
             time.sleep(_ARRIVAL_SECONDS)
-        taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
-        completions = []
-        try:
-            for waiting in taken:
+
+        def arrivals(room: int) -> list[Completion]:
+            completions = []
+            for waiting in [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]:
+                taken.append(waiting)
                 try:
                     completions.append(self._completion(waiting))
                 except Exception as error:  # noqa: BLE001 - the others go on
                     waiting.fail(error)
-            decode(self.model, completions, self._updated_version)
+            return completions
+
+        try:
+            decode(self.model, arrivals, self._updated_version, most=self._max_batch)
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it
             for waiting in taken:
                 waiting.fail(error)

@@ -1,6 +1,7 @@
 """Logprobs of `LocalBackend` equal those of one plain forward, for each family of Transformers, sequences mixed."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def test_logprobs_equal_a_plain_forward(name: str, folder: Path) -> None:
     # A media token that is sampled would be an image to the plain forward.
     sampling = {"max_tokens": 6, "ignore_eos": True, "logit_bias": {IMAGE_ID: -100.0, VIDEO_ID: -100.0}}
 
+    shapes = []
+
+    def counted(_, __, named):
+        shapes.append(named["input_ids"].shape)
+        for _ in range(
+            3000
+        ):  # until all have come, so that they share forwards from the first or the second step on
+            if len(backend._running) == len(samples):
+                break
+            time.sleep(0.01)
+
     async def together():
         return await asyncio.gather(
             *[
@@ -46,7 +58,15 @@ def test_logprobs_equal_a_plain_forward(name: str, folder: Path) -> None:
             ]
         )
 
-    for sample, response in zip(samples, asyncio.run(together()), strict=True):
+    handle = tiny.model.register_forward_pre_hook(counted, with_kwargs=True)
+    responses = asyncio.run(together())
+    handle.remove()
+    lengths = {len(sample) for sample in samples}
+    assert len(lengths) == 3
+    # Sequences of all lengths share the forwards of their five further tokens.
+    assert sum(shape[1] == 1 for shape in shapes) in (5, 6)
+    assert max(shape[0] for shape in shapes) == len(samples)
+    for sample, response in zip(samples, responses, strict=True):
         count = len(response.completion_ids)
         whole = replace(
             sample,

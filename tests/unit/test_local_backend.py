@@ -1,7 +1,11 @@
 """The model in this process: what it samples, what it reports, and what it refuses."""
 
 import asyncio
+import gc
 import pickle
+import threading
+import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
@@ -107,6 +112,7 @@ def mixed_requests(prompts, renderer):
     kinds = [
         {},
         {"max_tokens": 1},
+        {"temperature": 0},
         {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
         {"allowed_token_ids": letters, "max_tokens": 3},
         {"structured_outputs": {"choice": ["left", "right side"]}},
@@ -168,7 +174,133 @@ def test_a_prompt_is_prefilled_once_and_alike_ones_share_a_forward(tiny_model, r
         handle.remove()
     prefills = [shape for shape in seen if shape[1] > 1]
     assert sorted(prefills) == sorted([(1, len(other)), (len(boards), len(boards[0]))])
-    assert seen.count((6, 1)) == 11  # of 4 in each group, 3 go on to 12 tokens
+    # Of 4 in each group, 3 go on to 12 tokens, beside the first request if they came together.
+    assert seen.count((6, 1)) + seen.count((7, 1)) == 11
+
+
+def watched(backend, before=lambda count: None):
+    """Shapes of the ids of each forward, and a call before each; `handle.remove()` ends it."""
+    seen = []
+
+    def look(_, __, named):
+        seen.append(tuple(named["input_ids"].shape))
+        before(len(seen))
+
+    return seen, backend.model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def test_requests_of_any_length_join_what_runs_at_its_next_token(tiny_model, prompts):
+    backend = LocalBackend(tiny_model)
+    endless = {"ignore_eos": True, "temperature": 0.8}
+    first = request(prompts["images"], "first", **endless)
+    late = [
+        request(prompts["text"], "text", **endless | {"max_tokens": 4}),
+        request(prompts["image"], "image", **endless),
+    ]
+    alone = {each.request_id: generate(backend, each) for each in (first, *late)}
+
+    async def together():
+        loop, calls = asyncio.get_running_loop(), []
+
+        def arrive(count):
+            if count == 3:  # the second token after the prompt's is computed
+                loop.call_soon_threadsafe(
+                    lambda: calls.extend(asyncio.ensure_future(backend.generate(each)) for each in late)
+                )
+                for _ in range(3000):
+                    if len(backend._waiting) == len(late):
+                        return
+                    time.sleep(0.01)
+
+        seen, handle = watched(backend, arrive)
+        found = [await backend.generate(first)]
+        found += await asyncio.gather(*calls)
+        handle.remove()
+        return seen, found
+
+    seen, found = asyncio.run(together())
+    lengths = {name: len(prompt) for name, prompt in prompts.items()}
+    assert seen == [
+        *[(1, lengths["images"]), (1, 1), (1, 1)],
+        *[(1, lengths["text"]), (1, lengths["image"])],
+        *[(3, 1)] * 3,  # until the text's four tokens are there
+        *[(2, 1)] * 6,  # until the first's twelve are
+        *[(1, 1)] * 2,
+    ]
+    for response in found:
+        expected = alone[response.request_id]
+        assert response.completion_ids == expected.completion_ids
+        assert response.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+
+
+def test_no_more_run_at_once_than_are_allowed(tiny_model, prompts):
+    backend = LocalBackend(tiny_model, max_batch_size=2)
+    seen, handle = watched(backend)
+    requests = [
+        request(prompts["text"], str(number), max_tokens=2 + number, ignore_eos=True) for number in range(5)
+    ]
+    found = generate(backend, *requests)
+    handle.remove()
+    assert [len(each.completion_ids) for each in found] == [2, 3, 4, 5, 6]
+    assert max(rows for rows, _ in seen) <= 2
+    # A place is taken as soon as it is free: the third begins when the first has ended.
+    assert len([shape for shape in seen if shape == (2, 1)]) >= 5
+
+
+def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompts):
+    named = resolve_backend("local", None, str(tiny_model))
+    assert resolve_backend("local", None, str(tiny_model)) is named
+    model = weakref.ref(named.model)
+    threads = {thread for thread in threading.enumerate() if thread.name.startswith("mmrender-local")}
+    generate(named, request(prompts["text"]))
+    (worker,) = (
+        each
+        for each in threading.enumerate()
+        if each.name.startswith("mmrender-local") and each not in threads
+    )
+    for number in range(3):  # the newest is kept for the next call that names it, and one that a client holds
+        resolve_backend("local", None, str(tmp_path / str(number)))
+        assert (resolve_backend("local", None, str(tiny_model)) is named) == (number < 3)
+    resolve_backend("local", None, str(tmp_path))
+    del named
+    gc.collect()
+    assert model() is None
+    worker.join(30)
+    assert not worker.is_alive()
+
+    async def closing():
+        backend = LocalBackend(tiny_model)
+        task = asyncio.ensure_future(backend.generate(request(prompts["text"], **ENDLESS)))
+        await asyncio.sleep(0)
+        model = weakref.ref(backend.model)
+        await backend.aclose()
+        await backend.aclose()
+        assert (await task).finish_reason == "abort"
+        gc.collect()
+        assert model() is None
+        with pytest.raises(EngineStateError, match=r"^local: the backend is closed\. Make another one$"):
+            await backend.generate(request(prompts["text"]))
+        with pytest.raises(EngineStateError, match="the backend is closed"):
+            backend.update_weights([], "1")
+
+    asyncio.run(closing())
+
+
+def test_what_cannot_be_padded_runs_apart_and_is_said_why(tiny_model, prompts, monkeypatch):
+    from mmrender.client import decoding
+
+    monkeypatch.setattr(decoding, "_JOINED_LAYERS", frozenset())
+    backend = LocalBackend(tiny_model)
+    requests = [request(prompt, name, ignore_eos=True) for name, prompt in prompts.items()]
+    alone = [generate(backend, each) for each in requests]
+    seen, handle = watched(backend)
+    with pytest.warns(
+        RuntimeWarning, match="sequences of other prompts run apart - got a cache with a DynamicLayer"
+    ):
+        together = generate(backend, *requests)
+    handle.remove()
+    assert together == alone
+    assert seen.count((1, 1)) == 3 * 11
 
 
 def test_alternatives_are_reported_likeliest_first(backend, prompts):
