@@ -268,7 +268,7 @@ def source_fingerprint(source: Any) -> Hashable | None:
     if isinstance(source, Path):
         try:
             found = source.stat()
-        except OSError:
+        except (OSError, ValueError):  # a null byte in the name
             return None
         return "file", found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     if isinstance(source, Image.Image):

@@ -18,6 +18,7 @@ from item_cases import Unseekable, encoded
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.resolve import source_fingerprint
 from mmrender.media.sources import read_source
 
 WHERE = "messages[0].content[1]"
@@ -99,7 +100,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
         (tmp_path / "pipe", "not a regular file"),
         (Path("/dev/zero"), "not a regular file"),
+        (tmp_path / "\0", "embedded null byte"),
     ]:
+        source_fingerprint(path)
         with pytest.raises(MediaFetchError) as caught:
             load_image(path, where=WHERE)
         assert str(caught.value) == f"{WHERE}: the file {str(path)!r} cannot be read ({reason})"
