@@ -45,7 +45,7 @@ class Bridge:
         self._rendering = rendering
         self._profile = rendering.known.profile
         self._writer = writer = rendering.writer
-        self._reads = Reads.of(rendering.known.template.syntax_tree())
+        self._reads = Reads.of(rendering.known.template.syntax_tree)
         self._tails = Tails(rendering.known, writer)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
 

@@ -9,7 +9,7 @@ disk are bounded; the least recently used entries go first.
 
 import datetime
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from mmrender.errors import RenderError
 from mmrender.messages import Message
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.probes import Probes
+from mmrender.probing.probes import WORD, Probes
 from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate, ToolImages
@@ -45,6 +45,10 @@ _MOST_GIVEN = 16
 """Templates given by call that stay compiled."""
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
+
+
+_PRINTED = f"{WORD}Z"
+"""Text of arguments that a template only prints, in probes."""
 
 
 class Findings:
@@ -97,7 +101,8 @@ def code_digest() -> str:
 class KnownTemplate:
     """One template with the template arguments that it reads, and the findings about it.
 
-    `model_stop_ids` are the stop tokens that the model's files name; `tool_images` is as for `Probes`.
+    `model_stop_ids` are the stop tokens that the model's files name; `tool_images` is as for `Probes`;
+    `probed` are the arguments that probes are rendered with, if findings are shared with those.
     """
 
     template: ChatTemplate
@@ -106,11 +111,14 @@ class KnownTemplate:
     findings: Findings = field(default_factory=Findings)
     model_stop_ids: frozenset[int] = frozenset()
     tool_images: ToolImages = "tool"
+    probed: Mapping[str, Any] | None = None
 
     @cached_property
     def profile(self) -> TemplateProfile:
         """The findings of all probes."""
-        probes = Probes(self.template, self.tokenizer, self.arguments, tool_images=self.tool_images)
+        probes = Probes(
+            self.template, self.tokenizer, self.probed or self.arguments, tool_images=self.tool_images
+        )
         probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
 
@@ -148,12 +156,18 @@ class KnownTemplate:
     @cached_property
     def probes(self) -> Probes:
         """Renders further probes."""
-        return Probes(self.template, self.tokenizer, self.arguments, form=self.profile.form)
+        return Probes(self.template, self.tokenizer, self.probed or self.arguments, form=self.profile.form)
 
 
 def _is_source(chat_template: str, sources: Mapping[str, str]) -> bool:
     """Whether a text is a template rather than the name of one."""
     return chat_template not in sources and ("{{" in chat_template or "{%" in chat_template)
+
+
+def _printed_as(name: str, value: Any, template: ChatTemplate) -> Any:
+    """The value of an argument in probes: one for all texts if the template only prints them."""
+    is_text = type(value) is str and value != ""
+    return _PRINTED if is_text and name in template.printed_arguments else value
 
 
 class TemplateSet:
@@ -269,8 +283,8 @@ class TemplateSet:
     ) -> KnownTemplate:
         """The template for a conversation with or without tools, and what is known about it.
 
-        Arguments that the template does not read make no difference; arguments that are not plain values are
-        probed for anew each time.
+        Arguments that the template does not read make no difference; texts that it only prints, outside all
+        turns, share their findings. Arguments that are not plain values are probed for anew each time.
 
         Args:
             arguments: Template variables.
@@ -284,7 +298,16 @@ class TemplateSet:
             key = plain_key(dict(sorted(read.items())))
         except NoKeyError:
             return self._build(template, read, None)
-        return self._known.get_or_compute((name, key), lambda: self._build(template, read, repr(key)))
+
+        def build() -> KnownTemplate:
+            probed = {key: _printed_as(key, value, template) for key, value in read.items()}
+            if probed != read:
+                shared = self.find(probed, has_tools=has_tools, chat_template=chat_template)
+                if _PRINTED not in repr(shared.profile):
+                    return replace(shared, arguments=read, probed=probed)
+            return self._build(template, read, repr(key))
+
+        return self._known.get_or_compute((name, key), build)
 
     def _build(
         self, template: ChatTemplate, arguments: Mapping[str, Any], setting: str | None

@@ -28,7 +28,7 @@ from mmrender.errors import (
 )
 from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
-from mmrender.template.compiler import names_read
+from mmrender.template.compiler import names_printed, names_read
 from mmrender.template.environment import FailedRun, OwnedDict, RefusedByTemplate, TracingEnvironment, run
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.prefill import Prefill
@@ -127,6 +127,7 @@ class ChatTemplate:
         except UnicodeEncodeError as error:
             raise TemplateSyntaxError(problem, expected="text in UTF-8", got=str(error)) from error
 
+    @cached_property
     def syntax_tree(self) -> nodes.Template:
         """The parsed source."""
         return self._environment.parse(self.source)
@@ -134,11 +135,16 @@ class ChatTemplate:
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         """Variables that the template looks up and a caller may give, such as `enable_thinking`."""
-        tree = self.syntax_tree()
+        tree = self.syntax_tree
         # Jinja's own analysis also names what a branch assigns and then reads itself.
         looked_up = jinja2.meta.find_undeclared_variables(tree) & names_read(tree.body, set())
         known = {*self.special_tokens, *GIVEN}
         return tuple(sorted(looked_up - known))
+
+    @cached_property
+    def printed_arguments(self) -> frozenset[str]:
+        """Variables among `arguments` whose text, unless empty, makes no difference but to be printed."""
+        return frozenset(names_printed(self.syntax_tree).intersection(self.arguments))
 
     def render(
         self,

@@ -6,6 +6,8 @@ a mark that ends it. `{% set message = messages[i] %}` is followed by a mark of 
 `environment.Joiner` reads the marks.
 """
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
@@ -89,6 +91,57 @@ def names_read(body: list[nodes.Node], assigned: set[str]) -> set[str]:
                 elif isinstance(node, nodes.Macro):
                     assigned.add(node.name)
     return found
+
+
+def names_printed(tree: nodes.Template) -> set[str]:
+    """Names that a template prints as they are or asks for, and uses in no other way and in no loop or macro.
+
+    The text of such a name, unless it is empty, makes no difference to the output but its own characters.
+    """
+    uses = Counter(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+    printed = Counter(_printed(tree.body))
+    return {name for name, count in printed.items() if count == uses[name]}
+
+
+def _printed(body: Iterable[nodes.Node]) -> Iterator[str]:
+    """Yield the names that statements print or ask for, once for each time."""
+    for node in body:
+        if isinstance(node, nodes.Output):
+            for child in node.nodes:
+                yield from _printed_by(child)
+        elif isinstance(node, nodes.If):
+            yield from _asked_for(node.test)
+            yield from _printed((*node.body, *node.elif_, *node.else_))
+
+
+def _printed_by(expression: nodes.Expr) -> Iterator[str]:
+    match expression:
+        case nodes.Name():
+            yield expression.name
+        case nodes.Add():
+            for operand in _summands(expression):
+                yield from _printed_by(operand)
+        case nodes.Concat():
+            for operand in expression.nodes:
+                yield from _printed_by(operand)
+        case nodes.CondExpr():
+            yield from _asked_for(expression.test)
+            yield from _printed_by(expression.expr1)
+            if expression.expr2 is not None:
+                yield from _printed_by(expression.expr2)
+
+
+def _asked_for(test: nodes.Node) -> Iterator[str]:
+    match test:
+        case nodes.Name():
+            yield test.name
+        case nodes.Not():
+            yield from _asked_for(test.node)
+        case nodes.And() | nodes.Or():
+            yield from _asked_for(test.left)
+            yield from _asked_for(test.right)
+        case nodes.Test(name="defined" | "undefined" | "none" | "string", node=nodes.Name(name=name)):
+            yield name
 
 
 def _bound(target: nodes.Node) -> set[str]:

@@ -156,6 +156,60 @@ def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_di
     assert len(list(folder.glob("*.json"))) == 1
 
 
+TODAY = "{{ 'Today is ' + today + '.' if today is defined and today }}"
+SHARING = {
+    "printed": TODAY + TEMPLATE.replace("@", PROMPT),
+    "joined": "{% if today %}{% if tools %}{{ 'T' ~ today }}{% else %}{{ today }}{% endif %}{% endif %}"
+    + TEMPLATE.replace("@", PROMPT),
+}
+APART = {
+    "compared": TODAY + TEMPLATE.replace("@", "{{ '!' if today == 'day 3' }}" + PROMPT),
+    "in the prompt": TEMPLATE.replace("@", PROMPT + "{{ today if add_generation_prompt }}"),
+    "in a loop": TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ today }}").replace("@", PROMPT),
+    "in a macro": "{% macro show() %}{{ today }}{% endmacro %}{{ show() }}" + TEMPLATE.replace("@", PROMPT),
+    "filtered": "{{ today | upper }}" + TEMPLATE.replace("@", PROMPT),
+    "assigned": "{% set day = today %}{{ day }}" + TEMPLATE.replace("@", PROMPT),
+    "measured": "{{ today }}{{ today | length }}" + TEMPLATE.replace("@", PROMPT),
+}
+
+
+def values(renderer: Renderer) -> list[tuple[Any, ...]]:
+    """Everything that is found of a template with each of some values, and what is rendered with it."""
+    found = []
+    for today in ("day 1", "<|im_end|>", "day 3"):
+        given = {"today": today}
+        bridge = renderer.bridge_to_next_turn([1], [2], USER, **given)
+        parser = renderer.response_parser(**given)
+        text = renderer.render_text(USER, **given)
+        ids = bridge and bridge.token_ids
+        found.append((text, renderer.template_profile(**given), ids, parser.choice, parser.edges))
+    return found
+
+
+@pytest.mark.parametrize("name", [*SHARING, *APART])
+def test_texts_that_a_template_only_prints_are_one_setting(
+    tiny_model: Path, folder: Path, probed: list[str], name: str
+) -> None:
+    source = (SHARING | APART)[name]
+    found = values(load(tiny_model, source))
+    assert probed.count("profile") == (1 if name in SHARING else 3 + (name == "in the prompt"))
+    files = len(list(folder.glob("*.json")))
+    assert files == 3 if name in SHARING else files > 3
+    for today, expected in zip(("day 1", "<|im_end|>", "day 3"), found, strict=True):
+        alone = load(tiny_model, source, profile_cache=False)
+        assert alone.render_text(USER, today=today) == expected[0]
+        assert alone.template_profile(today=today) == expected[1]
+        bridge = alone.bridge_to_next_turn([1], [2], USER, today=today)
+        assert (bridge and bridge.token_ids) == expected[2]
+    # Other values than texts, and the empty text, are settings of their own.
+    renderer = load(tiny_model, source)
+    profiles = probed.count("profile")
+    for other in ("", None):
+        if name not in {"filtered", "measured"} or other is not None:
+            renderer.template_profile(today=other)
+    assert probed.count("profile") > profiles
+
+
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     def found(number: int) -> int:
         return Findings(tmp_path, {}, max_files=10).get_or_find(number, int, lambda: 2 * number)

@@ -148,7 +148,7 @@ def test_no_other_variable_makes_a_difference(source):
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     messages = [*USER, Message(role="assistant", content="<think>a</think>b", reasoning_content="r"), *USER]
     expected = outcome(template.render, messages)[0]
-    for name in {node.name for node in template.syntax_tree().find_all(nodes.Name)} - GIVEN:
+    for name in {node.name for node in template.syntax_tree.find_all(nodes.Name)} - GIVEN:
         render = partial(template.render, messages, arguments={name: "qwertz"})
         assert name in template.arguments or outcome(render)[0] == expected, name
 
