@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from mmrender.client.placeholders import known_tokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
-from mmrender.engines.calls import Replica, failures
+from mmrender.engines.calls import Replica, answers, failures
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
 from mmrender.engines.interface import (
@@ -60,8 +60,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         retries: How often and how soon failed requests are repeated.
         attempt_timeout: Seconds for one request, pauses not counted; None for no limit.
         deadline: Seconds for a whole completion, with waiting, retries and pauses; None for no limit.
-        pause_timeout: Seconds that engines may take to obey a pause. After that, requests that still run are
-            cancelled and asked again later.
+        pause_timeout: Seconds that engines may take to obey a pause or a short control call. Requests that
+            still run that long after a pause are cancelled and asked again later.
         max_idle_aborts: Consecutive aborts without a token before giving up on an engine that says that it is
             not paused. A paused engine is waited for, whichever client paused it; one that does not say is
             asked again until the deadline.
@@ -265,11 +265,16 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- control ---
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
-        """Make a control call on all engines that serve; the first error is raised."""
+        """Make a control call on all engines that serve; the first error is raised.
+
+        Calls that move no memory are bounded by `pause_timeout`.
+        """
         replicas = self._pool.healthy()
         if not replicas:
             raise self._pool.unavailable()
-        for _, error in await failures(replicas, lambda engine: getattr(engine, call)(**arguments)):
+        within = None if call in ("sleep", "wake_up") else self._pool.pause_timeout
+        action = lambda engine: getattr(engine, call)(**arguments)  # noqa: E731
+        for _, error in await failures(replicas, action, within=within):
             raise error
 
     async def pause_generation(
@@ -342,11 +347,16 @@ class InferenceEngineClient(InferenceEngineInterface):
 
         Raises:
             EngineStateError: Engines differ.
+            EngineTimeoutError: One does not answer within `pause_timeout`.
         """
-        replicas = self._pool.healthy()
-        versions = await gather_all([each.engine.weight_version() for each in replicas])
+        replicas, within = self._pool.healthy(), self._pool.pause_timeout
+        versions: list[Any] = await answers(replicas, lambda engine: engine.weight_version(), within=within)
+        for version in versions:
+            if isinstance(version, BaseException):
+                raise version
         names = [each.name for each in replicas]
-        return common("weights", dict(zip(names, versions, strict=True))) if replicas else None
+        name: str | None = common("weights", dict(zip(names, versions, strict=True))) if replicas else None
+        return name
 
     async def set_weight_version(self, version: str) -> None:
         """Name the weights on all engines."""

@@ -70,6 +70,7 @@ class ReplicaPool:
         replicas: The engines, which control calls go to.
         targets: Where requests go: the engines, or the router.
         state: Requests pass while it is `open`.
+        pause_timeout: Seconds that engines may take to obey a pause.
         version: Name of the weights since the last update.
     """
 
@@ -95,7 +96,7 @@ class ReplicaPool:
         self._given = (engines, router, retries, attempt_timeout, pause_timeout)
         self._retries = retries
         self._attempt_timeout = attempt_timeout
-        self._pause_timeout = pause_timeout
+        self.pause_timeout = pause_timeout
         self._aborts = 0
         self._halted: list[Replica] = []
         """Engines that were asked to pause."""
@@ -250,7 +251,7 @@ class ReplicaPool:
         to it. Requests that run on after the timeout are cancelled, and return nothing.
         """
         running, clock = set(self.calls()), asyncio.get_running_loop().time
-        deadline = clock() + self._pause_timeout
+        deadline = clock() + self.pause_timeout
         while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
             asked = [(each, each.calls & running) for each in self.targets if each.calls & running]
             if self.targets is not self.replicas:  # any engine may have what the router was asked
@@ -324,7 +325,7 @@ class ReplicaPool:
             for replica, error in await failures(
                 self._halted,
                 lambda engine: engine.resume_generation(),
-                within=min(self._pause_timeout, _HEALTH_TIMEOUT),
+                within=min(self.pause_timeout, _HEALTH_TIMEOUT),
             ):
                 if not isinstance(error, EngineStateError | EngineUnsupportedError):
                     self.take_down(replica, str(error))  # it may still be paused
@@ -344,7 +345,7 @@ class ReplicaPool:
 
     async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
         """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
-        failed = await failures(replicas, action, within=self._pause_timeout)
+        failed = await failures(replicas, action, within=self.pause_timeout)
         for replica, error in failed:
             if isinstance(error, EngineConnectionError | EngineTimeoutError):
                 self._halted = [each for each in self._halted if each is not replica]
@@ -358,7 +359,7 @@ class ReplicaPool:
         self._move("paused", "resuming", "the client is not paused")
         try:
             failed = await failures(
-                self._halted, lambda engine: engine.resume_generation(), within=self._pause_timeout
+                self._halted, lambda engine: engine.resume_generation(), within=self.pause_timeout
             )
         except BaseException:
             self._move("resuming", "paused")

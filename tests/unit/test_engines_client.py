@@ -665,6 +665,25 @@ class Hanging(ScriptedEngine):
     async def abort_generation(self):
         await self._hang("abort")
 
+    async def control(self, call, /, **arguments):
+        await self._hang(call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.reset_prefix_cache(),
+        lambda client: client.set_weight_version("v"),
+        lambda client: client.weight_version(),
+    ],
+)
+@on_fake_clock
+async def test_a_short_control_call_ends_without_an_engine_that_hangs(call):
+    client = InferenceEngineClient([ScriptedEngine("good"), Hanging("hung")], pause_timeout=30)
+    with pytest.raises(EngineTimeoutError, match="hung: the engine did not answer within 30 s"):
+        await call(client)
+    assert asyncio.get_running_loop().time() == pytest.approx(30)
+
 
 @in_loop
 async def test_the_limit_of_a_hung_engine_is_not_waited_for_again(monkeypatch):

@@ -101,7 +101,9 @@ def test_sessions_stay_control_reaches_the_servers_and_a_dead_one_costs_nothing(
                 )
                 for node in servers
             ]
-            client = InferenceEngineClient(engines, router=router.url, **patient(attempt_timeout=5))
+            client = InferenceEngineClient(
+                engines, router=router.url, **patient(attempt_timeout=5, pause_timeout=60)
+            )
             assert client.router is not None
             assert [each.name for each in client.replicas] == [router.url, *[node.url for node in servers]]
 
