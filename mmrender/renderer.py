@@ -146,8 +146,8 @@ class Renderer:
             placeholder_tokens=processor.placeholder_tokens if processor is not None else (),
             rules=self.rules,
             bos_token=templates.special_tokens.get("bos_token"),
-            # Transformers adds them where a processor encodes the prompt, and not where a tokenizer does.
-            post_processed=media is not None,
+            # Transformers writes more where a processor encodes the prompt, and not where a tokenizer does.
+            processor=processor.affixes if processor is not None else None,
         )
         self._memo = new_memo(memo_bytes) if memo_bytes else None
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)

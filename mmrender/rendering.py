@@ -20,6 +20,7 @@ from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import (
     InputError,
+    MediaError,
     PlaceholderError,
     ProcessorError,
     TemplateError,
@@ -28,7 +29,7 @@ from mmrender.media.resolve import MediaResolver
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, TextPart, VideoPart
 from mmrender.probing.templates import KnownTemplate
 from mmrender.spans import MediaItem, MultiModalData
-from mmrender.template.text import TracedStr, plain
+from mmrender.template.text import TracedStr, clip, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.sampled import Turn, assistant_turns, mark_sampled
@@ -216,9 +217,6 @@ class Rendering:
             # A turn that is to be continued is prompt as far as it goes.
             sampled = messages[:-1] if continue_final_message else messages
             turns, rewritten = assistant_turns(text, sampled, profile, partial(self.known.render, **given))
-            if self.writer.affixes(plain(text))[1]:
-                # Each prompt ends in tokens that the conversation does not go on from.
-                turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
         encoded, sidecar = self.encode(
             layout,
             messages,
@@ -227,6 +225,9 @@ class Rendering:
                 {cut for turn in turns for cut in (turn.prompt_stop, turn.answer_start) if cut is not None}
             ),
         )
+        if encoded.is_closed:
+            # Each prompt ends in tokens that the conversation does not go on from.
+            turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
         calls = [call for message in messages for call in message.tool_calls]
         called = {call.id: call.name for call in calls if call.id is not None}
         tool_names = [
@@ -325,6 +326,10 @@ class Rendering:
                         fingerprints=fingerprints,
                     )
                     items = [resolved[index] for index in order]
+                    videos = [place.where for place in places if place.modality == "video"]
+                    if len(videos) + len(earlier.mm_hashes.get("video", ())) > 1:
+                        self._require_several_videos(videos[-1:])
+                    layout = self._covered(layout, items)
         encoded = self.writer.write(layout, items, cuts, before=before)
         entries = [
             (found.shifted(len(before)) if before else found, item)
@@ -335,6 +340,47 @@ class Rendering:
             return encoded, earlier
         found = MultiModalData.of(entries)
         return encoded, earlier.merged(found) if earlier.mm_hashes else found
+
+    def _require_several_videos(self, where: Sequence[str]) -> None:
+        """Raise `MediaError` for the last new video if the model's processor takes one in a prompt."""
+        processor = self.media.processor if self.media is not None else None
+        if where and processor is not None and processor.videos and not processor.videos.takes_several:
+            raise MediaError(
+                "the model's processor takes one video in a prompt",
+                where=where[0],
+                remedy="Pass the frames of further videos as images.",
+            )
+
+    def _covered(self, layout: Layout, items: Sequence[MediaItem | None]) -> Layout:
+        """Widen placeholders to the text of the template that the processor replaces as well.
+
+        Raises:
+            PlaceholderError: The template writes another text there.
+        """
+        videos = self.media.processor.videos if self.media is not None else None
+        if videos is None or not any(item is not None and item.modality == "video" for item in items):
+            return layout
+        before, after = videos.covers
+        if not before and not after:
+            return layout
+        text = plain(layout.text)
+        placeholders: list[Placeholder] = []
+        for found in layout.placeholders:
+            if found.modality != "video":
+                placeholders.append(found)
+                continue
+            start, stop = found.start - len(before), found.stop + len(after)
+            is_content = any(origin.is_content for _, _, origin in clip(layout.text.spans, start, stop))
+            expected = before + text[found.start : found.stop] + after
+            if is_content or text[max(start, 0) : stop] != expected:
+                raise PlaceholderError(
+                    "the model's processor replaces text around a video that the template does not write",
+                    where=f"character {found.start}",
+                    expected=repr(expected),
+                    got=repr(text[max(start, 0) : stop]),
+                )
+            placeholders.append(replace(found, start=start, stop=stop))
+        return replace(layout, placeholders=tuple(placeholders))
 
 
 def unprinted_messages(text: TracedStr, messages: Sequence[Message], first: int = 0) -> list[int]:

@@ -131,7 +131,7 @@ def idefics2(directory: Path) -> Path:
 
 
 def chameleon(directory: Path) -> Path:
-    """Writes a separator after each prompt: refused."""
+    """Writes a separator after each prompt."""
     image = {**HALF, "image_processor_type": "ChameleonImageProcessor", "size": {"shortest_edge": 56}}
     image |= {"crop_size": square(56), "do_center_crop": True, "resample": 1}
     processor = {"processor_class": "ChameleonProcessor", "image_seq_length": 4, "image_token": "<image>"}
@@ -139,9 +139,30 @@ def chameleon(directory: Path) -> Path:
     return _write(directory, image, processor, tokens, sep_token="<sep>")
 
 
+def paligemma(directory: Path) -> Path:
+    """Writes BOS behind the last image and a newline after the prompt; takes no prompt without images."""
+    image = {**HALF, "image_processor_type": "SiglipImageProcessor", "size": square(32), "resample": 3}
+    image |= {"image_seq_length": 4}
+    return _write(directory, image, {"processor_class": "PaliGemmaProcessor"}, ["<image>"])
+
+
+def hunyuan_vl(directory: Path) -> Path:
+    """Takes its placeholder only between two tokens."""
+    image = {**CLIP, "image_processor_type": "HunYuanVLImageProcessor", "resample": 3, "merge_size": 2}
+    image |= {
+        "patch_size": 16,
+        "temporal_patch_size": 1,
+        "size": {"shortest_edge": 4096, "longest_edge": 65536},
+    }
+    names = {"image_token": "<|image|>"}
+    names |= {f"image_{side}_token": f"<|image_{side}|>" for side in ("start", "end")}
+    processor = {"processor_class": "HunYuanVLProcessor"}
+    return _write(directory, image, processor, [*names.values()], extra_special_tokens=names, **names)
+
+
+_BUILDERS = (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm, deepseek_ocr2, chameleon)
 ADAPTER_FAMILIES: dict[str, Callable[[Path], Path]] = {
-    build.__name__: build
-    for build in (gemma3, pixtral, llava, llava_next, llava_onevision, mllama, smolvlm, deepseek_ocr2)
+    build.__name__: build for build in (*_BUILDERS, paligemma)
 }
 
 TOKENS = {

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Engine
 
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processor import Geometry, Prepared
+from mmrender.media.processor import Geometry, MediaProcessor, Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.probing.templates import TemplateSet
@@ -150,7 +150,7 @@ class SmallItem:
 
 
 @dataclass(frozen=True)
-class SmallProcessor:
+class SmallProcessor(MediaProcessor):
     """One token for each 8 pixels of width, one at the least."""
 
     token: str
@@ -183,9 +183,6 @@ class SmallProcessor:
         ).hexdigest()
         expansion = self.geometry(*pixels.shape[:2]).expansion
         return Prepared(identity, lambda: SmallItem(pixels, identity, expansion))
-
-    def process(self, loaded: LoadedImage, *, num_images: int = 1) -> SmallItem:
-        return self.prepare(loaded, num_images=num_images).finish()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from PIL import Image
 import families
 from mmrender.media.pixels import ImageBackend
 from mmrender.testing.parity import ParityReport, check_parity
-from mmrender.testing.reference import import_torchvision
+from mmrender.testing.reference import ReferenceRenderer, import_torchvision
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 TABLE = Path(__file__).with_name("processors.toml")
@@ -32,7 +32,7 @@ BEGIN, END = "<!-- written by tools/processors_page.py -->\n", "<!-- end of tool
 HEAD = ("| model type | processor | template | torch | pil | why |", "|---|---|---|---|---|---|")
 OUTCOMES = {
     "exact": "all that both sides rendered was equal",
-    "not for chat": "Transformers has no processor for it that puts images into text",
+    "not for chat": "Transformers has no processor for it that puts images into prompts of a template",
     "refused": "mmrender refuses its images by name",
     "not buildable": "Transformers cannot build its processor here",
     "reference fails": "Transformers raises an error in a conversation that mmrender renders",
@@ -44,8 +44,8 @@ OUTCOMES = {
 MODES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 _SECONDS = 420
 _MOST_CHARACTERS = 240
-_ODD_SIZES = ((640, 40), (24, 500), (20, 20), (321, 200), (321, 200), (200, 321))
-"""Widths and heights in pixels; two pictures of one size."""
+_ODD_SIZES = ((640, 40), (24, 500), (20, 20), (200, 321))
+"""Widths and heights in pixels."""
 _TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -178,16 +178,29 @@ def is_for_chat(name: str) -> bool:
     return any("image_token" in inspect.getsource(kind) for kind in kinds)
 
 
+def renders_images(directory: Path, mode: ImageBackend) -> bool:
+    """Return whether the model's own processor renders a prompt of text with an image, text included."""
+    picture = {"type": "image", "image": _picture(0, 64, 64)}
+    parts = [[{"type": "text", "text": text}, picture] for text in ("one", "two words")]
+    try:
+        reference = ReferenceRenderer(directory, mode)
+        ids = [reference.render([{"role": "user", "content": content}]).ids for content in parts]
+    except Exception:  # noqa: BLE001 - Transformers raises anything
+        return False
+    return ids[0] != ids[1]
+
+
 def outcome(name: str, directory: Path, mode: ImageBackend, cases: int) -> tuple[str, str]:
     """Return the outcome of a model type in one mode, and why it is not exact."""
     if mode not in offered(name):
         return "-", ""
     pictures = [_picture(number, *size) for number, size in enumerate(_ODD_SIZES)]
     try:
+        for_chat = is_for_chat(name) and renders_images(directory, mode)
         report = check_parity(directory, image_backend=mode, cases=cases, pictures=pictures)
     except Exception as error:  # noqa: BLE001 - which is the finding
         return "raw exception", f"{type(error).__name__}: {error}"
-    kind, why = judged(report, for_chat=is_for_chat(name))
+    kind, why = judged(report, for_chat=for_chat)
     return kind, why.replace(f"{directory.parent}/", "")
 
 

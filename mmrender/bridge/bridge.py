@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
 from mmrender.bridge.proof import Objection, Proof, TailProver
 from mmrender.bridge.tail import NotBridged, ReasoningState, Tails, place_of_new
-from mmrender.errors import SpecialTokenError, TemplateError
-from mmrender.messages import Message, Role
+from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role
 from mmrender.rendering import Rendering
 from mmrender.spans import MultiModalData
 from mmrender.template.text import TracedStr, plain
@@ -176,9 +176,7 @@ class Bridge:
         Raises:
             NotBridged: Something else does.
         """
-        after = self._writer.affixes("")[1]
-        if after and prompt[-len(after) :] == [*after]:
-            raise NotBridged("the tokenizer's post-processor ends every prompt, and this one would go on")
+        self._require_open(prompt, messages, previous)
         findings = self._rendering.known.findings
         media: MediaCount | None = None
         base: tuple[int, ...] = ()
@@ -201,6 +199,25 @@ class Bridge:
             if len(base) == _MOST_ADOPTED or not objection.is_shown(ended, roles):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)
+
+    def _require_open(
+        self, prompt: Sequence[int], messages: Sequence[Message], previous: MultiModalData
+    ) -> None:
+        """Raise `NotBridged` if a longer prompt would not begin with this one."""
+        had = "image" in previous.mm_hashes
+        parts = [part for message in messages for _, part in message.media()]
+        # The parts of a probe stay placeholders.
+        has = had or any(isinstance(part, ImagePart) and part.source is not UNKNOWN_SOURCE for part in parts)
+        nothing = Layout(TracedStr(""), (), ())
+        try:
+            affixes, longer = (self._writer.affixes(nothing, images=images) for images in (had, has))
+        except ProcessorError as error:
+            raise NotBridged(str(error)) from error
+        last = affixes.last
+        if affixes.closes and (not last or affixes.ending or prompt[-len(last) :] == [*last]):
+            raise NotBridged("the model's processor or tokenizer ends every prompt, and this one would go on")
+        if (affixes.first, affixes.opening) != (longer.first, longer.opening):
+            raise NotBridged("the model's processor begins prompts with images differently")
 
     def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCount:
         """The media of the prompt."""

@@ -6,11 +6,12 @@ placeholder tokens. It is immutable and may be used from many threads.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 from blake3 import blake3
 
 from mmrender.media.frames import Video
@@ -47,6 +48,44 @@ class Prepared:
 
     identity: str
     finish: Callable[[], MediaItem]
+
+
+BosPlace: TypeAlias = Literal["none", "first", "later"]
+"""Where the template's text of a prompt holds BOS."""
+
+
+class Affixes(msgspec.Struct, frozen=True):
+    """All that a processor writes into prompts of one kind beside the template's text and expansions.
+
+    Attributes:
+        first: Ids of the tokens before everything else.
+        opening: Text at the start of the prompt, or behind some of its images.
+        behind: Images that `opening` follows: those that the prompt begins with, or the last.
+        ending: Text after the prompt.
+        last: Ids of the tokens after everything else.
+        refusal: Why the processor takes no such prompt, or None.
+    """
+
+    first: tuple[int, ...] = ()
+    opening: str = ""
+    behind: Literal["nothing", "leading", "last"] = "nothing"
+    ending: str = ""
+    last: tuple[int, ...] = ()
+    refusal: str | None = None
+
+    def start(self, images: Sequence[tuple[int, int]]) -> int:
+        """Return the character that `opening` is put before, in a text with images at these characters."""
+        if self.behind == "last" and images:
+            return images[-1][1]
+        stop = 0
+        for start, end in images if self.behind == "leading" else ():
+            stop = end if start == stop else stop
+        return stop
+
+    @property
+    def closes(self) -> bool:
+        """Whether a longer conversation does not begin with all that is written for a shorter one."""
+        return bool(self.ending or self.last or (self.opening and self.behind == "last"))
 
 
 class MediaProcessor(ABC):
@@ -86,6 +125,20 @@ class MediaProcessor(ABC):
             MediaError: The family cannot process an image of this size.
         """
 
+    def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
+        """Return the text and tokens that it writes beside a prompt; None for the tokenizer's own tokens.
+
+        Args:
+            bos: Where the prompt holds BOS.
+            images: Whether the prompt holds images.
+
+        Raises:
+            MissingDependencyError: To find out takes a package that is not installed.
+            ProcessorError: The processor cannot be loaded.
+        """
+        del bos, images
+        return None
+
     @abstractmethod
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Identify one image, so that an item made before can be taken in place of a new one.
@@ -110,10 +163,14 @@ class VideoProcessor(ABC):
     Attributes:
         name: The reference video processor that this one equals, for display.
         settings_digest: Digest of everything but the frames and their times that the tensors depend on.
+        covers: Text before and after a placeholder that an expansion replaces as well.
+        takes_several: Whether a prompt may hold several videos.
     """
 
     name: str
     settings_digest: bytes
+    covers: tuple[str, str] = ("", "")
+    takes_several: bool = True
 
     @abstractmethod
     def prepare(self, video: Video) -> Prepared:

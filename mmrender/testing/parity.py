@@ -192,6 +192,9 @@ def check_parity(
         return report
     source = random.Random(seed)
     report.not_compared, report.invented = pair.without_images, pair.invented
+    if pair.without_images and (why := pair.without_text()) is not None:
+        report.not_compared = f"{pair.without_images}; {why}"
+        return report
     images = [] if pair.without_images or not pair.takes_images else [*sample_images(source, 10), *pictures]
     samples = sample_videos(source, 8) if images and pair.takes_videos else []
     refusals = [pair.reference_refusal(video) for video in samples]
@@ -218,7 +221,7 @@ def check_parity(
             report.mismatch = pair.smallest(case, rules, found, messages, options)
             break
     if report.mismatch is None and report.refused == report.cases:
-        report.not_compared = "both sides refuse every conversation"
+        report.not_compared = report.not_compared or "both sides refuse every conversation"
     elif report.mismatch is None and images and not report.images:
         report.not_compared = "no conversation held an image"
     report.without_videos = pair.without_videos
@@ -278,7 +281,7 @@ class ParityPair:
         self.literals = [*sorted(added), *(token.translate(_FULL_WIDTH) for token in sorted(added))]
         self.takes_images = renderer.media is not None
         self.without_images = self._why_without_images(renderer)
-        if self.without_images is not None:
+        if self.without_images is not None and not self._asks_processor_for_text(renderer):
             self.reference.read_text_alone(self.without_images)
         videos = renderer.media.processor.videos if renderer.media is not None else None
         self.without_videos = None if videos is None else self._why_without_videos(renderer)
@@ -301,6 +304,17 @@ class ParityPair:
         if self.reference.processor is None:
             return self.reference.processor_missing
         return None if self.profile.image_roles else "the template writes no placeholder for an image"
+
+    def without_text(self) -> str | None:
+        """Return why prompts without images are refused, or None."""
+        ours = _outcome(lambda: self.renderers[RULES[0]].render([{"role": "user", "content": "x"}]))
+        return str(ours) if isinstance(ours, ProcessorError) else None
+
+    def _asks_processor_for_text(self, renderer: Renderer) -> bool:
+        """Whether the model's processor, rather than its tokenizer alone, says what text becomes."""
+        media = renderer.media
+        known = media.processor.affixes("none", images=False) if media is not None else None
+        return known is not None and self.reference.processor is not None
 
     def _why_without_videos(self, renderer: Renderer) -> str | None:
         if not self.reference.takes_videos:

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from mmrender.errors import PlaceholderError, SpecialTokenError, TokenizerError
+from mmrender.errors import PlaceholderError, ProcessorError, SpecialTokenError, TokenizerError
+from mmrender.media.processor import Affixes, BosPlace
 from mmrender.messages import Modality
 from mmrender.model.tokenizer import Before, Match, Run, Tokenizer, is_blank
 from mmrender.spans import Expansion, MediaItem, PlaceholderRange, Repeat, Text
@@ -71,12 +72,14 @@ class Encoded:
         spans: Rising, without gaps; none is marked as sampled.
         ranges: One for each placeholder, in order.
         cuts: The token index of each character position that was asked for.
+        is_closed: Whether a longer conversation does not begin with these tokens.
     """
 
     ids: list[int] = field(default_factory=list)
     spans: list[TokenSpan] = field(default_factory=list)
     ranges: list[PlaceholderRange] = field(default_factory=list)
     cuts: dict[int, Cut] = field(default_factory=dict)
+    is_closed: bool = False
 
     def extend(self, ids: Sequence[int], message: int, kind: TokenKind) -> None:
         """Append tokens of one kind."""
@@ -108,6 +111,13 @@ class _Frame(NamedTuple):
     text: str
 
 
+class AskAffixes(Protocol):
+    """Says what a model's processor writes beside a prompt; see `MediaProcessor.affixes`."""
+
+    def __call__(self, bos: BosPlace, *, images: bool) -> Affixes | None:
+        """Return it, or None for the tokens of the post-processor."""
+
+
 class TokenWriter:
     """Turns traced text into tokens.
 
@@ -117,7 +127,7 @@ class TokenWriter:
         placeholder_tokens: Every token of media; in content it is text whatever the rules say.
         rules: What a special token in the content of each author is.
         bos_token: A prompt that begins with it gets no more of the post-processor's tokens.
-        post_processed: Whether other prompts get them, as from the processors of Transformers.
+        processor: Says what a processor writes beside prompts; without one, prompts are the template's text.
 
     Raises:
         TokenizerError: Runs of this tokenizer are not independent.
@@ -131,7 +141,7 @@ class TokenWriter:
         placeholder_tokens: Iterable[str],
         rules: Mapping[Author, SpecialTokenRule],
         bos_token: str | None = None,
-        post_processed: bool = False,
+        processor: AskAffixes | None = None,
     ) -> None:
         if tokenizer.dependent_token is not None:
             raise TokenizerError(
@@ -151,12 +161,33 @@ class TokenWriter:
             modality: token_id for modality, token_id in written.items() if token_id is not None
         }
         self._bos_token = bos_token
-        self._affixes = tokenizer.affixes if post_processed else ((), ())
+        self._processor = processor
         self._frames = lru_cache(1024)(self._frame)
 
-    def affixes(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokens that are written before and after a prompt of this text, such as `<s>`."""
-        return ((), ()) if self._bos_token and text.startswith(self._bos_token) else self._affixes
+    def affixes(self, layout: Layout, *, images: bool = False) -> Affixes:
+        """Return all that is written beside the text of a prompt, such as `<s>`.
+
+        Raises:
+            ProcessorError: The model's processor takes no such prompt.
+        """
+        if self._processor is None:
+            return _NOTHING
+        place: BosPlace = "none"
+        if self._bos_token and plain(layout.text).startswith(self._bos_token):
+            place = "first"
+        elif any(match.token == self._bos_token for match in layout.matches):
+            place = "later"
+        found = self._processor(place, images=images)
+        if found is None:
+            first, last = ((), ()) if place == "first" else self.tokenizer.affixes
+            return Affixes(first=tuple(first), last=tuple(last))
+        if found.refusal is not None:
+            raise ProcessorError(
+                f"the model's processor takes no prompt {'with' if images else 'without'} images",
+                expected="a prompt that it takes",
+                got=found.refusal,
+            )
+        return found
 
     def lay_out(self, text: TracedStr) -> Layout:
         """Find the syntax of a rendered text.
@@ -193,20 +224,22 @@ class TokenWriter:
             TokenizerError: The vocabulary spells an added token where it is only text.
             SpecialTokenError: The same, in content whose rule is `error`.
             PlaceholderError: The vocabulary lacks a token of an expansion.
+            ProcessorError: The model's processor takes no such prompt.
         """
         text = plain(layout.text)
         frames: list[_Frame] = []
-        is_wider = False
+        has_images = any(item is not None and item.modality == "image" for item in items)
+        affixes = _NOTHING if before else self.affixes(layout, images=has_images)
+        is_wider = bool(affixes.opening or affixes.ending)
         for found, item in zip(layout.placeholders, items, strict=True):
             token = text[found.start : found.stop]
             frames.append(self._frames((Repeat(token, 1),) if item is None else item.expansion))
             is_wider = is_wider or frames[-1].text != token
         places = cuts
         if is_wider:
-            layout, places = self._joined(layout, frames, cuts)
-        opening, ending = ((), ()) if before else self.affixes(text)
+            layout, places = self._joined(layout, frames, cuts, affixes)
         stream = _TokenStream(self, layout.text, places, before=self.tokenizer.before(before))
-        stream.out.extend(opening, -1, "template")
+        stream.out.extend(affixes.first, -1, "template")
         queue = iter(zip(layout.placeholders, frames, strict=True))
         for match in layout.matches:
             if match.token in self.modalities:
@@ -216,7 +249,8 @@ class TokenWriter:
                 stream.special(match)
         stream.take(len(layout.text))
         stream.flush(len(layout.text))
-        stream.out.extend(ending, -1, "template")
+        stream.out.extend(affixes.last, -1, "template")
+        stream.out.is_closed = affixes.closes
         found_cuts = stream.out.cuts
         stream.out.cuts = {cut: found_cuts[place] for cut, place in zip(cuts, places, strict=True)}
         return stream.out
@@ -261,13 +295,16 @@ class TokenWriter:
         return _Frame(head, tuple(core), tail, edges, head + edges + tail)
 
     def _joined(
-        self, layout: Layout, frames: Sequence[_Frame], cuts: Sequence[int]
+        self, layout: Layout, frames: Sequence[_Frame], cuts: Sequence[int], affixes: Affixes
     ) -> tuple[Layout, list[int]]:
-        """Write the edges of expansions into the text, and find its syntax again; cuts move with it."""
+        """Write affixes and the edges of expansions into the text, and find its syntax again; cuts move."""
         pieces: list[str] = []
         places: list[Placeholder] = []
+        images = [(found.start, found.stop) for found in layout.placeholders if found.modality == "image"]
+        at, position = affixes.start(images), 0
         stops, shifts = [0], [0]
-        position = 0
+        if not at:
+            pieces, shifts = [affixes.opening], [len(affixes.opening)]
         for found, frame in zip(layout.placeholders, frames, strict=True):
             start = found.start + shifts[-1] + len(frame.head)
             spans = layout.text[found.start : found.stop].spans
@@ -279,7 +316,10 @@ class TokenWriter:
             position = found.stop
             stops.append(position)
             shifts.append(shifts[-1] + len(frame.text) - (found.stop - found.start))
-        text = concat([*pieces, layout.text[position:]])
+            if position == at:
+                pieces.append(affixes.opening)
+                shifts[-1] += len(affixes.opening)
+        text = concat([*pieces, layout.text[position:], affixes.ending])
         token = {modality: token for token, modality in self.modalities.items()}
         judge = _Judge(self, text.spans, places)
         matches: list[Match] = []
@@ -293,6 +333,9 @@ class TokenWriter:
             rest = rest[len(ahead) + len(inside) :]
         moved = [cut + shifts[bisect_right(stops, cut) - 1] for cut in cuts]
         return Layout(text, (*matches, *rest), tuple(places)), moved
+
+
+_NOTHING = Affixes()
 
 
 class _Judge:

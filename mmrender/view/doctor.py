@@ -99,7 +99,9 @@ def _beginning(renderer: Renderer) -> str:
     length = len(rendered.token_ids) - len(renderer.tokenizer.encode(rendered.text))
     first = renderer.tokenizer.token(rendered.token_ids[0])
     if length > 0 and not rendered.text.startswith(first or "?"):
-        return f"{first}, written by the tokenizer's post-processor"
+        is_its_own = rendered.token_ids[:1] == renderer.tokenizer.affixes[0][:1]
+        writer = "tokenizer's post-processor" if is_its_own else "model's processor"
+        return f"{first}, written by the {writer}"
     return "nothing but what the template writes"
 
 

@@ -5,6 +5,7 @@
 
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, _write, square
-from mmrender.media.processor import ProcessorFiles
+from mmrender.media.processors.registry import load_processor
 from mmrender.media.processors.transformers import TransformersProcessor
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
@@ -121,7 +122,7 @@ def test_a_tensor_that_only_the_second_picture_of_a_size_lacks_is_found(tmp_path
         return {name: value for name, value in honest(self, image, copies).items() if "local" not in name}
 
     directory = written_by("deepseek_ocr2", tmp_path / "model")
-    TransformersProcessor(ProcessorFiles.read(directory), "pil")  # its own proofs find no fault
+    load_processor(directory, image_backend="pil")  # its own proofs find no fault
     monkeypatch.setattr(TransformersProcessor, "_prove", lambda *_: None)
     monkeypatch.setattr(TransformersProcessor, "_tensors", lossy)
     report = check_parity(directory, image_backend="pil", cases=16)
@@ -248,7 +249,32 @@ def test_a_token_that_only_the_reference_has_is_named_and_not_written(tiny_model
     assert "the reference adds <|endoftext|>, in no file of the model and no text" in report.notes()
 
 
-def test_text_of_a_model_whose_images_are_refused_is_compared_with_its_tokenizer(tmp_path):
+REFUSED = {
+    "Idefics2Processor": ("writes an image differently beside other text", "Idefics2ImageProcessor"),
+    "Blip2Processor": ("moves or drops the text around an image", "SiglipImageProcessor"),
+    "NoSuchProcessor": ("has no tokenizer|does not join|cannot be built", "SiglipImageProcessor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_text_of_a_model_whose_images_are_refused_is_compared(name, tmp_path):
+    """With its processor, or with its tokenizer if there is no processor."""
+    why, kind = REFUSED[name]
+    image = {**HALF, "image_processor_type": kind, "size": square(32), "resample": 3}
+    image |= {"size": {"shortest_edge": 56, "longest_edge": 112}} if "Idefics" in kind else {}
+    processor = {"processor_class": name} | ({"num_query_tokens": 4} if "Blip" in name else {})
+    directory = _write(tmp_path / "model", image, processor, ["<image>"])
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("PLACEHOLDER", "<image>"))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    (directory / "config.json").write_text(json.dumps({"image_token_id": tokenizer.token_to_id("<image>")}))
+    report = check_parity(directory, image_backend="pil", cases=8)
+    assert report.mismatch is None
+    assert re.search(why, report.not_compared)
+    assert report.tokens > 0
+
+
+def test_a_model_whose_text_is_refused_too_is_not_compared(tmp_path):
+    """ColPali's processor takes each letter of a prompt for a prompt."""
     image = {**HALF, "image_processor_type": "SiglipImageProcessor", "size": square(32), "resample": 3}
     processor = {"processor_class": "ColPaliProcessor"}
     directory = _write(tmp_path / "model", {**image, "image_seq_length": 4}, processor, ["<image>"])
@@ -256,9 +282,9 @@ def test_text_of_a_model_whose_images_are_refused_is_compared_with_its_tokenizer
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     (directory / "config.json").write_text(json.dumps({"image_token_id": tokenizer.token_to_id("<image>")}))
     report = check_parity(directory, image_backend="pil", cases=8)
-    assert report.mismatch is None
+    assert (report.mismatch, report.cases) == (None, 0)
     assert "Only one of text or images" in report.not_compared
-    assert report.tokens > 0
+    assert "takes no prompt without images" in report.not_compared
 
 
 @pytest.mark.parametrize(("padding", "fits"), [(0, True), (1, True), ([0, 1], False)])

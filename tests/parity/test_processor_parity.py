@@ -242,8 +242,11 @@ def test_adapted_expansion(adapted: tuple[TransformersProcessor, Any], height: i
     placeholder = processor.placeholder["image"]
     text = expansion_text(processor.geometry(height, width).expansion)
     whole = reference(text=["before " + placeholder + " after"], images=[[picture(height, width)]])
-    prefix = "<s>" if reference.tokenizer.bos_token == "<s>" and "Mllama" in type(reference).__name__ else ""
-    expected = reference.tokenizer(prefix + "before " + text + " after")["input_ids"]
+    affixes = processor.affixes("none", images=True)
+    at = affixes.start([(7, 7 + len(text))])
+    written = f"before {text} after"
+    written = written[:at] + affixes.opening + written[at:] + affixes.ending
+    expected = reference.tokenizer(written)["input_ids"]
     assert list(whole["input_ids"][0]) == expected
 
 

@@ -266,7 +266,7 @@ def test_an_expansion_encodes_as_if_written_into_the_text(kind):
 def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
     tokenizer = plain_tokenizer(kind, post_processor)
     reference = PreTrainedTokenizerFast(tokenizer_object=build(kind, post_processor=post_processor))
-    writer = writer_of(tokenizer, "parse", bos_token="<s>", post_processed=True)
+    writer = writer_of(tokenizer, "parse", bos_token="<s>", processor=lambda _, *, images: None)
 
     @settings(max_examples=15)
     @given(texts(without=[IMAGE]), st.sampled_from(["", "<s>", " <s>"]))

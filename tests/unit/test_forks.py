@@ -340,15 +340,15 @@ def test_a_model_s_own_processor_is_built_again_where_another_thread_was_inside_
     renderer = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil")
     messages = [{"role": "user", "content": [{"type": "image", "image": picture().resize((333, 77))}]}]
     processor = renderer.media.processor.load()
-    with thread_within(processor._lock):
+    with thread_within(processor._watched.lock):
 
         def rendered_anew():
-            is_dropped = processor._reference is None
+            is_dropped = processor._watched._reference is None
             return is_dropped, renderer.render_ids(messages)
 
         answer = in_child(rendered_anew)
     assert answer == repr((True, renderer.render_ids(messages)))
-    assert in_child(lambda: processor._reference is None) == "False"
+    assert in_child(lambda: processor._watched._reference is None) == "False"
 
 
 def test_the_loader_of_the_fast_tokenizer_starts_in_the_child(tiny_model):

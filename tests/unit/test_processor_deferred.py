@@ -11,14 +11,12 @@ from PIL import Image
 
 from adapter_models import HALF, TOKENS, _write, model, square
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.frames import Timeline, Video
-from mmrender.media.load import load_image
-from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
+from mmrender.media.processors.adapted_video import AdaptedVideoProcessor, _tensors
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import _refusals_named
+from mmrender.media.processors.watched import WatchedProcessor, errors_named
+from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
 from mmrender.spans import Repeat, Text
@@ -103,48 +101,59 @@ def test_the_placeholder_of_templates_need_not_be_the_token_of_features(tmp_path
     assert loaded.geometry(28, 28).expansion == expected
 
 
+class Words:
+    """A tokenizer with an id for each character."""
+
+    def __call__(self, text: str | list[str], **_: object) -> dict[str, np.ndarray]:
+        return {"input_ids": np.array([[ord(character) for character in "".join(text)]])}
+
+
+class Whole:
+    """A processor of videos whose tokens around a placeholder are the template's, or its own as well."""
+
+    video_token = "<video>"
+
+    def __init__(self, replaced: str = "<video>", most: int = 2, numbers: bool = False) -> None:
+        self.tokenizer, self.replaced, self.most, self.numbers = Words(), replaced, most, numbers
+
+    def __call__(self, text: str, videos: list[np.ndarray], **_: object) -> dict[str, np.ndarray]:
+        if len(videos) > self.most:
+            raise ValueError("too many")
+        for number in range(len(videos)):
+            text = text.replace(self.replaced, f"{number if self.numbers else 0} s<v><Video><Video></v>", 1)
+        output = self.tokenizer(text.replace("<Video>", "<video>"))
+        kinds = {"kinds_of_tokens": np.zeros_like(output["input_ids"])}
+        return {**output, **kinds, "pixel_values_videos": np.ones((8, 4)), "seconds": np.ones(1)}
+
+
+def watching(whole: Whole, video_text: str = "<v><video></v>") -> AdaptedVideoProcessor:
+    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir(Path()), {}, {}, {}), video_text)
+    videos._watched = WatchedProcessor(lambda: whole)
+    return videos
+
+
 def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
-    class Whole:
-        video_token = "<video>"
-
-        def tokenizer(self, text: list[str]) -> dict[str, np.ndarray]:
-            return {"input_ids": np.arange(6)[None]}
-
-        def __call__(self, text: list[str], **_: object) -> dict[str, np.ndarray]:
-            ids = self.tokenizer([text[0].replace("<video>", "<v><v>")])["input_ids"]
-            kinds = {"kinds_of_tokens": np.zeros((1, 6)), "positions": np.zeros((1, 6, 3))}
-            return {"input_ids": ids, **kinds, "pixel_values_videos": np.ones((8, 4)), "seconds": np.ones(1)}
-
-    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir("."), {}, {}, {}))
-    videos._reference = Whole()
-    text, tensors = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None))
-    assert text == "<v><v>"
-    assert set(tensors) == {"pixel_values_videos", "seconds"}
+    videos = watching(Whole())
+    run = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None))
+    assert videos._parted(run.text, videos.covers)[1] == "0 s<v><video><video></v>"
+    assert set(_tensors(run)) == {"pixel_values_videos", "seconds"}
 
 
-def test_a_video_whose_tokens_around_it_are_replaced_too_is_refused(tmp_path: Path) -> None:
-    class Whole:
-        video_token, vision_start_token, vision_end_token = "<video>", "<v>", "</v>"
-        video_processor = None
-
-        def tokenizer(self, text: list[str]) -> dict[str, np.ndarray]:
-            return {"input_ids": np.arange(6)[None]}
-
-        def __call__(self, text: list[str], **_: object) -> dict[str, np.ndarray]:
-            written = text[0].replace("<v><video></v>", "<video>").replace("<video>", "0 s<v><video></v>")
-            return {**self.tokenizer([written]), "pixel_values_videos": np.ones((8, 4))}
-
-    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir(tmp_path), {}, {}, {}))
-    videos._reference, videos.settings_digest = Whole(), bytes(32)
-    frame = load_image(Image.new("RGB", (4, 4)))
-    video = Video(
-        Timeline(2.0, None, None, (0, 1)), lambda chosen: iter([frame] * len(chosen)), MediaPolicy()
-    )
-    with pytest.raises(ProcessorError):
-        videos.prepare(video).finish()
+@pytest.mark.parametrize("text", ["<v><video></v>", "<video>"])
+def test_an_expansion_covers_the_tokens_around_a_video_that_the_processor_replaces(text: str) -> None:
+    videos = watching(Whole(text))
+    assert videos.covers == (("<v>", "</v>") if text != "<video>" else ("", ""))
+    assert videos.takes_several
 
 
-def test_text_and_its_bridge_do_not_load_the_processor(tmp_path: Path) -> None:
+def test_videos_that_are_numbered_are_refused_and_a_second_one_where_one_is_taken() -> None:
+    assert not watching(Whole(most=1)).takes_several
+    numbering = watching(Whole(numbers=True))
+    with pytest.raises(ProcessorError, match="writes equal videos of one prompt differently"):
+        assert numbering.takes_several
+
+
+def test_text_and_its_bridge_do_not_load_the_processor_for_images(tmp_path: Path) -> None:
     renderer = opened(model("pixtral", tmp_path))
     prompt = renderer.render_ids([{"role": "user", "content": "before"}])
     renderer.bridge_to_next_turn(
@@ -217,7 +226,7 @@ def test_a_package_that_only_videos_need_is_not_asked_for(
 
 
 def test_a_package_that_an_image_needs_is_named() -> None:
-    with pytest.raises(MissingDependencyError, match="got no scipy here"), _refusals_named(PICTURE):
+    with pytest.raises(MissingDependencyError, match="got no scipy here"), errors_named("image"):
         raise ImportError("no scipy\n here")
 
 

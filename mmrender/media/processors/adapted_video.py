@@ -1,39 +1,31 @@
 """Videos of any other family, through the model's own video processor (extra `hf`, and torchvision).
 
 The whole processor runs on each video, on a text of one placeholder between marks, as that of images does;
-what it hands to its tokenizer between the marks is the expansion. It says itself which frames it samples,
-before they are decoded: its own method is asked, with the options that it is called with.
+what it hands to its tokenizer between the marks is the expansion. If it replaces the tokens that the template
+writes around the placeholder as well (Cosmos3-Edge), the expansion covers these. It says itself which frames
+it samples, before they are decoded: its own method is asked, with the options that it is called with.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mmcodecs.forks import watch_forks
 from mmrender.caching import cached_property
-from mmrender.errors import MediaError, MMRenderError, ProcessorError
+from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.frames import Timeline, Video
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.media.pixels import media_identity
-from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor, digest_settings
-from mmrender.media.processors.reference import build_video_reference, missing_package, use_one_torch_thread
-from mmrender.media.processors.transformers import (
-    AFTER,
-    BEFORE,
-    Recorder,
-    arithmetic_of,
-    as_numpy,
-    parse_expansion,
-)
+from mmrender.media.processor import Affixes, Prepared, ProcessorFiles, VideoProcessor, digest_settings
+from mmrender.media.processors.reference import build_video_reference
+from mmrender.media.processors.transformers import AFTER, BEFORE, BETWEEN, arithmetic_of, parse_expansion
+from mmrender.media.processors.watched import ChosenError, Run, WatchedProcessor, as_numpy
 
 _FORMAT_VERSION = 1
-
-
-class _ChosenError(Exception):
-    """Ends a run of a processor once it has said which frames it samples."""
+_BLANK, _TIMES = np.zeros((8, 128, 128, 3), np.uint8), Timeline(8, 1.0)
+"""A video of eight seconds, for probes."""
 
 
 class AdaptedVideoProcessor(VideoProcessor):
@@ -41,28 +33,95 @@ class AdaptedVideoProcessor(VideoProcessor):
 
     Args:
         files: The model's settings.
+        video_text: Text that the chat template writes for a video, placeholder included.
         trust_remote_code: Run processor code that the directory brings along.
     """
 
-    def __init__(self, files: ProcessorFiles, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, files: ProcessorFiles, video_text: str = "", *, trust_remote_code: bool = False
+    ) -> None:
         self.name = str(files.video.get("video_processor_type") or "the model's own")
         self._files = files
-        self._trusts = trust_remote_code
-        self._lock = threading.RLock()
-        self._is_proved = False
-        watch_forks(self)
+        self._video_text = video_text
+        build = partial(build_video_reference, files, trust_remote_code=trust_remote_code)
+        self._watched = WatchedProcessor(build, files.model.special_tokens.get("bos_token") or "")
 
-    def renew_after_fork(self) -> None:
-        """Build the processor anew if another thread was in the middle of a run, which changes it."""
-        use_one_torch_thread()
-        if not self._lock.acquire(blocking=False):
-            self.__dict__.pop("_reference", None)
-        self._lock = threading.RLock()
+    @property
+    def _reference(self) -> Any:
+        return self._watched.reference
 
     @cached_property
-    def _reference(self) -> Any:
-        with self._lock:
-            return build_video_reference(self._files, trust_remote_code=self._trusts)
+    def covers(self) -> tuple[str, str]:  # type: ignore[override]
+        """Text of the template around a placeholder that the processor replaces as well.
+
+        Raises:
+            ProcessorError: It writes more beside a video than beside text.
+        """
+        run = self._run(_BLANK, _TIMES)
+        start, end = self._around
+        is_kept = BEFORE + start in run.text and end + AFTER in run.text
+        covered = ("", "") if is_kept else (start, end)
+        opening, _, ending = self._parted(run.text, covered)
+        affixes = self._watched.learn_affixes()["none"]
+        first, last = self._watched.tokens_beside(run)
+        found = Affixes(first, opening, "nothing", ending, last)
+        if affixes.refusal is None and found != affixes:
+            raise ProcessorError(
+                "the model's processor adds another text to a prompt with a video than to others",
+                expected=repr(affixes),
+                got=repr(found),
+            )
+        return covered
+
+    @cached_property
+    def takes_several(self) -> bool:  # type: ignore[override]
+        """Whether it takes two videos in a prompt.
+
+        Raises:
+            ProcessorError: It writes equal videos of one prompt differently.
+        """
+        try:
+            pair = self._run(_BLANK, _TIMES, 2).text
+        except MediaError:
+            return False
+        one = self._run(_BLANK, _TIMES).text
+        opening, piece, _ = self._parted(one, self.covers)
+        start, end = self._around
+        between = end.removeprefix(self.covers[1]) + BETWEEN + start.removesuffix(self.covers[0])
+        at = one.index(piece, len(opening) + len(BEFORE)) + len(piece)
+        if pair != one[:at] + between + piece + one[at:]:
+            raise ProcessorError(
+                "the model's processor writes equal videos of one prompt differently",
+                expected="one expansion for equal videos",
+                got=repr(pair[-200:]),
+            )
+        return True
+
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """Text that the template writes around the placeholder; without one, the family's tokens."""
+        processor = self._reference
+        start, found, end = self._video_text.partition(processor.video_token)
+        if found:
+            return start, end
+        names = ("vision_start_token", "vision_end_token")
+        start, end = (getattr(processor, name, None) or "" for name in names)
+        return (start, end) if start and end else ("", "")
+
+    def _parted(self, text: str, covered: tuple[str, str]) -> tuple[str, str, str]:
+        """Return the text before a prompt, the expansion within it, and the text after it."""
+        start, end = self._around
+        before = BEFORE + start.removesuffix(covered[0])
+        after = end.removeprefix(covered[1]) + AFTER
+        opening, found, rest = text.partition(before)
+        piece, marked, ending = rest.rpartition(after)
+        if not found or not marked:
+            raise ProcessorError(
+                "the model's processor moves or drops the text around a video",
+                expected="the marks of the probe",
+                got=repr(text)[:200],
+            )
+        return opening, piece, ending
 
     @cached_property
     def settings_digest(self) -> bytes:  # type: ignore[override]
@@ -96,8 +155,8 @@ class AdaptedVideoProcessor(VideoProcessor):
         identity = media_identity(self.settings_digest, pixels.transpose(0, 3, 1, 2), told)
 
         def finish() -> ProcessedItem:
-            text, tensors = self._run(pixels, timeline)
-            self._prove_beside(text, pixels, timeline)
+            run = self._run(pixels, timeline)
+            text, tensors = self._parted(run.text, self.covers)[1], _tensors(run)
             arithmetic = arithmetic_of(self._reference.video_processor, "torch")
             return ProcessedItem(
                 identity=identity,
@@ -116,46 +175,24 @@ class AdaptedVideoProcessor(VideoProcessor):
 
         def note(*args: Any, **kwargs: Any) -> None:
             chosen.extend(int(index) for index in sample(*args, **kwargs))
-            raise _ChosenError
+            raise ChosenError
 
         blank = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (int(timeline.total), 1, 1, 3))
-        with self._lock:
+        with self._watched.lock:
             videos = self._reference.video_processor
             sample = videos.sample_frames
             videos.sample_frames = note
             try:
                 if getattr(videos, "do_sample_frames", False):
                     self._run(blank, timeline)
-            except _ChosenError:
+            except ChosenError:
                 return chosen
             finally:
                 del videos.sample_frames
         return range(int(timeline.total))
 
-    def _prove_beside(self, text: str, pixels: Any, timeline: Timeline) -> None:
-        """Prove, with the first video, that its expansion is the same between the family's own tokens.
-
-        Raises:
-            ProcessorError: The processor replaces these tokens, too.
-        """
-        processor = self._reference
-        start: str = getattr(processor, "vision_start_token", None) or ""
-        end: str = getattr(processor, "vision_end_token", None) or ""
-        if self._is_proved or not (start and end):
-            return
-        written, _ = self._run(pixels, timeline, start, end)
-        if written != text:
-            raise ProcessorError(
-                f"{type(processor).__name__} writes a video differently between {start} and {end}",
-                expected=repr(text[:200]),
-                got=repr(written[:200]),
-            )
-        self._is_proved = True
-
-    def _run(
-        self, pixels: Any, timeline: Timeline, start: str = "", end: str = ""
-    ) -> tuple[str, Mapping[str, Any]]:
-        """Return the text that replaced the placeholder between two texts, and the tensors."""
+    def _run(self, pixels: Any, timeline: Timeline, copies: int = 1) -> Run:
+        """Run the whole processor on a text with a placeholder for each copy of a video."""
         metadata: dict[str, Any] = {
             "total_num_frames": timeline.total,
             "fps": timeline.fps,
@@ -167,44 +204,18 @@ class AdaptedVideoProcessor(VideoProcessor):
         if timeline.indices is not None:
             metadata["frames_indices"] = list(timeline.indices)
             how["do_sample_frames"] = False
-        processor = self._reference
-        before, after = BEFORE + start, end + AFTER
-        text = before + processor.video_token + after
-        with self._lock:
-            recorder = Recorder(processor.tokenizer)
-            processor.tokenizer = recorder
-            try:
-                output = processor(
-                    text=[text], videos=[pixels], video_metadata=[metadata], return_tensors="pt", **how
-                )
-            except (_ChosenError, MMRenderError):
-                raise
-            except ImportError as error:
-                raise missing_package(error) from error
-            except Exception as error:
-                raise MediaError(
-                    "the model's own processor cannot process this video",
-                    got=f"{len(pixels)} frames of {pixels.shape[2]}x{pixels.shape[1]} pixels: "
-                    f"{type(error).__name__}: {error}",
-                ) from error
-            finally:
-                processor.tokenizer = recorder.part
-        written = recorder.args[0] if recorder.args else recorder.options.get("text")
-        written = written[0] if isinstance(written, list) and len(written) == 1 else written
-        if not isinstance(written, str) or not (written.startswith(before) and written.endswith(after)):
-            raise ProcessorError(
-                "the model's processor moves or drops the text around a video",
-                expected="the marks of the probe",
-                got=repr(written)[:200],
-            )
-        # A tensor with a value for each token follows from the ids.
-        aligned = tuple(output["input_ids"].shape)
-        tensors = {
-            name: as_numpy(value)
-            for name, value in output.items()
-            if name not in recorder.returned and hasattr(value, "shape") and value.shape[:2] != aligned
-        }
-        return written[len(before) : -len(after)], tensors
+        start, end = self._around
+        between = [end + BETWEEN + start] * (copies - 1)
+        text = self._reference.video_token.join([BEFORE + start, *between, end + AFTER])
+        medium = f"video {len(pixels)} frames of {pixels.shape[2]}x{pixels.shape[1]} pixels"
+        return self._watched.run(
+            text,
+            medium,
+            videos=[pixels] * copies,
+            video_metadata=[metadata] * copies,
+            return_tensors="pt",
+            **how,
+        )
 
     def _feature_token(self, text: str) -> str:
         """Return the token that holds features: one that the model's settings name, for videos first."""
@@ -219,6 +230,16 @@ class AdaptedVideoProcessor(VideoProcessor):
             expected="one that config.json names",
             got=repr(text[:200]),
         )
+
+
+def _tensors(run: Run) -> Mapping[str, Any]:
+    """Return the tensors of a video; one with a value for each token follows from the ids."""
+    aligned = tuple(run.output["input_ids"].shape)
+    return {
+        name: as_numpy(value)
+        for name, value in run.output.items()
+        if name not in run.of_text and hasattr(value, "shape") and value.shape[:2] != aligned
+    }
 
 
 def _grid(tensors: Mapping[str, Any], frames: int) -> tuple[int, ...]:

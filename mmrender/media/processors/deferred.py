@@ -1,20 +1,31 @@
 """Put off loading a model's own processor until its first image comes.
 
-Transformers and torch take seconds to import, and some families need packages that text does not. All that
-text needs to know of a processor is which tokens are media's. The model's settings name the token that holds
-image features, and its template writes the placeholder; the processor, once loaded, must agree with both.
+Transformers and torch take seconds to import, and some families need packages that text does not. Text needs
+to know which tokens are media's: the model's settings name the token that holds image features, and its
+template writes the placeholder; the processor, once loaded, must agree with both. Text also needs to know
+what the processor adds to every prompt, which is learnt once and kept on disk.
 """
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mmcodecs.forks import watch_forks
-from mmrender.errors import MMRenderError, ProcessorError
+from mmrender.caching import digest_of_code
+from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processor import Geometry, MediaProcessor, Prepared, ProcessorFiles
+from mmrender.media.processor import (
+    Affixes,
+    BosPlace,
+    Geometry,
+    MediaProcessor,
+    Prepared,
+    ProcessorFiles,
+    digest_settings,
+)
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Modality, VideoPart
 from mmrender.probing.templates import KnownTemplate
 
@@ -34,6 +45,8 @@ class DeferredProcessor(MediaProcessor):
         backend: As asked for.
         template: The model's chat template.
         build: Makes the processor.
+        learn: Finds out what the processor writes beside prompts without media.
+        must_learn: Whether a prompt is refused if a package is missing that `learn` needs.
     """
 
     settings_digest = b""
@@ -44,6 +57,9 @@ class DeferredProcessor(MediaProcessor):
         backend: ImageBackend,
         template: KnownTemplate,
         build: Callable[[], MediaProcessor],
+        learn: Callable[[], dict[BosPlace, Affixes]],
+        *,
+        must_learn: bool = False,
     ) -> None:
         self.name = files.image_processor_type or "unknown"
         self.image_backend = backend
@@ -64,6 +80,11 @@ class DeferredProcessor(MediaProcessor):
         self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
         self.can_wait = "image" in self.placeholder and bool(files.token_ids("image"))
         self._build = build
+        self._template = template
+        self._learn = learn
+        self._must_learn = must_learn
+        self._settings = (files.processor_class, files.image, files.processor, files.model.tokenizer_config)
+        self._of_text: Mapping[BosPlace, Affixes] | None = None
         self._loaded: MediaProcessor | MMRenderError | None = None
         self.renew_after_fork()
         watch_forks(self)
@@ -88,6 +109,31 @@ class DeferredProcessor(MediaProcessor):
         if isinstance(self._loaded, MMRenderError):
             raise copy.copy(self._loaded)
         return self._loaded
+
+    def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
+        """Return what the processor writes beside a prompt; for text it is loaded if that is not known yet.
+
+        None if the processor cannot be loaded, or is that of another package.
+        """
+        if images:
+            return self.load().affixes(bos, images=True)
+        if self._of_text is None:
+            try:
+                release = version("transformers")
+            except PackageNotFoundError:
+                release = ""
+            about = digest_settings({"settings": self._settings, "transformers": release}).hex()
+            key = ("affixes", about, digest_of_code(("media/processors/*.py",)))
+            try:
+                find, kind = self._template.findings.get_or_find, dict[BosPlace, Affixes]
+                self._of_text = find(key, kind, self._learn)
+            except MissingDependencyError:
+                if self._must_learn:
+                    raise
+                self._of_text = {}
+            except MMRenderError:
+                self._of_text = {}
+        return self._of_text.get(bos)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Load the processor and ask it; see `MediaProcessor`."""

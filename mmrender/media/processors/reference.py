@@ -19,6 +19,7 @@ from typing import Any
 from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
+from mmrender.template.sources import load_templates
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
 _PARTS_OF_OTHERS = ("video_processor", "feature_extractor", "audio_processor", "audio_tokenizer")
@@ -70,14 +71,17 @@ def build_reference_processor(
                 )
             arguments = [parts.get(part) for part in names]
             try:
-                return lenient.from_args_and_dict(arguments, dict(settings))
+                built = lenient.from_args_and_dict(arguments, dict(settings))
             except AttributeError:
                 # MiniCPM-V's reads settings of its video processor when it is made.
                 parts["video_processor"] = VideoSettings(files.video)
-                return lenient.from_args_and_dict([parts.get(part) for part in names], dict(settings))
+                built = lenient.from_args_and_dict([parts.get(part) for part in names], dict(settings))
             except ImportError as error:
                 with _asked_for_when_called(sys.modules[cls.__module__], str(error)):
-                    return lenient.from_args_and_dict(arguments, settings)
+                    built = lenient.from_args_and_dict(arguments, settings)
+            # ShieldGemma 2's renders messages of its own.
+            built.chat_template = getattr(built, "chat_template", None) or _default_template(files)
+            return built
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
             raise ProcessorError(
@@ -86,6 +90,14 @@ def build_reference_processor(
             )
         processor.image_processor = image_processor
         return processor
+
+
+def _default_template(files: ProcessorFiles) -> str | None:
+    """Return the model's unnamed chat template, or None."""
+    try:
+        return load_templates(files.model).get("default")
+    except MMRenderError:
+        return None
 
 
 def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = False) -> Any:

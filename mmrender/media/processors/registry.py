@@ -6,14 +6,18 @@ reference.
 """
 
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processor import MediaProcessor, ProcessorFiles, VideoProcessor
+from mmrender.media.processor import Affixes, BosPlace, MediaProcessor, ProcessorFiles, VideoProcessor
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.video import PatchVideoProcessor
+from mmrender.media.processors.watched import WatchedProcessor
+from mmrender.messages import UNKNOWN_SOURCE, VideoPart
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
 from mmrender.probing.probes import user
@@ -24,7 +28,7 @@ NATIVE = (PatchProcessor,)
 """Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
 
 TEXT_WRITERS = frozenset({"ChameleonProcessor", "Emu3Processor", "Molmo2Processor", "PaliGemmaProcessor"})
-"""Processors of Transformers that add text to any prompt: they are built at once, not at the first image."""
+"""Processors that add text to prompts without images, too: without Transformers, these are refused."""
 
 GROUP = "mmrender.processors"
 """Entry points of other packages' classes; each is as those of `NATIVE`, and sets `videos` itself."""
@@ -69,24 +73,36 @@ def load_processor(
     if not files.image:
         return None
 
+    # Text and images are learnt from the same processor.
+    built = partial(build_reference_processor, files, image_backend, trust_remote_code=trust_remote_code)
+    watched = WatchedProcessor(built, files.model.special_tokens.get("bos_token") or "")
+
+    @cache
+    def provided() -> MediaProcessor | None:
+        return _provided(files, image_backend)
+
     def build() -> MediaProcessor:
-        provided = _provided(files, image_backend)
-        if provided is not None:
-            return provided
+        if (found := provided()) is not None:
+            return found
         # Imported here: native families need none of it, and it is the larger half of the package.
         from mmrender.media.processors.transformers import TransformersProcessor
 
-        opening = _opening(files, template)
-        processor = TransformersProcessor(
-            files, image_backend, trust_remote_code=trust_remote_code, opening=opening
-        )
+        image_text = template.probes.added_by_image("user") if template is not None else None
+        processor = TransformersProcessor(files, image_backend, watched, image_text or "")
         processor.videos = adapted_videos() if "video" in processor.placeholder else None
         return processor
 
     def adapted_videos() -> VideoProcessor:
         from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
 
-        return AdaptedVideoProcessor(files, trust_remote_code=trust_remote_code)
+        part = VideoPart(UNKNOWN_SOURCE)
+        video_text = template.probes.added_by(part, "user") if template is not None else None
+        return AdaptedVideoProcessor(files, video_text or "", trust_remote_code=trust_remote_code)
+
+    def learn() -> dict[BosPlace, Affixes]:
+        if provided() is not None:
+            return {}
+        return watched.learn_affixes(_prompts(template) if template is not None else ())
 
     try:
         for family in NATIVE:
@@ -99,9 +115,10 @@ def load_processor(
                     or adapted_videos()
                 )
                 return native
-        if template is None or files.processor_class in TEXT_WRITERS:
+        if template is None:
             return build()
-        deferred = DeferredProcessor(files, image_backend, template, build)
+        must_learn = files.processor_class in TEXT_WRITERS
+        deferred = DeferredProcessor(files, image_backend, template, build, learn, must_learn=must_learn)
         if not deferred.can_wait:
             with suppress(MissingDependencyError):
                 return deferred.load()
@@ -111,13 +128,10 @@ def load_processor(
         raise
 
 
-def _opening(files: ProcessorFiles, template: KnownTemplate | None) -> str:
-    """Return `<s>` or its like if prompts of the template begin with it, or if there is no template."""
-    token = files.model.special_tokens.get("bos_token") or ""
-    if template is None:
-        return token
-    prompt = template.probes.render([user()])
-    return token if prompt is not None and plain(prompt).startswith(token) else ""
+def _prompts(template: KnownTemplate) -> list[str]:
+    """Return prompts of the template without media."""
+    texts = [template.probes.render([user()], prompt=prompt) for prompt in (False, True)]
+    return [plain(text) for text in texts if text is not None]
 
 
 def _provided(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:

@@ -1,26 +1,23 @@
 """Any other family, through the model's own Transformers processor (extra `hf`).
 
 The processor is the authority for pixels and for text. Added here: expansions, learnt by watching it write
-and remembered by image size; the smallest exact form of its tensors; identities; errors with names.
+and remembered by image size; the text that it writes beside them; the smallest exact form of its tensors;
+identities; errors with names.
 
-It runs whole, on a text of one placeholder per image between marks, and the text that it hands to its
-tokenizer is recorded: the expansion lies between the marks then, for any family and with no rule of ours. The
-options that it passes to its image processor are recorded as well, so that later images can skip the text.
+It runs whole, on a text of one placeholder per image between marks, each with the text that the template
+writes around it. The expansion then lies between the marks, for any family. The options that it passes to its
+image processor are recorded as well, so that later images can skip the text.
 """
 
 import re
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmcodecs.forks import watch_forks
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.item import ProcessedItem
@@ -28,23 +25,21 @@ from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, image_identity
 from mmrender.media.processor import (
+    Affixes,
+    BosPlace,
     Geometry,
     MediaProcessor,
     Prepared,
     ProcessorFiles,
     digest_settings,
 )
-from mmrender.media.processors.reference import (
-    build_reference_processor,
-    missing_package,
-    use_one_torch_thread,
-)
-from mmrender.spans import Expansion, Repeat, Text
+from mmrender.media.processors.watched import WatchedProcessor, as_numpy, errors_named
+from mmrender.spans import Expansion, Repeat, Text, common_prefix
 
 _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))
 _FORMAT_VERSION = 1
-BEFORE, _BETWEEN, AFTER = "before", "between", "after"
+BEFORE, BETWEEN, AFTER = "before", "between", "after"
 _NEIGHBOURS = ("", " ", "\n", "<", ".")
 """Text after a placeholder, beside the words of the marks."""
 
@@ -52,15 +47,21 @@ Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
 class _Observation(NamedTuple):
-    """One run of a processor.
+    """One run of a processor on copies of an image.
 
     Attributes:
-        text: The text that replaced the first image's placeholder.
+        pieces: The text that replaced each image's placeholder.
+        opening: Text before the prompt.
+        ending: Text after the prompt.
+        beside: Ids of the tokens before and after all text.
         tensors: The tensors of the first image; text inputs are left out.
         image_options: The keyword arguments its image processor was called with, beside the images.
     """
 
-    text: str
+    pieces: Sequence[str]
+    opening: str
+    ending: str
+    beside: tuple[tuple[int, ...], tuple[int, ...]]
     tensors: Tensors
     image_options: Mapping[str, Any]
 
@@ -74,29 +75,20 @@ class TransformersProcessor(MediaProcessor):
     Args:
         files: The model's settings.
         backend: Which of the reference's back ends to run.
-        trust_remote_code: Run processor code that the directory brings along.
-        opening: Text that prompts of the chat template begin with, such as `<s>`; some processors add it to
-            prompts without it.
+        watched: The model's processor on this back end.
+        image_text: Text that the chat template writes for an image, placeholder included.
 
     Raises:
         MissingDependencyError: A package that it needs is not installed.
-        ProcessorError: It cannot be built, or its prompts are more than the template's text with expansions.
+        ProcessorError: Its prompts are more than the template's text, expansions and constant text beside.
     """
 
     def __init__(
-        self,
-        files: ProcessorFiles,
-        backend: ImageBackend,
-        *,
-        trust_remote_code: bool = False,
-        opening: str = "",
+        self, files: ProcessorFiles, backend: ImageBackend, watched: WatchedProcessor, image_text: str = ""
     ) -> None:
-        self._opening = opening
-        self._build = partial(build_reference_processor, files, backend, trust_remote_code=trust_remote_code)
-        self._reference = self._build()
+        self._watched = watched
         self._image_processor: Any = self._reference.image_processor
         self._framework = "pt" if backend == "torch" else "np"
-        self._lock = threading.Lock()
         self._geometries: LRUCache[tuple[int, int, int], Geometry] = LRUCache(_REMEMBERED_SIZES)
         self._kept: dict[str, bool] = {}
         self._arithmetic = arithmetic_of(self._image_processor, backend)
@@ -113,22 +105,31 @@ class TransformersProcessor(MediaProcessor):
                 expected="an attribute image_token",
             )
         self.placeholder = {"image": token, "video": video} if isinstance(video, str) else {"image": token}
+        self._around = ("", "")
+        self._of_text: Mapping[BosPlace, Affixes] = {}
+        self._require_placeholder(image_text)
+        self._affixes = {"none": self._learn("none")}
         alone = [self._observe(_blank(*size), 1) for size in _PROBE_SIZES]
         self._image_options = dict(alone[0].image_options)
-        self._feature_token = self._find_feature_token(files, alone[0].text)
+        self._feature_token = self._find_feature_token(files, alone[0].pieces[0])
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
         self.settings_digest = digest_settings(self._described(files))
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
             self._prove(seen, *size)
-        self._prove_text(alone[0].text)
-        watch_forks(self)
+        self._affixes |= {place: self._learn(place) for place in watched.bos_places if place != "none"}
+        for place in watched.bos_places:
+            self._prove_text(place)
 
-    def renew_after_fork(self) -> None:
-        """Build the processor anew, at its next run, if another thread was in the middle of a run."""
-        use_one_torch_thread()
-        if self._lock.locked():
-            self._reference = None
-        self._lock = threading.Lock()
+    @property
+    def _reference(self) -> Any:
+        return self._watched.reference
+
+    def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
+        """Return what it was seen to write beside a prompt; see `MediaProcessor`."""
+        if images:
+            return self._affixes.get(bos)
+        self._of_text = self._of_text or self._watched.learn_affixes()
+        return self._of_text.get(bos)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
         """Return the grid and expansion of a blank image of this size; remembered by size."""
@@ -163,12 +164,12 @@ class TransformersProcessor(MediaProcessor):
     def _whole(self, image: Image.Image, copies: int) -> tuple[Geometry, Tensors]:
         """Run the whole processor, and remember the expansion of an image of this size."""
         seen = self._observe(image, copies)
-        geometry = Geometry(_grid(seen.tensors), parse_expansion(seen.text, self._feature_token))
+        geometry = Geometry(_grid(seen.tensors), parse_expansion(seen.pieces[0], self._feature_token))
         return self._geometries.put((image.height, image.width, copies), geometry), seen.tensors
 
     def _tensors(self, image: Image.Image, copies: int) -> Tensors:
         """Run the image processor alone, as the whole processor would run it."""
-        with _refusals_named(image):
+        with errors_named(_described_size(image)):
             output = dict(self._image_processor([[image] * copies], **self._image_options))
             if not self._kept.keys() >= output.keys():
                 # A picture may have tensors that no earlier one had; only a whole run tells which are kept.
@@ -176,74 +177,148 @@ class TransformersProcessor(MediaProcessor):
             tensors = {name: as_numpy(values) for name, values in output.items() if self._kept[name]}
         return _first_of(tensors, copies)
 
-    def _observe(self, image: Image.Image, copies: int) -> _Observation:
-        """Run the whole processor on copies of an image, each with its placeholder, and note what it does."""
-        text = self._opening + BEFORE + _BETWEEN.join([self.placeholder["image"]] * copies) + AFTER
-        written, tensors, options = self._run(text, image, copies)
-        start, stop = written.find(BEFORE), written.rfind(AFTER)
-        pieces = written[start + len(BEFORE) : stop].split(_BETWEEN)
-        if start < 0 or stop < 0 or len(pieces) != copies:
+    def _text(self, copies: int, place: BosPlace = "none") -> list[str]:
+        """Return the texts between the placeholders of a prompt with copies of an image."""
+        start, end = self._around
+        texts = [BEFORE + start, *[end + BETWEEN + start] * (copies - 1), end + AFTER]
+        return [self._watched.with_bos(texts[0], place), *texts[1:]]
+
+    def _run(self, texts: Sequence[str], image: Image.Image, place: BosPlace = "none") -> _Observation:
+        """Run the whole processor on texts with an image between each two; pieces are as it writes them."""
+        prompt = self.placeholder["image"].join(texts)
+        images = [[image] * (len(texts) - 1)]
+        medium = _described_size(image)
+        run = self._watched.run(prompt, medium, images=images, return_tensors=self._framework)
+        self._kept |= {name: name in run.output for name in run.of_images}
+        tensors = {name: as_numpy(run.output[name]) for name in run.of_images if name in run.output}
+        pieces: list[str] = []
+        start = run.text.find(texts[0])
+        position = start + len(texts[0])
+        for number, text in enumerate(texts[1:], 2):
+            last = number == len(texts)
+            stop = run.text.rfind(text) if last else run.text.find(text, position)
+            if start < 0 or stop < position:
+                raise ProcessorError(
+                    "the model's processor moves or drops the text around an image",
+                    expected=f"expansions in {prompt!r}",
+                    got=repr(run.text[:200]),
+                )
+            pieces.append(run.text[position:stop])
+            position = stop + len(text)
+        opening, ending = run.text[:start], run.text[position:]
+        beside = self._watched.tokens_beside(run)
+        own = _first_of(tensors, len(pieces))
+        return _Observation(pieces, opening, ending, beside, own, run.image_options)
+
+    def _require_placeholder(self, image_text: str) -> None:
+        """Find out which text of the template the processor wants around a placeholder.
+
+        Raises:
+            ProcessorError: It wants none, and puts images where it likes; or it writes another prompt.
+            MediaError: It takes no image with text.
+        """
+        image, medium = _blank(*_PROBE_SIZES[0]), _described_size(_blank(*_PROBE_SIZES[0]))
+        try:
+            self._run(self._text(1), image)
+        except MediaError as error:
+            # HunYuan-VL takes its placeholder only between tokens that the template writes.
+            start, token, end = image_text.partition(self.placeholder["image"])
+            if token and start + end:
+                self._around = start, end
+                return
+            try:
+                self._watched.run(BEFORE, medium, images=[[image]], return_tensors=self._framework)
+            except MMRenderError:
+                raise error from None
             raise ProcessorError(
-                "the model's processor moves or drops the text around an image",
-                expected=f"{copies} image(s) between the marks of the probe",
-                got=repr(written[:200]),
+                "the model's processor puts images beside the prompt, and takes no placeholders",
+                expected="each image in place of its placeholder",
+                got=error.got,
+            ) from error
+
+    def _learn(self, place: BosPlace) -> Affixes:
+        """Learn what it writes beside a prompt with images."""
+        image = _blank(*_PROBE_SIZES[0])
+        pair = self._run(self._text(2, place), image)
+        first, last = pair.beside
+        opening = pair.opening
+        behind: Literal["nothing", "leading", "last"] = "nothing"
+        one, two = pair.pieces
+        if one != two:
+            if opening or not two.startswith(one):
+                raise ProcessorError(
+                    "the model's processor writes equal images of one prompt differently",
+                    expected="one expansion for all images of a size",
+                    got=_unlike(one, two),
+                )
+            opening, behind = two[len(one) :], "last"
+        elif opening and place != "none":
+            behind = self._affixes["none"].behind
+        elif opening:
+            begun = self._watched.run(
+                self.placeholder["image"].join(self._text(1))[len(BEFORE) :],
+                images=[[image]],
+                return_tensors=self._framework,
             )
-        ends = written[:start], written[stop + len(AFTER) :]
-        if ends != (self._opening, ""):
+            behind = "nothing" if begun.text.startswith(opening) else "leading"
+        affixes = Affixes(first, opening, behind, pair.ending, last)
+        if self.placeholder["image"] in opening + pair.ending:
             raise ProcessorError(
-                "the model's processor adds text of its own to a prompt",
-                expected=f"{self._opening!r} before it and nothing after it",
-                got=f"{ends[0]!r} and {ends[1]!r}",
+                "the model's processor puts images beside the prompt, wherever the template writes them",
+                expected="each image in place of its placeholder",
+                got=repr(opening[:80] or pair.ending[:80]),
+            )
+        return affixes
+
+    def _observe(self, image: Image.Image, copies: int, place: BosPlace = "none") -> _Observation:
+        """Run the whole processor on copies of an image, and take off what it writes beside them."""
+        seen = self._run(self._text(copies, place), image)
+        affixes = self._affixes[place]
+        pieces = list(seen.pieces)
+        opening = "" if affixes.behind == "last" else affixes.opening
+        if affixes.behind == "last" and pieces[-1].endswith(affixes.opening):
+            pieces[-1] = pieces[-1].removesuffix(affixes.opening)
+        found = (seen.opening, seen.ending, seen.beside)
+        expected = (opening, affixes.ending, (affixes.first, affixes.last))
+        if found != expected:
+            raise ProcessorError(
+                "the model's processor adds another text to each prompt",
+                expected=repr(expected),
+                got=repr(found),
             )
         if len(set(pieces)) > 1:
             raise ProcessorError(
                 "the model's processor writes equal images of one prompt differently",
                 expected="one expansion for all images of a size",
-                got=" and ".join(repr(piece[-80:]) for piece in pieces[:2]),
+                got=_unlike(*pieces[:2]),
             )
-        return _Observation(pieces[0], tensors, options)
+        return seen._replace(pieces=pieces)
 
-    def _run(self, text: str, image: Image.Image, copies: int) -> tuple[str, Tensors, Mapping[str, Any]]:
-        """Run the whole processor; return its written text, the first image's tensors, and the options."""
-        with self._lock, _refusals_named(image):
-            if self._reference is None:
-                self._reference = self._build()
-            processor = self._reference
-            # Under the lock: outside it, these may be another thread's recorders.
-            text_side, image_side = Recorder(processor.tokenizer), Recorder(processor.image_processor)
-            processor.tokenizer, processor.image_processor = text_side, image_side
-            try:
-                output = processor(text=[text], images=[[image] * copies], return_tensors=self._framework)
-            finally:
-                processor.tokenizer, processor.image_processor = text_side.part, image_side.part
-            self._kept |= {name: name in output for name in image_side.returned}
-            tensors = {name: as_numpy(output[name]) for name in image_side.returned if name in output}
-        written = text_side.args[0] if text_side.args else text_side.options.get("text")
-        written = written[0] if isinstance(written, list) and len(written) == 1 else written
-        if not isinstance(written, str):
-            raise ProcessorError(
-                "the model's processor does not tokenize the text it was given",
-                expected="one text handed to the tokenizer",
-                got=type(written).__name__,
-            )
-        options = {key: value for key, value in image_side.options.items() if key != "images"}
-        return written, _first_of(tensors, copies), options
-
-    def _prove_text(self, expansion: str) -> None:
-        """Prove that an expansion is the same whatever text or image follows the placeholder."""
-        token, image = self.placeholder["image"], _blank(*_PROBE_SIZES[0])
-        # Several images may have another expansion than one.
-        pair = self._observe(image, 2).text if self.depends_on_image_count else expansion
-        start = self._opening + BEFORE
-        probes = [(start + token + after, expansion, 1) for after in _NEIGHBOURS]
-        for text, piece, copies in (*probes, (start + token + token + AFTER, pair, 2)):
-            written = self._run(text, image, copies)[0]
-            if written != text.replace(token, piece):
+    def _prove_text(self, place: BosPlace) -> None:
+        """Prove that a prompt is text, expansions and affixes, whatever text or image is beside an image."""
+        image = _blank(*_PROBE_SIZES[0])
+        pieces = {copies: self._observe(image, copies, place).pieces[0] for copies in (1, 2)}
+        affixes = self._affixes[place]
+        (head, tail), (start, end) = self._text(1, place), self._around
+        probes = [[head, end + after] for after in _NEIGHBOURS]
+        probes += [[head, end + start, tail]]
+        if place != "later":
+            opened = head.removesuffix(BEFORE + start)
+            probes += [[opened + before + start, tail] for before in _NEIGHBOURS]
+            probes += [[opened + start, end + start, tail]]
+        for texts in probes:
+            prompt = self.placeholder["image"].join(texts)
+            count = len(texts) - 1
+            written = self._watched.run(
+                prompt, _described_size(image), images=[[image] * count], return_tensors=self._framework
+            ).text
+            expected = _written(texts, pieces[min(count, 2)], affixes)
+            if written != expected:
                 raise ProcessorError(
                     "the model's processor writes an image differently beside other text",
-                    where=repr(text),
-                    expected=repr(text.replace(token, piece)[-80:]),
-                    got=repr(written[-80:]),
+                    where=repr(prompt),
+                    expected="one expansion, whatever is beside it",
+                    got=_unlike(expected, written),
                 )
 
     def _prove(self, seen: _Observation, height: int, width: int) -> None:
@@ -254,15 +329,30 @@ class TransformersProcessor(MediaProcessor):
         probe = Image.fromarray(ramp.astype(np.uint8).reshape(height, width, 3), "RGB")
         if not _same_tensors(self._tensors(probe, 1), self._observe(probe, 1).tensors):
             raise ProcessorError(f"{kind} changes what its image processor returns")
+        self._prove_alike(probe)
         pair = self._observe(_blank(height, width), 2)
-        if pair.text == seen.text and _same_tensors({**seen.tensors, **pair.tensors}, seen.tensors):
+        if pair.pieces[0] == seen.pieces[0] and _same_tensors({**seen.tensors, **pair.tensors}, seen.tensors):
             return
         self.depends_on_image_count = True
-        if self._observe(_blank(height, width), 3).text != pair.text:
+        if self._observe(_blank(height, width), 3).pieces[0] != pair.pieces[0]:
             raise ProcessorError(
                 f"{kind} treats an image differently for each number of others",
                 expected="one treatment for all numbers above one",
             )
+
+    def _prove_alike(self, image: Image.Image) -> None:
+        """Prove that no tensor of an image depends on the images before it, as indices into a batch do."""
+        runs = (self._image_processor([[image] * count], **self._image_options) for count in (1, 2))
+        alone, pair = map(dict, runs)
+        for name, values in alone.items():
+            one, two = as_numpy(values), as_numpy(pair.get(name, values))
+            is_joined = one.ndim > 0 and two.shape == (2 * len(one), *one.shape[1:])
+            if is_joined and self._kept.get(name) and not np.array_equal(two[: len(one)], two[len(one) :]):
+                raise ProcessorError(
+                    f"{name} of an image depends on the images before it",
+                    expected="tensors of each image that are equal in every batch",
+                    got="indices or counts that go on from image to image",
+                )
 
     def _find_feature_token(self, files: ProcessorFiles, text: str) -> str:
         """Return the token that holds image features in an expansion.
@@ -299,26 +389,6 @@ class TransformersProcessor(MediaProcessor):
         }
 
 
-class Recorder:
-    """A part of a processor that notes its last call."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-        self.args: tuple[Any, ...] = ()
-        self.options: dict[str, Any] = {}
-        self.returned: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.part, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call, and make it."""
-        self.args, self.options = args, dict(kwargs)
-        result = self.part(*args, **kwargs)
-        self.returned = dict(result)
-        return result
-
-
 def parse_expansion(text: str, feature_token: str) -> Expansion:
     """Cut the text of an expansion into runs of the feature token and the text between them."""
     token = re.escape(feature_token)
@@ -328,20 +398,15 @@ def parse_expansion(text: str, feature_token: str) -> Expansion:
     )
 
 
-@contextmanager
-def _refusals_named(image: Image.Image) -> Iterator[None]:
-    """Turn whatever a processor raises about an image into a `MediaError`, but for a missing package."""
-    try:
-        yield
-    except MMRenderError:
-        raise
-    except ImportError as error:
-        raise missing_package(error) from error
-    except Exception as error:
-        raise MediaError(
-            "the model's own processor cannot process this image",
-            got=f"{image.width}x{image.height} pixels: {type(error).__name__}: {error}",
-        ) from error
+def _written(texts: Sequence[str], piece: str, affixes: Affixes) -> str:
+    """Return the text of a prompt with one piece between each two texts, and what is written beside them."""
+    images, position = [], 0
+    for text in texts[:-1]:
+        start = position + len(text)
+        position = start + len(piece)
+        images.append((start, position))
+    prompt, at = piece.join(texts), affixes.start(images)
+    return prompt[:at] + affixes.opening + prompt[at:] + affixes.ending
 
 
 def arithmetic_of(image_processor: Any, backend: ImageBackend) -> PixelArithmetic | None:
@@ -388,15 +453,14 @@ def _grid(tensors: Tensors) -> tuple[int, ...]:
     return (int(np.prod(pixels.shape[:-3])),)
 
 
-def as_numpy(values: Any) -> npt.NDArray[Any]:
-    """Return a tensor of any framework as an array."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        # numpy has no bfloat16, all of whose values are float32's too.
-        values = (
-            values.float() if values.dtype.is_floating_point and values.itemsize == 2 else values
-        ).numpy()
-    return np.asarray(values)
+def _unlike(one: str, other: str) -> str:
+    """Return where two texts begin to differ."""
+    start = max(0, common_prefix(one, other) - 20)
+    return " and ".join(repr(text[start : start + 60]) for text in (one, other))
+
+
+def _described_size(image: Image.Image) -> str:
+    return f"image {image.width}x{image.height} pixels"
 
 
 def _blank(height: int, width: int) -> Image.Image:
