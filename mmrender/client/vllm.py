@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -369,6 +369,8 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
         masks=choice.sampling_mask,
         request_id=reply.request_id,
     )
+    if not response.allowed and response.completion_ids and _truncates(request.sampling_params):
+        _warn_of_truncation(where)
     if widened and reply.mm_placeholders is not None:
         ours = {
             modality: [Place(place.offset, place.length) for place in ranges]
@@ -382,6 +384,23 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
                 got=str(reply.mm_placeholders),
             )
     return response
+
+
+def _truncates(params: Mapping[str, Any]) -> bool:
+    """Whether tokens are sampled among a part of the vocabulary that the request does not name."""
+    few = (params.get("top_k") or 0) > 0 or (params.get("min_p") or 0) > 0
+    return params.get("temperature") != 0 and (few or (params.get("top_p") or 1) < 1)
+
+
+@lru_cache(1024)
+def _warn_of_truncation(where: str) -> None:
+    """Warn once for each server."""
+    _log.warning(
+        "%s: the server does not say which tokens top_p, top_k or min_p kept; log-probabilities are of the "
+        "whole vocabulary, and importance weights of a trainer are biased. Start vLLM with "
+        "--return-sampling-mask --logprobs-mode processed_logprobs",
+        where,
+    )
 
 
 class _Stream:

@@ -101,6 +101,33 @@ def test_forbidden_media_tokens_and_masks_share_one_request():
     assert (response.logprobs, response.top_logprobs) == ([-0.5, -0.5], None)
 
 
+def test_a_server_that_does_not_say_what_it_kept_is_warned_of_once(caplog):
+    reply = answer([7, 8], None)
+
+    def ask(url, **params):
+        transport = MemoryTransport({f"POST {GENERATE_PATH}": Answer(reply)}, base_url=url)
+        sampling = {"max_tokens": 9, **params}
+        asyncio.run(VLLMBackend().generate(asked(sampling_params=sampling), transport))
+
+    for params in (
+        {},
+        {"top_p": 1.0},
+        {"top_k": 0},
+        {"top_k": -1, "min_p": 0.0},
+        {"top_p": 0.9, "temperature": 0},
+    ):
+        ask("http://maskless", **params)
+    assert caplog.messages == []
+    for params in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}):
+        ask("http://maskless", **params)
+        ask(f"http://maskless-{next(iter(params))}", **params)
+    urls = [message.partition(GENERATE_PATH)[0] for message in caplog.messages]
+    assert urls == [f"http://maskless{name}" for name in ("", "-top_p", "-top_k", "-min_p")]
+    assert all(
+        "--return-sampling-mask --logprobs-mode processed_logprobs" in text for text in caplog.messages
+    )
+
+
 # --- streams ---
 
 
