@@ -31,7 +31,7 @@ from mmrender.probing.profile import TemplateProfile
 from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
-from mmrender.rendering import Rendering, Unprinted, conversation_key, copy_rendered, new_memo
+from mmrender.rendering import Rendering, Unprinted, conversation_key, from_memo, new_memo, to_memo
 from mmrender.spans import MultiModalData
 from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.limits import TemplateLimits
@@ -414,8 +414,9 @@ class Renderer:
                 options += (continue_final_message, chat_template)
             key = conversation_key(conversation, fingerprints, *options)
             known = self._memo.get(key) if key is not None else None
-            if known is not None:
-                return copy_rendered(known)
+            recalled = None if known is None else from_memo(known, self.media)
+            if recalled is not None:
+                return recalled
         template = self._known(
             "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
         )
@@ -429,7 +430,7 @@ class Renderer:
             fingerprints=fingerprints,
         )
         if self._memo is not None and key is not None and not template.template.reads_clock:
-            self._memo.put(key, copy_rendered(rendered))
+            self._memo.put(key, to_memo(rendered))
         return rendered
 
     def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:

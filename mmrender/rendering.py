@@ -524,17 +524,33 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
 
 
 def new_memo(max_bytes: int) -> LRUCache[Hashable, RenderedTokens]:
-    """A cache of renderings, bounded by the estimated bytes of tokens and media items together."""
+    """A cache of renderings without their media items, bounded by the estimated bytes of tokens and text."""
     return LRUCache(
         max_bytes,
-        size_of=lambda rendered: (
-            len(rendered.token_ids) * _BYTES_PER_TOKEN + len(rendered.text) + rendered.multi_modal_data.nbytes
-        ),
+        size_of=lambda rendered: len(rendered.token_ids) * _BYTES_PER_TOKEN + len(rendered.text),
     )
 
 
-def copy_rendered(rendered: RenderedTokens) -> RenderedTokens:
-    """Copy everything that can be changed, so that a caller may change his; items are shared."""
+def to_memo(rendered: RenderedTokens) -> RenderedTokens:
+    """Copy a rendering for the memo. Items are left to the media cache, whose bound is theirs."""
+    return _copy(rendered, {})
+
+
+def from_memo(kept: RenderedTokens, media: MediaResolver | None) -> RenderedTokens | None:
+    """Copy a rendering from the memo, with its items; None if the media cache has dropped one of them."""
+    items: dict[str, list[MediaItem]] = {}
+    for modality, identities in kept.multi_modal_data.mm_hashes.items():
+        found = items[modality] = []
+        for identity in identities:
+            item = None if media is None else media.cache.get(identity)
+            if item is None:
+                return None
+            found.append(item)
+    return _copy(kept, items)
+
+
+def _copy(rendered: RenderedTokens, items: Mapping[str, Sequence[MediaItem]]) -> RenderedTokens:
+    """Copy everything that a caller may change."""
     copy = object.__new__(RenderedTokens)  # five times as fast as `dataclasses.replace`
     copy.__dict__.update(rendered.__dict__)
     copy.__dict__["token_ids"] = rendered.token_ids.copy()
@@ -543,6 +559,6 @@ def copy_rendered(rendered: RenderedTokens) -> RenderedTokens:
         copy.__dict__["multi_modal_data"] = MultiModalData(
             {modality: [*hashes] for modality, hashes in sidecar.mm_hashes.items()},
             {modality: [*ranges] for modality, ranges in sidecar.mm_placeholders.items()},
-            {modality: [*items] for modality, items in sidecar.mm_items.items()},
+            items,
         )
     return copy

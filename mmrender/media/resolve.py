@@ -61,6 +61,10 @@ class MediaCache:
         """Counters of items; sizes are bytes."""
         return self._items.stats
 
+    def get(self, identity: str) -> MediaItem | None:
+        """Return the item of an identity, if it is held."""
+        return self._items.get(identity)
+
     def find(self, source: Hashable) -> MediaItem | None:
         """Return the item that a source's key leads to, if it is held."""
         identity = self._identities.get(source)

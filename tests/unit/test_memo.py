@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmrender.content import normalize_messages
 from mmrender.content.parts import attach_media
-from mmrender.media.resolve import source_fingerprint
+from mmrender.media.resolve import MediaCache, source_fingerprint
 from mmrender.renderer import Renderer
 from mmrender.rendering import conversation_key, new_memo
 from mmrender.spans import MultiModalData
@@ -151,6 +151,30 @@ def test_a_known_conversation_renders_as_one_that_is_not_known(renderer, tiny_mo
     assert again.decode(0, 3) == fresh.decode(0, 3)
     hashes = [rendered.multi_modal_data.mm_hashes for rendered in (first, again, fresh)]
     assert hashes[0] == hashes[1] == hashes[2]
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 30, 0])
+def test_an_item_counts_against_the_bound_of_the_media_cache_alone(tiny_model, max_bytes):
+    cache = MediaCache(max_bytes)
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", media_cache=cache)
+    messages = user({"type": "image", "image": picture().resize((400, 300))})
+    first = renderer.render(messages)
+    nbytes = first.multi_modal_data.nbytes
+    assert cache.stats.size == (nbytes if max_bytes else 0)
+    assert renderer._memo.stats.size < nbytes
+    again = renderer.render(messages)
+    assert again == first
+    (item,), (known,) = (rendered.multi_modal_data.mm_items["image"] for rendered in (again, first))
+    assert (item is known) == bool(max_bytes)
+
+
+def test_an_item_that_was_dropped_is_made_again(tiny_model):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    messages = user({"type": "image", "image": picture()}, {"type": "image", "image": picture(9)})
+    first = renderer.render(messages)
+    renderer.media.cache._items.pop(first.multi_modal_data.mm_hashes["image"][1])
+    assert renderer.render(messages) == first
+    assert len(renderer.media.cache._items) == 2
 
 
 def test_how_a_prompt_ends_and_its_template_are_in_the_key(renderer):
