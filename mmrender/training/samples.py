@@ -276,6 +276,14 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
         rendered.rewritten, "the template writes this turn differently than it asks the model for it"
     )
     printed = {(span.message, span.kind) for span in rendered.spans}
+    ends: dict[int, TokenKind] = {}
+    for span in rendered.spans:
+        if span.sampled:
+            ends[span.message] = span.kind
+        # A stop token in the message's own text ends the turn, too, and what follows is where it was.
+        elif span.kind in ("content", "reasoning") and ends.get(span.message, span.kind) not in _NAMES:
+            problem = f"the template writes this message's {_NAMES[span.kind]} after the end of its turn"
+            found.setdefault(span.message, problem)
     for index, message in enumerate(conversation):
         if index in found:
             continue

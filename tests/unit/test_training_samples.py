@@ -338,6 +338,31 @@ def test_content_or_calls_that_the_template_drops(model: Path, template: str, dr
         )
 
 
+CONTENT_AFTER_RESULTS = """{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call><|im_end|>
+{%- for t in messages if t.role == 'tool' %}{{ t.content }}{% endfor %}{% endfor %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_content_that_the_template_writes_behind_the_results_of_its_calls(model: Path) -> None:
+    """As Gemma 4's template does: the model ends its turn with the calls, so it never samples the text."""
+    renderer = variant(model, CONTENT_AFTER_RESULTS)
+    messages = [user(), assistant("Let me look.", tool_calls=[CALL]), tool(), user(), assistant("That.")]
+    problem = "the template writes this message's content after the end of its turn"
+    with pytest.raises(RenderError, match=rf"^messages\[1\]: {problem}"):
+        build_training_sample(renderer, messages)
+    call = "<tool_call>zoom</tool_call><|im_end|>"
+    for policy, texts in (("skip", ["That.<|im_end|>"]), ("content", [call, "That.<|im_end|>"])):
+        sample = build_training_sample(renderer, messages, on_rewritten=policy)
+        assert sample.rewritten == {1: problem}
+        assert trained(renderer, sample.token_ids, sample.loss_mask) == texts
+    called = [user(), assistant("", tool_calls=[CALL]), tool(), user(), assistant("That.")]
+    sample = build_training_sample(renderer, called)
+    assert sample.rewritten == {}
+    assert trained(renderer, sample.token_ids, sample.loss_mask) == [call, "That.<|im_end|>"]
+
+
 def test_a_template_without_a_trainable_turn_says_so(model: Path) -> None:
     """Also where another message holds the same short text."""
     renderer = variant(model, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
