@@ -314,12 +314,9 @@ class TrainingBatch(OutOfBand):
             self.widened(-(-self.width // (2 * world_size)) * 2 * world_size), rank, world_size, layout
         )
 
-    def trim(self, multiple: int = 1) -> TrainingBatch:
-        """Cut off the columns that are padding in every row; the width stays a multiple of `multiple`."""
-        if multiple < 1:
-            raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
-        used = max((self._used(row) for row in range(len(self))), default=0)
-        width = min(self.width, -(-used // multiple) * multiple)
+    def _trimmed(self) -> TrainingBatch:
+        """Cut off the columns that are padding in every row."""
+        width = max((self._used(row) for row in range(len(self))), default=0)
         cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
         views = self._map(lambda t, dim: t[:, cut] if dim == 0 else t[:, :, cut])
         return replace(views, segments=_shifted(self.segments, -cut.start))
@@ -350,7 +347,7 @@ class TrainingBatch(OutOfBand):
         batches, start = [], 0
         while start < len(order):
             count = max(1, max_tokens // max(1, lengths[order[start]]))
-            batches.append(self.select(sorted(order[start : start + count])).trim())
+            batches.append(self.select(sorted(order[start : start + count]))._trimmed())
             start += count
         return batches
 

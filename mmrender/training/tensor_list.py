@@ -244,11 +244,6 @@ class TensorList(OutOfBand):
             return self[:0]
         return TensorList(torch.cat(rows), tuple(row.shape[0] for row in rows))
 
-    def repeat(self, times: int) -> TensorList:
-        """Return all rows `times` times, one repetition after another."""
-        repeated = self.values.repeat(times, *[1] * len(self.trailing))
-        return TensorList(repeated, self.lengths * times)
-
     def chunk(self, chunks: int) -> list[TensorList]:
         """Return at most `chunks` views of equally many rows, the last one maybe shorter.
 

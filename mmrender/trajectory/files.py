@@ -1,4 +1,4 @@
-"""Files of trajectories: record files that survive a crash and are read by memory map, and lines of JSON.
+"""Files of trajectories: record files that survive a crash and are read by memory map.
 
 ```python
 with TrajectoryWriter("run.mmc") as file:
@@ -10,21 +10,16 @@ TrajectoryReader("run.mmc")[1]     # the trajectories of one record; nothing els
 ```
 """
 
-import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 import mmcodecs
 from mmrender.errors import MMRenderError, TrajectoryError
-from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
-from mmrender.trajectory.wire import MediaSources, plain_message
+from mmrender.trajectory.wire import MediaSources
 
 
 class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
@@ -236,88 +231,3 @@ def received_ids(path: str | os.PathLike[str]) -> list[str]:
 
 def _unusable(where: str, error: mmcodecs.CodecError) -> TrajectoryError:
     return TrajectoryError("this file of trajectories cannot be used", where=where, got=str(error))
-
-
-def write_jsonl(
-    path: str | os.PathLike[str],
-    trajectories: Iterable[Trajectory],
-    *,
-    mode: Literal["a", "w"] = "a",
-    media_sources: MediaSources = "drop",
-) -> int:
-    """Write one line of JSON for each trajectory, for people and other tools, and return how many.
-
-    Token ids and messages of a step are those that it adds to its parent's, as in `Step`. A medium is written
-    as its identity, size and place, and router choices as their shape; `save_trajectories` keeps both whole.
-
-    Args:
-        path: The file, made if it does not exist.
-        trajectories: What to write.
-        mode: `"a"` appends, `"w"` starts a new file.
-        media_sources: `"drop"` puts None in place of images in messages; `"keep"` refuses those that are not
-            text.
-
-    Raises:
-        TrajectoryError: Something in `extra`, a reward or a message is not JSON. Lines before it stay in the
-            file.
-        OSError: The file cannot be written.
-    """
-    count = 0
-    with Path(path).open(f"{mode}b") as file:
-        for count, trajectory in enumerate(trajectories, 1):  # noqa: B007
-            tools = list({id(step.tools): step.tools for step in trajectory.steps}.values())
-            plain = {
-                "trajectory_id": trajectory.trajectory_id,
-                "reward": trajectory.reward,
-                "error": trajectory.error,
-                "extra": trajectory.extra,
-                "tools": tools,
-                "steps": [
-                    {**_plain_step(step, media_sources), "tools": tools.index(step.tools)}
-                    for step in trajectory.steps
-                ],
-            }
-            try:
-                line = json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-            except (TypeError, ValueError, RecursionError) as error:
-                raise TrajectoryError(
-                    "this trajectory cannot be written as JSON",
-                    where=trajectory.trajectory_id or "trajectory",
-                    expected="null, booleans, finite numbers, text, lists and objects",
-                    got=str(error)[:200],
-                    remedy="Use save_trajectories, which keeps arrays and bytes as they are",
-                ) from error
-            # One write, so that a line is whole or absent unless the machine fails.
-            file.write(line + b"\n")
-            file.flush()
-    return count
-
-
-def _plain_step(step: Step, media_sources: MediaSources) -> dict[str, Any]:
-    reward, experts = step.reward, step.own_experts
-    return {
-        "index": step.index,
-        "parent": None if step.parent is None else step.parent.index,
-        "keep": step.keep,
-        "prompt_delta": step.prompt_delta.tolist(),
-        "completion_ids": step.completion_ids.tolist(),
-        "logprobs": None if step.logprobs is None else step.logprobs.tolist(),
-        "finish_reason": step.finish_reason,
-        "weight_versions": step.weight_versions,
-        "allowed": step.allowed,
-        "reward": reward.tolist() if isinstance(reward, np.ndarray) else reward,
-        "media": [
-            {
-                "modality": span.modality,
-                "identity": span.item.identity,
-                "size": span.item.size,
-                "offset": span.start,
-                "length": span.range.length,
-            }
-            for span in step.own_media
-        ],
-        "routed_experts": None if experts is None else {"start": experts.start, "shape": experts.shape},
-        "messages_keep": step.messages_keep,
-        "messages": [plain_message(message, media_sources) for message in step.new_messages],
-        "extra": step.extra,
-    }

@@ -73,11 +73,7 @@ def test_cat_of_lists_with_images_and_without() -> None:
     assert TensorList.cat([rows, rows]).lengths == LENGTHS * 2
 
 
-def test_repeat_and_chunk() -> None:
-    rows = made()
-    assert rows.repeat(3).lengths == LENGTHS * 3
-    assert torch.equal(rows.repeat(3)[4 * 2 + 2], rows[2])
-    assert rows.repeat(0).lengths == ()
+def test_chunk() -> None:
     chunks = made((1, 2, 3, 4, 5)).chunk(2)
     assert [chunk.lengths for chunk in chunks] == [(1, 2, 3), (4, 5)]
     assert TensorList.cat(chunks) == made((1, 2, 3, 4, 5))

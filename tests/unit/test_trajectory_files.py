@@ -1,6 +1,5 @@
-"""Files of trajectories: what was appended survives a torn tail; JSON refuses what it cannot say."""
+"""Files of trajectories: what was appended survives a torn tail, and damage costs its own record."""
 
-import json
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,6 @@ from mmrender.trajectory import (
     load_trajectories,
     save_trajectories,
 )
-from mmrender.trajectory.files import write_jsonl
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from tree_cases import A, assert_same, sidecar
 
@@ -208,74 +206,3 @@ def test_what_cannot_be_stored_is_refused_and_the_file_goes_on(tmp_path):
         )
         file.append(rollout("b"))
     assert len(load_trajectories(tmp_path / "run")) == 2
-
-
-def test_lines_of_json(tmp_path):
-    path = tmp_path / "run.jsonl"
-    trajectory = rollout("a")
-    trajectory.append([*PROMPT, 5, 6], [7], multi_modal_data=SHOWS_A, reward=[0.5])
-    assert write_jsonl(path, [trajectory, rollout("b")], mode="w") == 2
-    assert write_jsonl(path, [rollout("c")]) == 1
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["trajectory_id"] for line in lines] == ["a", "b", "c"]
-    assert "ä" in lines[0]
-    first, second = json.loads(lines[0])["steps"]
-    assert first == {
-        "index": 0,
-        "parent": None,
-        "keep": 0,
-        "prompt_delta": PROMPT,
-        "completion_ids": [5],
-        "logprobs": [-0.5],
-        "finish_reason": "stop",
-        "weight_versions": [],
-        "allowed": [],
-        "reward": 1.0,
-        "media": [{"modality": "image", "identity": A.identity, "size": [64, 96], "offset": 1, "length": 6}],
-        "routed_experts": {"start": 0, "shape": [8, 2, 2]},
-        "messages_keep": 0,
-        "messages": [{"role": "user", "content": [{"type": "image", "image": None}]}],
-        "extra": {"note": "ä"},
-        "tools": 0,
-    }
-    assert json.loads(lines[0])["tools"] == [None]
-    assert (second["parent"], second["keep"], second["media"], second["reward"]) == (0, 9, [], [0.5])
-
-
-ODD = {
-    "array": (np.zeros((2, 3), np.float32), "Object of type ndarray is not JSON serializable"),
-    "bytes": (b"abc", "Object of type bytes is not JSON serializable"),
-    "nan": (float("nan"), "Out of range float values are not JSON compliant"),
-    "surrogate": ("\ud800", "surrogates not allowed"),
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_json_refuses_what_it_cannot_say(tmp_path, case):
-    value, described = ODD[case]
-    trajectory = rollout("a")
-    trajectory.steps[0].extra["deep"] = [{"x": value}]
-    with pytest.raises(TrajectoryError) as error:
-        write_jsonl(tmp_path / "run", [rollout("b"), trajectory])
-    message = str(error.value)
-    assert message.startswith(
-        "a: this trajectory cannot be written as JSON - expected null, booleans, finite"
-    )
-    assert described in message
-    assert message.endswith(". Use save_trajectories, which keeps arrays and bytes as they are")
-    assert len((tmp_path / "run").read_text().splitlines()) == 1  # the one before, whole
-
-
-def test_json_takes_what_json_has(tmp_path):
-    trajectory = rollout("a")
-    trajectory.extra["all"] = {"a": [1, 2.5, True, None, "ä", (1, 2)], "b": {}, "c": 10**30}
-    write_jsonl(tmp_path / "run", [trajectory])
-    read = json.loads((tmp_path / "run").read_text(encoding="utf-8"))["extra"]["all"]
-    assert read == {"a": [1, 2.5, True, None, "ä", [1, 2]], "b": {}, "c": 10**30}
-    trajectory.extra["loop"] = loop = []
-    loop.append(loop)
-    for media_sources, problem in (("drop", "Circular reference"), ("keep", "Object of type bytes")):
-        with pytest.raises(TrajectoryError, match=problem):
-            write_jsonl(tmp_path / "run", [trajectory], media_sources=media_sources)
-        del trajectory.extra["loop"]
-        trajectory.extra["loop"] = 1
