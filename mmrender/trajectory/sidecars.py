@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData, common_prefix
+from mmrender.spans import common_prefix
 from mmrender.trajectory.step import check_ids, same_value
 
 _Path: TypeAlias = tuple[str, ...]
@@ -48,34 +48,6 @@ def strip_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
                     stripped[index] = _replaced(stripped[index], path, None, f"steps[{index}]")
                 break
     return stripped
-
-
-def restore_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
-    """Return the steps of `strip_intermediate_mm_data` with their sidecars put back.
-
-    A step without a sidecar takes the entries of a step that extends its tokens, as far as their placeholders
-    lie in its own prompt. A step that shows no image keeps None, also where it had an empty sidecar.
-
-    Raises:
-        TrajectoryError: Token ids are malformed, or a parent comes after its child. A sidecar is cut by its
-            placeholder ranges: one without them cannot be put back.
-    """
-    restored = list(trajectory)
-    for index, children in reversed([*enumerate(_children(trajectory))]):  # a child is restored first
-        step, where = restored[index], f"steps[{index}]"
-        block = _token_block(step)
-        if sidecar_of(step) is not None or block is None:
-            continue
-        length = len(check_ids(_get(block, "prompt_ids"), f"{where}.prompt_ids"))
-        for child in children:
-            later = sidecar_of(restored[child])
-            if later is not None and _tokens_extend(trajectory, child, index):
-                earlier = _entries_before(later, length, f"steps[{child}].{_SIDECAR}")
-                for path in _BLOCKS if earlier is not None else ():
-                    if _at(step, path) is not None:
-                        restored[index] = _replaced(restored[index], (*path, _SIDECAR), earlier, where)
-                break
-    return restored
 
 
 def _children(trajectory: Sequence[Any]) -> list[list[int]]:
@@ -123,31 +95,6 @@ def _covers(later: Any, earlier: Any, tokens_extend: bool) -> bool:
         for field in held
         for modality, entries in _get(earlier, field).items()
     )
-
-
-def _entries_before(sidecar: Any, length: int, where: str) -> Any:
-    """Return the sidecar of the first `length` tokens in the form that it has, None if it is empty."""
-    ranges = _get(sidecar, "mm_placeholders")
-    counts = {
-        modality: sum(_get(entry, "offset") < length for entry in entries)
-        for modality, entries in (ranges or {}).items()
-    }
-    held = [field for field in _FIELDS if _get(sidecar, field)]
-    if held and not ranges:
-        problem = "a sidecar without placeholder ranges cannot be cut"
-        raise TrajectoryError(problem, where=where, expected="mm_placeholders", got=", ".join(held))
-    if not any(counts.values()):
-        return None
-    cut = {
-        field: {
-            modality: entries[: counts[modality]]
-            for modality, entries in _get(sidecar, field).items()
-            if counts.get(modality)
-        }
-        for field in held
-        if isinstance(_get(sidecar, field), Mapping)
-    }
-    return {**sidecar, **cut} if isinstance(sidecar, Mapping) else MultiModalData(**cut)
 
 
 def _get(node: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Steps without repeated sidecars, and back: cases with names, and exact messages."""
+"""Steps without repeated sidecars: cases with names, and exact messages."""
 
 from collections import namedtuple
 from dataclasses import make_dataclass
@@ -11,10 +11,9 @@ from pydantic import create_model
 
 from mmrender.errors import TrajectoryError
 from mmrender.spans import MultiModalData
-from mmrender.trajectory import restore_intermediate_mm_data, strip_intermediate_mm_data
+from mmrender.trajectory import strip_intermediate_mm_data
 from mmrender.trajectory.sidecars import sidecar_of
-from mmrender.trajectory.step import same_value
-from trajectory_cases import Tokens, mapping_sidecar, sidecar, step, turns
+from trajectory_cases import Tokens, sidecar, step, turns
 
 A, B, C = ("A", 1, 2), ("B", 4, 2), ("C", 7, 2)
 
@@ -89,28 +88,6 @@ class Slotted:
 def make(kind: str, prompt: list[int], mm: Any) -> Any:
     node = KINDS[kind]
     return node(tokens=node(prompt_ids=prompt, completion_ids=[2], multi_modal_data=mm))
-
-
-class TestRestore:
-    @pytest.mark.parametrize("form", [lambda mm: mm, mapping_sidecar])
-    def test_sidecars_come_back(self, form):
-        steps = turns(4)
-        for entry in steps:
-            for block in (entry["tokens"], entry["response"]["message"]["tokens"]):
-                block["multi_modal_data"] = form(block["multi_modal_data"])
-        stripped = strip_intermediate_mm_data(steps)
-        restored = restore_intermediate_mm_data(stripped)
-        assert all(same_value(old, new) for old, new in zip(steps, restored, strict=True))
-        assert places(stripped[0]) == (None, None), "the input was changed"
-
-    def test_what_has_no_ranges_cannot_be_cut(self):
-        steps = [step([1, 9, 9], [2], None), step([1, 9, 9, 2, 3], [4], {"mm_hashes": {"image": ["A"]}})]
-        with pytest.raises(TrajectoryError) as error:
-            restore_intermediate_mm_data(steps)
-        assert str(error.value) == (
-            "steps[1].multi_modal_data: a sidecar without placeholder ranges cannot be cut - expected "
-            "mm_placeholders, got mm_hashes"
-        )
 
 
 @pytest.mark.parametrize(
