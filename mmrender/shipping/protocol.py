@@ -234,6 +234,10 @@ class Notifier:
         self._event.set()
         self._event = asyncio.Event()
 
+    async def wait(self) -> None:
+        """Wait for the next notification."""
+        await self._event.wait()
+
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
         while not condition():
@@ -315,22 +319,28 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             ShippingError: The connection has ended.
         """
-        self._is_mid_message = True
-        pending = bytearray(pack(data))
+        pieces: list[bytearray | memoryview] = [bytearray(pack(data))]
         for frame in frames:
-            if frame.nbytes < _LONG_BYTES:
-                pending += frame
-                continue
-            await self._write_out(pending)
-            pending = bytearray()
-            for start in range(0, frame.nbytes, _PIECE_BYTES):
-                await self._write_out(frame[start : start + _PIECE_BYTES])
-        await self._write_out(pending)
+            if frame.nbytes >= _LONG_BYTES:
+                pieces += [
+                    frame[start : start + _PIECE_BYTES] for start in range(0, frame.nbytes, _PIECE_BYTES)
+                ]
+            elif isinstance(pieces[-1], bytearray):
+                pieces[-1] += frame
+            else:
+                pieces.append(bytearray(frame))
+        self._is_mid_message = True
+        for piece in pieces:
+            self._write(piece)
+            await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
+            await self.drain()
+            if self.lost is not None:
+                raise self.lost
         self._is_mid_message = False
 
     async def drain(self) -> None:
-        """Wait until the peer has read enough."""
-        await self._wait(lambda: not self._is_blocked)
+        """Wait until the socket has taken everything, or the connection has ended."""
+        await self._changed.wait_until(lambda: not self._is_blocked or self.lost is not None)
 
     async def receive(self) -> Message:
         """Wait for the next message.
@@ -391,45 +401,28 @@ class Connection(asyncio.BufferedProtocol):
     async def _fill(self, view: memoryview) -> None:
         """Fill a view with the next bytes."""
         while view.nbytes:
-            if self._start == self._stop and view.nbytes >= _LONG_BYTES:
-                self._target = view
-                self._set_reading(True)
-                await self._wait(lambda: not self._target.nbytes)
-                return
-            await self._wait(lambda: self._start < self._stop)
-            count = min(view.nbytes, self._stop - self._start)
-            view[:count] = self._ahead[self._start : self._start + count]
-            view, self._start = view[count:], self._start + count
-            if self._start == self._stop:
-                self._start = self._stop = 0
-                self._set_reading(True)
-
-    async def _wait(self, condition: Callable[[], bool]) -> None:
-        await self._changed.wait_until(lambda: condition() or self.lost is not None)
-        if self.lost is not None and not condition():
-            raise self.lost
-
-    async def _write_out(self, data: bytes | bytearray | memoryview) -> None:
-        """Write, and wait until the socket has taken it; other tasks have a turn in any case."""
-        if data:
-            self._write(data)
-            await asyncio.sleep(0)
-            await self.drain()
+            if self._start < self._stop:
+                count = min(view.nbytes, self._stop - self._start)
+                view[:count] = self._ahead[self._start : self._start + count]
+                view, self._start = view[count:], self._start + count
+                continue
             if self.lost is not None:
                 raise self.lost
+            self._start = self._stop = 0
+            is_long = view.nbytes >= _LONG_BYTES or self._target.nbytes > 0
+            if is_long:
+                self._target = view
+            if self._transport is not None:
+                self._transport.resume_reading()
+            await self._changed.wait()
+            if is_long:
+                view = self._target
 
     def _write(self, data: bytes | bytearray | memoryview) -> None:
         if self._transport is not None and self.lost is None:
             self.sent_bytes += len(data)
             self._last_sent = time.monotonic()
             self._transport.write(data)
-
-    def _set_reading(self, is_reading: bool) -> None:
-        if self._transport is not None and self.lost is None:
-            if is_reading:
-                self._transport.resume_reading()
-            else:
-                self._transport.pause_reading()
 
     def _tick(self) -> None:
         """Send a sign of life if it is time, and close the connection if the peer gives none."""
@@ -492,6 +485,6 @@ class Connection(asyncio.BufferedProtocol):
             self._target = _NOTHING  # an empty slice would keep the buffer out of its pool
         else:
             self._stop += count
-            if self._stop == self._ahead.nbytes:
-                self._set_reading(False)
+            if self._stop == self._ahead.nbytes and self._transport is not None:
+                self._transport.pause_reading()
         self._changed.notify()

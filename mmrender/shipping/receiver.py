@@ -131,27 +131,17 @@ class _Source:
     session: "_Session | None" = None
     is_closed: bool = False
 
-    def has(self, seq: int) -> bool:
-        """Whether a message has arrived before."""
-        return seq <= self.last or any(seq in run for run in self.seen)
-
-    def nonce_of(self, seq: int) -> bytes | None:
-        """Return the nonce of an unacknowledged message or the last one."""
-        return self.last_nonce if seq == self.last else self.unacked.get(seq)
-
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
     """A message that waits for the consumer."""
 
+    id: str
     source: _Source
     seq: int
-    value: Any
+    nonce: bytes
     num_bytes: int
-
-    @property
-    def id(self) -> str:
-        return f"{self.source.name}:{self.seq}"
+    value: Any = None
 
 
 class Receiver(End):
@@ -323,20 +313,13 @@ class Receiver(End):
         fits = self._messages < self.window_messages and self._bytes + num_bytes <= self.window_bytes
         return fits or not self._messages
 
-    async def _enter(self, num_bytes: int) -> None:
-        """Wait for room in the window."""
-        async with self._turn:
-            await self._changed.wait_until(lambda: self._has_room(num_bytes))
-            self._messages += 1
-            self._bytes += num_bytes
-
     def _leave(self, num_bytes: int) -> None:
         """Make room in the window."""
         self._messages -= 1
         self._bytes -= num_bytes
         self._changed.notify()
 
-    def _put(self, entry: _Incoming, nonce: bytes) -> bool:
+    def _put(self, entry: _Incoming) -> bool:
         """Take in a message that has arrived whole; return False for a duplicate.
 
         Raises:
@@ -345,13 +328,14 @@ class Receiver(End):
         source, seq = entry.source, entry.seq
         self._stats.messages += 1
         self._stats.received_bytes += entry.num_bytes
-        if not source.has(seq):
-            source.last, source.last_nonce = seq, nonce
-            source.unacked[seq] = nonce
+        if seq > source.last and not any(seq in run for run in source.seen):
+            source.last, source.last_nonce = seq, entry.nonce
+            source.unacked[seq] = entry.nonce
             self._queue.append(entry)
             self._changed.notify()
             return True
-        if source.nonce_of(seq) not in (None, nonce):
+        nonce = source.last_nonce if seq == source.last else source.unacked.get(seq, entry.nonce)
+        if nonce != entry.nonce:
             raise ShippingProtocolError(
                 "another message has arrived under this number",
                 where=f"message {entry.id!r}",
@@ -483,11 +467,14 @@ class _Session:
                 expected=f"at most {max_bytes} bytes",
                 got=str(num_bytes),
             )
-        await owner._enter(num_bytes)
+        entry = _Incoming(f"{source.name}:{data.seq}", source, data.seq, data.nonce, num_bytes)
+        async with owner._turn:
+            await owner._changed.wait_until(lambda: owner._has_room(num_bytes))
+            owner._messages += 1
+            owner._bytes += num_bytes
         is_new = False
         try:
             frames = await connection.read_frames(data.lengths, owner._pool)
-            entry = _Incoming(source, data.seq, None, num_bytes)
             try:
                 decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
                 entry.value = from_wire(data.kind, decoder.decode(frames))
@@ -500,7 +487,7 @@ class _Session:
                     got=str(error),
                 ) from error
             try:
-                is_new = owner._put(entry, data.nonce)
+                is_new = owner._put(entry)
             except ShippingProtocolError as error:
                 connection.post(Refused(data.seq, str(error)[:1000]))
             else:

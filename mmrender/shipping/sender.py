@@ -252,11 +252,16 @@ class Sender(End):
         self._start()
         kind, wire = to_wire(value)
 
-        def has_room() -> bool:
-            has_few = len(self._unacked) < self._max_unacked_messages
-            return not self._unacked or (has_few and self._unacked_bytes < self._max_unacked_bytes)
-
-        await self._changed.wait_until(lambda: has_room() or self._is_over)
+        await self._changed.wait_until(
+            lambda: (
+                not self._unacked
+                or self._is_over
+                or (
+                    len(self._unacked) < self._max_unacked_messages
+                    and self._unacked_bytes < self._max_unacked_bytes
+                )
+            )
+        )
         self._check()
         data = Data(self._next, os.urandom(8), kind, [])
         delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, _wire=wire)
