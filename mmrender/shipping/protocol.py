@@ -55,10 +55,10 @@ _LONG_BYTES: Final = 64 << 10
 _SHORT_FRAMES_BYTES: Final = 1 << 20
 """Shorter frames share buffers of at most this size."""
 _NOTHING: Final = memoryview(b"")
-_PIECE_BYTES: Final = 256 << 10
-"""Written at a time: a transport may copy the rest of a piece that the socket did not take."""
+_TLS_PIECE_BYTES: Final = 256 << 10
+"""Encrypted at a time."""
 _SOCKET_BYTES: Final = 4 << 20
-_LOCAL_SOCKET_BYTES: Final = 512 << 10
+_LOCAL_SOCKET_BYTES: Final = 256 << 10
 """Buffer of a Unix socket: its content stays in the processor's cache, which makes the copy faster."""
 
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -227,21 +227,27 @@ class Notifier:
     """Wakes the tasks of one event loop that wait for a condition; it may be notified from any function."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
         """Have every waiter look at its condition again."""
-        self._event.set()
-        self._event = asyncio.Event()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def wait(self) -> None:
         """Wait for the next notification."""
-        await self._event.wait()
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
         while not condition():
-            await self._event.wait()
+            await self.wait()
 
 
 class End:
@@ -319,23 +325,35 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             ShippingError: The connection has ended.
         """
+        if self._transport is None:
+            return
+        is_plain = self._transport.get_extra_info("ssl_object") is None
         pieces: list[bytearray | memoryview] = [bytearray(pack(data))]
         for frame in frames:
             if frame.nbytes >= _LONG_BYTES:
-                pieces += [
-                    frame[start : start + _PIECE_BYTES] for start in range(0, frame.nbytes, _PIECE_BYTES)
-                ]
+                size = frame.nbytes if is_plain else _TLS_PIECE_BYTES
+                pieces += [frame[start : start + size] for start in range(0, frame.nbytes, size)]
             elif isinstance(pieces[-1], bytearray):
                 pieces[-1] += frame
             else:
                 pieces.append(bytearray(frame))
         self._is_mid_message = True
-        for piece in pieces:
-            self._write(piece)
-            await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
-            await self.drain()
-            if self.lost is not None:
-                raise self.lost
+        # A transport may copy what the socket does not take at once. A second descriptor takes views as they
+        # are, while the transport has nothing to write.
+        with self._transport.get_extra_info("socket").dup() as sock:
+            for piece in pieces:
+                if is_plain and isinstance(piece, memoryview):
+                    try:
+                        await asyncio.get_running_loop().sock_sendall(sock, piece)
+                    except OSError as error:
+                        raise self.lost or broken(error, self.peer) from error
+                    self.sent_bytes += piece.nbytes
+                else:
+                    self._write(piece)
+                await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
+                await self.drain()
+                if self.lost is not None:
+                    raise self.lost
         self._is_mid_message = False
 
     async def drain(self) -> None:
@@ -447,7 +465,8 @@ class Connection(asyncio.BufferedProtocol):
         """Begin."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
         self._transport = transport
-        transport.set_write_buffer_limits(1, 0)  # TLS would call 0 bytes too much
+        # Writers wait for an empty buffer; for TLS the limit itself is too much.
+        transport.set_write_buffer_limits(int(transport.get_extra_info("ssl_object") is not None), 0)
         sock: socket.socket = transport.get_extra_info("socket")
         size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
