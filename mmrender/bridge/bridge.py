@@ -247,7 +247,7 @@ class Bridge:
         if any(objection.reasoning for objection in proof.objections):
             state = self._tails.reasoning_state(self._tails.turn_text(prompt, sampled).text)
         turn = None
-        if any(objection.opening for objection in proof.objections) and self._tails.is_fresh(prompt):
+        if any(objection.opening for objection in proof.objections) and self._tails.turns.is_fresh(prompt):
             turn = self._tails.turns.text_of(sampled[:PROMPT_TOKENS]).text
         stands = partial(
             Objection.stands,

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.bridge.histories import ProbeHistory
-from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.probing.probes import CALLING, RESULT, WORD, user, with_reasoning
+from mmrender.probing.probes import WORD, with_reasoning
 from mmrender.probing.templates import KnownTemplate
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 from mmrender.tokens.spelling import TokenText
-from mmrender.tokens.turns import PROMPT_TOKENS, TurnEnd, TurnReader, read_opening
+from mmrender.tokens.turns import TurnEnd, TurnReader, read_opening
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -224,7 +223,7 @@ class Tails:
         written, reasoning = self.turns.text_of(completion).text, self.profile.reasoning
         turn = self.turn_text(prompt, completion)
         history = history.answering(content=f"{WORD}A", tool_calls=())
-        if self.is_fresh(prompt):
+        if self.turns.is_fresh(prompt):
             rest = self._rest_of_nothing(written, history, extension)
             if rest is not None:
                 return rest, tail.rest
@@ -245,25 +244,6 @@ class Tails:
             # The tail begins after a call; this completion may have been cut off before one.
             close = self._close_after(history, extension) or ""
         return "" if written.endswith(close) else close, tail.end.start
-
-    def is_fresh(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends where a turn begins, rather than within a turn that it continues."""
-        if any(self.profile.generation_prompts):
-            return bool(self.turns.generation_prompt(prompt))
-        text = self.turns.text_of(prompt[-PROMPT_TOKENS:]).text
-        return any(text.endswith(asked) for asked in self._asked)
-
-    @cached_property
-    def _asked(self) -> list[str]:
-        """What the template writes between a question, or a tool's result, and an answer."""
-        found = []
-        for messages in ([user()], [user(), CALLING, RESULT]):
-            try:
-                text = self._known.render(messages, add_generation_prompt=True)
-            except TemplateError:
-                continue
-            found.append(plain(text[max([stop for _, stop, o in text.spans if o.is_content], default=0) :]))
-        return found
 
     def turn_text(self, prompt: Sequence[int], completion: Sequence[int]) -> TokenText:
         """The text of a turn, its generation prompt included."""

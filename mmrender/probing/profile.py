@@ -101,6 +101,8 @@ class TemplateProfile:
         form: Shapes the template takes.
         generation_prompts: What it writes to open the assistant's turn; several where that depends on the
             conversation, the one after a lone user message first.
+        openings: Text between a question, or a tool's result, and the answer, if there are no generation
+            prompts.
         closes: What it writes right after the assistant's content, by what follows: `user`, `tool`, `end`.
         openers: Stop tokens that open the next turn, and are written only once it follows, by what follows:
             `user`, `tool`.
@@ -127,6 +129,7 @@ class TemplateProfile:
 
     form: ViewForm
     generation_prompts: tuple[str, ...]
+    openings: tuple[str, ...]
     closes: Mapping[str, str]
     openers: Mapping[str, int]
     stop_ids: frozenset[int]
@@ -150,6 +153,16 @@ class TemplateProfile:
         """Text that opens the assistant's turn after a user message; empty where the template opens none."""
         return self.generation_prompts[0] if self.generation_prompts else ""
 
+    def generation_prompt_of(self, text: str) -> str:
+        """The generation prompt that a text ends in; empty if it ends in none."""
+        return max(filter(text.endswith, self.generation_prompts), key=len, default="")
+
+    def opens_answer(self, text: str) -> bool:
+        """Whether an assistant's turn begins after a text, rather than goes on."""
+        if any(self.generation_prompts):
+            return self.generation_prompt_of(text) != ""
+        return text.endswith(self.openings)
+
 
 def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> TemplateProfile:
     """Run every probe; `model_stop_ids` are the stop tokens that the model's files name."""
@@ -169,6 +182,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     return TemplateProfile(
         form=probes.form,
         generation_prompts=prompts,
+        openings=() if any(prompts) else _openings(probes),
         closes=closes,
         openers=_openers(closes, probes.tokenizer, stop_ids),
         stop_ids=stop_ids,
@@ -203,6 +217,16 @@ def _generation_prompts(probes: Probes) -> tuple[str, ...]:
     ]
     found = [probes.generation_prompt(messages) for messages in conversations]
     return tuple(dict.fromkeys(prompt for prompt in found if prompt is not None))
+
+
+def _openings(probes: Probes) -> tuple[str, ...]:
+    """Text after the last content of a prompt, with a question and with a tool's result at its end."""
+    shown = [probes.render(messages, prompt=True) for messages in ([user()], [user(), CALLING, RESULT])]
+    return tuple(
+        plain(text[max([stop for _, stop, origin in text.spans if origin.is_content], default=0) :])
+        for text in shown
+        if text is not None
+    )
 
 
 def _closes(probes: Probes) -> dict[str, str]:

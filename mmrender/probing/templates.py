@@ -147,8 +147,7 @@ class KnownTemplate:
         )
         if not add_generation_prompt:
             return text
-        prompts = self.profile.generation_prompts
-        cut = len(text) - max([len(prompt) for prompt in prompts if text.endswith(prompt)], default=0)
+        cut = len(text) - len(self.profile.generation_prompt_of(text))
         if cut == len(text) or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
             return text
         return TracedStr(plain(text), clip(text.spans, 0, cut))

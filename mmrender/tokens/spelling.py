@@ -7,10 +7,10 @@ to bytes and bytes to tokens exactly. `readable` gives the text that a decoder p
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from itertools import accumulate, groupby
 from typing import cast
 
+from mmrender.caching import cached_property
 from mmrender.model.tokenizer import Match, Tokenizer
 
 _WORD_START = "\u2581"

@@ -61,11 +61,9 @@ class TurnReader:
         """The text of tokens."""
         return TokenText(token_ids, self.speller)
 
-    def generation_prompt(self, prompt_ids: Sequence[int]) -> str:
-        """The generation prompt that a prompt ends in; empty where it ends in none."""
-        before = self.text_of(prompt_ids[-PROMPT_TOKENS:]).text
-        opened = [text for text in self.profile.generation_prompts if before.endswith(text)]
-        return max(opened, key=len, default="")
+    def is_fresh(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends where a turn begins, rather than within a turn that it continues."""
+        return self.profile.opens_answer(self.text_of(prompt_ids[-PROMPT_TOKENS:]).text)
 
     def begun(self, prompt_ids: Sequence[int]) -> Sequence[int]:
         """The tokens of a prompt since its last turn, the assistant's, began.
