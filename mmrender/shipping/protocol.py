@@ -325,8 +325,8 @@ class Connection(asyncio.BufferedProtocol):
         Raises:
             ShippingError: The connection has ended.
         """
-        if self._transport is None:
-            return
+        if self._transport is None or self._transport.is_closing():
+            raise self.lost or broken(None, self.peer)
         is_plain = self._transport.get_extra_info("ssl_object") is None
         pieces: list[bytearray | memoryview] = [bytearray(pack(data))]
         for frame in frames:
@@ -340,20 +340,21 @@ class Connection(asyncio.BufferedProtocol):
         self._is_mid_message = True
         # A transport may copy what the socket does not take at once. A second descriptor takes views as they
         # are, while the transport has nothing to write.
-        with self._transport.get_extra_info("socket").dup() as sock:
-            for piece in pieces:
-                if is_plain and isinstance(piece, memoryview):
-                    try:
+        try:
+            with contextlib.ExitStack() as stack:
+                sock = is_plain and stack.enter_context(self._transport.get_extra_info("socket").dup())
+                for piece in pieces:
+                    if sock and isinstance(piece, memoryview):
                         await asyncio.get_running_loop().sock_sendall(sock, piece)
-                    except OSError as error:
-                        raise self.lost or broken(error, self.peer) from error
-                    self.sent_bytes += piece.nbytes
-                else:
-                    self._write(piece)
-                await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
-                await self.drain()
-                if self.lost is not None:
-                    raise self.lost
+                        self.sent_bytes += piece.nbytes
+                    else:
+                        self._write(piece)
+                    await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
+                    await self.drain()
+                    if self.lost is not None:
+                        raise self.lost
+        except OSError as error:
+            raise self.lost or broken(error, self.peer) from error
         self._is_mid_message = False
 
     async def drain(self) -> None:

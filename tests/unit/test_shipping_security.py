@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import resource
@@ -301,3 +302,36 @@ async def test_socket_files_are_for_their_owner_and_stale_ones_are_replaced(tmp_
         f"unix://{path}: the path is taken by a file of another kind. Remove it, or take another path"
     )
     assert path.read_text() == "a file of somebody's"
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("gone"), OSError(errno.EMFILE, "too many open files")]
+)
+async def test_a_socket_that_fails_costs_a_connection_and_no_message(tmp_path, monkeypatch, error):
+    async with Receiver(f"unix://{tmp_path}/a") as receiver, Sender(receiver.url, timing=PATIENT) as sender:
+        loop, failures = asyncio.get_running_loop(), [error, error]
+        send = loop.sock_sendall
+
+        async def failing(sock, data):
+            if failures:
+                raise failures.pop()
+            await send(sock, data)
+
+        monkeypatch.setattr(loop, "sock_sendall", failing)
+        await sender.send(np.arange(100_000))
+        assert (await receiver.receive(5)).value[-1] == 99_999
+        assert sender.stats.connections == 3
+
+
+async def test_a_connection_that_closes_while_it_is_written_to_is_made_again(tmp_path):
+    """TLS has no socket any more once its transport closes."""
+    server, client, _ = tls_contexts(tmp_path)
+    async with Receiver("tcp://127.0.0.1:0", ssl=server, timing=PATIENT) as receiver:
+        url = f"tcp://localhost:{receiver.url.rpartition(':')[2]}"
+        async with Sender(url, ssl=client, timing=PATIENT) as sender:
+            for number in range(6):
+                sender._connection.close()
+                await sender.send(np.full(200_000, number))
+                assert (await receiver.receive(10)).value[-1] == number
+                while not sender.connected:
+                    await asyncio.sleep(0.001)
