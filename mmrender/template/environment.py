@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+from jinja2.lexer import Lexer
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mmrender.caching import cached_property
 from mmrender.template.compiler import GenerationBlock, Mark, MarkKind, TracingCodeGenerator, instrument
 from mmrender.template.filters import FILTERS, LEFT_OUT
 from mmrender.template.limits import BUDGET, LONG, Budget, TemplateLimits, grow
@@ -251,6 +253,11 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         # Random filler text has no place in a prompt, and its length is unbounded.
         del self.globals["lipsum"]
+
+    @cached_property
+    def lexer(self) -> Lexer:
+        """A lexer of its own: Jinja's cache of lexers has a lock, which a fork may leave locked."""
+        return Lexer(self)
 
     def compile_template(self, source: str) -> jinja2.Template:
         """Compile a template with marks in its loops.

@@ -11,6 +11,7 @@ import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import jinja2.lexer
 import numpy as np
 import pytest
 from PIL import Image
@@ -317,6 +318,12 @@ def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_ch
     if is_inside:
         assert answer == f"False {ids}"
     assert served() == f"True {ids}"
+
+
+def test_a_child_compiles_a_template_while_another_thread_does(renderer):
+    messages, source = [{"role": "user", "content": "Moo?"}], "{{ messages[0].content }} in a child"
+    with thread_within(jinja2.lexer._lexer_cache._wlock):
+        assert in_child(lambda: renderer.render_text(messages, chat_template=source)) == "Moo? in a child"
 
 
 def test_processes_of_templates_are_started_again_in_the_child(tiny_model):
