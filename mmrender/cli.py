@@ -15,6 +15,7 @@ from mmrender.content import normalize_messages
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
+from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
@@ -520,9 +521,13 @@ def _render(
 
 
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
-    # Someone who names a file in the current folder on the command line means it; a remote caller must not.
-    remote = MediaPolicy(schemes=frozenset({"data", "http", "https"}))
-    policy = MediaPolicy(local_roots=(Path.cwd(),)) if files else remote
+    if files:
+        # Someone who names a file in the current folder on the command line means it.
+        policy = MediaPolicy(local_roots=(Path.cwd(),))
+    else:
+        # A remote caller names no file, and may send anything.
+        processes = BoundedProcesses(4) if sys.platform == "linux" else None
+        policy = MediaPolicy(schemes=frozenset({"data", "http", "https"}), processes=processes)
     with _log.status(f"loading {model}"):
         return Renderer.from_pretrained(model, image_backend=_backend(image_backend), media_policy=policy)
 

@@ -296,6 +296,15 @@ def test_without_arguments_it_prints_help(run):
     assert "parity" in out
 
 
+def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, monkeypatch):
+    served = {}
+    monkeypatch.setattr("mmrender.engines.serve", lambda urls, **options: served.update(options))
+    assert run("serve", "http://127.0.0.1:1", "--model", str(tiny_model))[0] == 0
+    policy = served["renderer"].media.policy
+    assert (policy.processes is not None) == (sys.platform == "linux")
+    assert policy.schemes == {"data", "http", "https"}
+
+
 def test_demo_takes_a_server(run, monkeypatch):
     from mmrender.demo import __main__ as demo
 
