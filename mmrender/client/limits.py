@@ -41,6 +41,12 @@ def forbidding(params: Mapping[str, Any] | None, token_ids: Sequence[int]) -> di
     return given
 
 
+def truncates(params: Mapping[str, Any]) -> bool:
+    """Whether tokens are sampled among a part of the vocabulary that depends on their probabilities."""
+    few = (params.get("top_k") or 0) > 0 or (params.get("min_p") or 0) > 0
+    return params.get("temperature") != 0 and (few or (params.get("top_p") or 1) < 1)
+
+
 def limit_of(request: EngineRequest) -> Limit | None:
     """Return the limit of a request; None without one, or where the log-probabilities stay the engine's.
 

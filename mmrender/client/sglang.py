@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, data_urls, sample
+from mmrender.client.limits import truncates
 from mmrender.client.placeholders import check_request
 from mmrender.client.reply import (
     LogprobEntry,
@@ -53,6 +54,9 @@ class SGLangBackend(HTTPBackend):
             where router choices are asked for.
         deterministic: The server runs with `--enable-deterministic-inference`. Others ignore seeds, so a seed
             is then refused.
+        sampling_masks: Ask for the tokens that `top_p`, `top_k`, `min_p` and a grammar kept; logprobs are
+            then of these. Each request that limits its tokens needs a `top_k`, below the server's
+            `--sampling-mask-max-tokens` (4,096), beyond which it aborts. Takes SGLang 0.5.23.
         low_priority_values_first: The server runs with `--schedule-low-priority-values-first`. By default
             SGLang serves high values first, and the sign of a priority is turned.
     """
@@ -61,6 +65,7 @@ class SGLangBackend(HTTPBackend):
     routed_experts_shape: tuple[int, int] | None = None
     deterministic: bool = False
     low_priority_values_first: bool = False
+    sampling_masks: bool = False
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
@@ -79,7 +84,7 @@ class SGLangBackend(HTTPBackend):
             transport,
             "/generate",
             await self._body(request),
-            partial(read_reply, request, self.routed_experts_shape),
+            partial(read_reply, request, self.routed_experts_shape, masked=self.sampling_masks),
             abort=("/abort_request", {"rid": request.request_id}),
             on_tokens=on_tokens,
         )
@@ -135,6 +140,12 @@ class SGLangBackend(HTTPBackend):
                 )
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = request.routed_experts_prompt_start or 0
+        if self.sampling_masks and truncates(params):
+            if (params.get("top_k") or 0) <= 0:
+                raise SamplingParameterError(
+                    "sampling masks have no bound", where=parameter("top_k"), expected="1 or more"
+                )
+            body["return_sampling_mask"] = True
         if spans:
             collapsed = collapse(body["input_ids"], request.multi_modal_data, request.placeholder_ids)
             placeholder = collapsed[spans[0].start]
@@ -175,6 +186,8 @@ class _Meta(msgspec.Struct):
     id: str | None = None
     cached_tokens: int | None = None
     output_token_logprobs: list[_Logprob] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     output_top_logprobs: list[list[_Logprob] | None] | None = None
     routed_experts: str | None = None
     weight_version: str | int | None = None
@@ -192,8 +205,10 @@ def read_reply(
     experts_shape: tuple[int, int] | None,
     body: bytes,
     where: str,
+    *,
+    masked: bool = False,
 ) -> EngineResponse:
-    """Read a reply of status 200."""
+    """Read a reply of status 200; `masked` says that sampling masks were asked for."""
     found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
     if isinstance(found, list):
         if len(found) != 1:
@@ -210,6 +225,17 @@ def read_reply(
             where=f"{where} finish_reason",
         )
     entries = [LogprobEntry(pair.logprob, pair.token_id) for pair in meta.output_token_logprobs or ()]
+    masks = None
+    if masked and ids and truncates(request.sampling_params):
+        masks, kept = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+        if masks is None or kept is None:
+            raise EngineUnsupportedError(
+                "sampling masks were asked for, and the server gives none",
+                where=f"{where} meta_info.output_token_sampling_mask",
+                remedy="It takes SGLang 0.5.23 or later; leave out SGLangBackend(sampling_masks=True)",
+            )
+        # Of the kept tokens, where the others are of all.
+        entries = [LogprobEntry(value, token) for value, token in zip(kept, ids, strict=False)]
     if request.sampling_params.get("logprobs"):
         rows = [
             [LogprobEntry(other.logprob, other.token_id) for other in row or () if other.logprob is not None]
@@ -239,5 +265,6 @@ def read_reply(
         experts=meta.routed_experts,
         experts_shape=experts_shape,
         versions=versions,
+        masks=masks,
         request_id=meta.id,
     )

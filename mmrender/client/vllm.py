@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, check_size, data_urls, require_one_of, sample
-from mmrender.client.limits import limit_of, renormalised, reporting
+from mmrender.client.limits import limit_of, renormalised, reporting, truncates
 from mmrender.client.placeholders import Ids, check_request, require_dense
 from mmrender.client.reply import (
     FailedInEngineError,
@@ -369,7 +369,7 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
         masks=choice.sampling_mask,
         request_id=reply.request_id,
     )
-    if not response.allowed and response.completion_ids and _truncates(request.sampling_params):
+    if not response.allowed and response.completion_ids and truncates(request.sampling_params):
         _warn_of_truncation(where)
     if widened and reply.mm_placeholders is not None:
         ours = {
@@ -384,12 +384,6 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
                 got=str(reply.mm_placeholders),
             )
     return response
-
-
-def _truncates(params: Mapping[str, Any]) -> bool:
-    """Whether tokens are sampled among a part of the vocabulary that the request does not name."""
-    few = (params.get("top_k") or 0) > 0 or (params.get("min_p") or 0) > 0
-    return params.get("temperature") != 0 and (few or (params.get("top_p") or 1) < 1)
 
 
 @lru_cache(1024)

@@ -7,10 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import GENERATE_PATH, VLLMBackend, read_reply
 from mmrender.engines import HTTPEngine, InferenceEngineClient
-from mmrender.errors import EngineReplyError
+from mmrender.errors import EngineReplyError, EngineUnsupportedError, SamplingParameterError
 from mmrender.rollout.client import RendererClient
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
@@ -126,6 +127,51 @@ def test_a_server_that_does_not_say_what_it_kept_is_warned_of_once(caplog):
     assert all(
         "--return-sampling-mask --logprobs-mode processed_logprobs" in text for text in caplog.messages
     )
+
+
+class TestSGLang:
+    """By the members of `meta_info` that SGLang 0.5.23 writes in the mode `selected`."""
+
+    def ask(self, masks, logprobs, **options):
+        meta = {"id": "r", "finish_reason": {"type": "length", "length": 2}}
+        meta["output_token_logprobs"] = [[-2.5, 7, None], [-3.5, 8, None]]
+        meta |= {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": logprobs}
+        reply = {"output_ids": [7, 8], "prompt_token_ids": [1, 2], "meta_info": meta}
+        transport = MemoryTransport({"POST /generate": Answer(reply)})
+        response = asyncio.run(SGLangBackend(**options).generate(asked(), transport))
+        return response, transport.asked[0].json
+
+    def test_masks_and_logprobs_of_the_kept_tokens(self):
+        response, body = self.ask([[7, 3], [8]], [-0.5, 0.0], sampling_masks=True)
+        assert body["return_sampling_mask"] is True
+        assert response.allowed == ((0, 1, (3, 7), False), (1, 2, (8,), False))
+        assert response.logprobs == [-0.5, 0.0]
+
+    def test_a_mask_needs_a_bound(self):
+        request = asked(sampling_params={"max_tokens": 9, "top_p": 0.9})
+        with pytest.raises(SamplingParameterError) as caught:
+            asyncio.run(SGLangBackend(sampling_masks=True).generate(request, MemoryTransport({})))
+        assert str(caught.value) == (
+            "sampling_params['top_k']: sampling masks have no bound - expected 1 or more"
+        )
+
+    def test_they_are_not_asked_for_by_themselves(self):
+        response, body = self.ask(None, None)
+        assert "return_sampling_mask" not in body
+        assert (response.allowed, response.logprobs) == ((), [-2.5, -3.5])
+
+    @pytest.mark.parametrize(
+        ("masks", "logprobs", "kind", "message"),
+        [
+            (None, None, EngineUnsupportedError, "sampling masks were asked for, and the server gives none"),
+            ([[7], [8]], [-0.5], EngineReplyError, "tokens and logprobs are not equally many"),
+            ([[7]], [-0.5, 0.0], EngineReplyError, "tokens and sampling masks are not equally many"),
+            ([[7], [9]], [-0.5, 0.0], EngineReplyError, "the sampling mask does not fit the sampled token 8"),
+        ],
+    )
+    def test_what_does_not_fit(self, masks, logprobs, kind, message):
+        with pytest.raises(kind, match=message):
+            self.ask(masks, logprobs, sampling_masks=True)
 
 
 # --- streams ---
