@@ -322,7 +322,8 @@ class Outcome:
     seconds: float
 
 
-def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
+def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | None = None) -> Outcome | None:
+    """Plant a fault in one rollout and audit it beside the others; `tolerance` as the audit takes it."""
     expected, plant = FAULTS[name]
     planted = plant(at, index)
     if planted is None:
@@ -339,7 +340,14 @@ def judge(name: str, family: str, at: Scene, index: int) -> Outcome | None:
     try:
         # With an adapter all rollouts depart.
         count = 1 if head is None else 1 + len(peers)
-        report = audit([planted.sample, *peers], at.trainer, decode=decode, explain=count, **options)
+        report = audit(
+            [planted.sample, *peers],
+            at.trainer,
+            tolerance=tolerance,
+            decode=decode,
+            explain=count,
+            **options,
+        )
     finally:
         if head is not None:
             head.weight.data = kept

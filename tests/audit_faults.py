@@ -869,6 +869,7 @@ def main() -> int:
     parser.add_argument("--family", nargs="*", default=FAMILIES)
     parser.add_argument("--fault", nargs="*", default=list(FAULTS))
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, help="nats a token; measured if not given")
     parser.add_argument("--healthy", type=int, default=0, help="audit so many healthy rollouts instead")
     parser.add_argument("--list", action="store_true", help="print the names of all faults by kind")
     parser.add_argument("--quiet", action="store_true", help="print only what was not named")
@@ -888,7 +889,7 @@ def main() -> int:
             at = scene(family, Path(folder))
             for name in options.fault:
                 for index in range(options.samples):
-                    outcome = judge(name, family, at, index)
+                    outcome = judge(name, family, at, index, tolerance=options.tolerance)
                     if outcome is None:
                         continue
                     verdicts[outcome.verdict] += 1

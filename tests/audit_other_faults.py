@@ -50,6 +50,19 @@ PIXELS: dict[str, tuple[tuple[str, ...], Any]] = {
     "the last row of patches black": ((), lambda at: lambda item: reframed(item, np.concatenate([item.frames[..., :-14, :], 0 * item.frames[..., -14:, :]], -2))),
 }  # fmt: skip
 
+
+def by_256(item: Any) -> Any:
+    """Pixels as of levels that were divided by 256."""
+    mean, std = (np.array(values)[:, None] for values in (item.arithmetic.mean, item.arithmetic.std))
+    levels = pixels_of(item).reshape(len(pixels_of(item)), 3, -1) * std + mean
+    return Seen(item, ((levels * (255 / 256) - mean) / std).reshape(pixels_of(item).shape))
+
+
+@row("levels over 256, not 255")
+def _(at, index):
+    return seen_as(at, index, by_256, None, sources=at.sources)
+
+
 for name, (expected, change) in PIXELS.items():
 
     @row(name, *expected)

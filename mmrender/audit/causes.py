@@ -43,17 +43,19 @@ _SHARE: Final = 0.25
 """Share of the largest difference above which such a dtype is no matter."""
 _LIKENESS: Final = 1 / 30
 """Share of the differences that a cause may leave: one that is only like it leaves more."""
+_LOOSE_LIKENESS: Final = 1 / 8
+"""The same where the sampler may have had another dtype, whose arithmetic the cause itself leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What arithmetic alone changes in a log-probability, in nats.
+    """What arithmetic alone changes in a log-probability, in nats; measured, whatever is called an alarm.
 
     Attributes:
         exact: Largest difference between two forwards that differ in batch, padding and attention only.
         mixed: Largest difference between two forwards that differ in dtype too.
-        tolerance: What a variation must get below where the arithmetic is the same.
-        alarm: What a sample must be above to be reported.
+        tolerance: What a variation must get below if the arithmetic is the same.
+        alarm: Larger differences are beyond those of another dtype.
         near: Share of tokens that another dtype leaves as they are.
     """
 
@@ -76,14 +78,17 @@ def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Fin
     """Explain one sample that departs.
 
     What can be read off the recorded numbers is looked at first; then the model runs once for each change.
-    A change explains the sample where all its differences are left below the tolerance, and is named where no
-    other kind of change explains it as well.
+    A change explains the sample if it leaves all differences as small as arithmetic makes them, and a small
+    share of their root mean square. It is named if chance is ruled out, and no other kind of change explains
+    the sample as well.
 
     Args:
         case: The sample, and all that may help.
         noise: What arithmetic alone does.
         budget: Forward passes at most.
     """
+    if not case.compared.beyond(case.tolerance).any():
+        return _unexplained(case, noise, [], 0)
     shown = _missing(case) or _appended(case) or _by_version(case) or _recorded(case, noise)
     if shown is None and _may_be_loose(case, noise):
         # Of a sampler with another dtype the numbers are as near as its arithmetic leaves them.
@@ -180,16 +185,19 @@ def _left_over(view: View, recorded: Recorded, noise: Noise) -> float | None:
     if (~(left <= view.case.tolerance) & covered).any() or not 0 < support.sum() >= (~covered).sum():
         return None
     before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
-    if not _is_explained(before_rms, left_rms, view.case, noise) and np.isfinite(before_rms):
+    loose = view.case.tolerance > noise.tolerance
+    if _is_likeness(before_rms, left_rms, noise, loose=loose) and np.isfinite(before_rms):
         return None
     digits = _digits(view.case, int(support.sum())) - _DIGITS * recorded.fitted
     return float(left[covered].max()) if digits > _DIGITS else None
 
 
-def _is_explained(before: float, after: float, case: Case, noise: Noise) -> bool:
-    """Whether so little is left of the differences, root mean squares both, that it is no mere likeness."""
-    likeness = _SHARE if case.tolerance > noise.tolerance else _LIKENESS
-    return after <= max(2 * noise.exact, likeness * before)
+def _is_likeness(before: float, after: float, noise: Noise, *, loose: bool) -> bool:
+    """Whether a change leaves so much of the differences, root mean squares both, that it is like the cause.
+
+    `loose`: the sampler may have had another dtype, whose arithmetic the cause itself leaves.
+    """
+    return after > max(2 * noise.exact, (_LOOSE_LIKENESS if loose else _LIKENESS) * before)
 
 
 def _recorded_finding(case: Case, fits: dict[str, dict[int, tuple[float, Recorded]]]) -> Finding:
@@ -312,9 +320,14 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
         varied = Comparison.of_sampled(trial.sample or case.sample, values)
         varied = varied if trial.until is None else varied.before(trial.until)
         # A sampler of another dtype leaves its arithmetic over; whatever explains that too is preferred.
-        loose = _may_be_loose(case, noise) and varied.largest <= _LOOSE * noise.mixed
-        near = varied.largest <= case.tolerance and _is_explained(case.compared.rms, varied.rms, case, noise)
-        if len(varied.positions) and (near or loose):
+        limits = {False: case.tolerance, True: _LOOSE * noise.mixed}
+        explained = [
+            loose
+            for loose in ((False, True) if _may_be_loose(case, noise) else (False,))
+            if varied.largest <= limits[loose]
+            and not _is_likeness(case.compared.rms, varied.rms, noise, loose=loose)
+        ]
+        if len(varied.positions) and explained:
             fits.append(_Fit(variation, trial, varied.largest, varied.rms, len(varied.positions)))
     return fits
 
@@ -322,19 +335,17 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
 def _unexplained(case: Case, noise: Noise, tried: list[str], count: int) -> Finding:
     """Report the most that can be said where no variation fits."""
     compared, departure = case.compared, case.departure
-    cause: Cause = "unknown"
     statement = (
         f"no change that was tried explains the difference, which begins at token {case.position}; "
         "other weights or settings of the sampler are left"
     )
-    evidence, image = f"largest difference {compared.largest:.4g}, tolerance {case.tolerance:.3g}", None
+    evidence, image = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}", None
     if departure > 0 and (suspects := compared.suspects(departure)):
         names = ", ".join(map(described, suspects))
-        cause, image = "pixels", suspects[0].position
+        image = suspects[0].position
         statement = f"tokens agree up to {names} and part after it, in a way that no change tried explains"
         evidence += f"; before it at most {compared.largest_of(slice(0, departure)):.2g}"
-    elif compared.largest <= noise.mixed * _AS_WELL:
-        cause = "precision"
-        statement = "differences are as small as those of another dtype, and begin at no image: arithmetic"
-    evidence += f"; {count} changes tried of: {', '.join(tried)}"
-    return Finding(cause, statement, evidence, compared.sample.sample_id, image, case.position)
+    if compared.largest <= noise.mixed:
+        evidence += f"; another dtype makes differences up to {noise.mixed:.2g}"
+    evidence += f"; {count} changes tried of: {', '.join(tried)}" if tried else ""
+    return Finding("unknown", statement, evidence, compared.sample.sample_id, image, case.position)

@@ -41,9 +41,7 @@ _MEASURED_TOKENS: Final = 256
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-def measure_noise(
-    samples: Sequence[TrainingSample], trainer: TrainerModel, tolerance: float | None = None
-) -> Noise:
+def measure_noise(samples: Sequence[TrainingSample], trainer: TrainerModel) -> Noise:
     """Measure what arithmetic alone changes, on some of the samples.
 
     Each runs alone, and again beside another one with padding and another attention kernel; where the model
@@ -52,7 +50,6 @@ def measure_noise(
     Args:
         samples: Some of these are run.
         trainer: The model.
-        tolerance: In nats a token; None for one that follows from what is measured.
     """
     import torch
 
@@ -75,8 +72,6 @@ def measure_noise(
             mixed = max(mixed, float(low.max(initial=0.0)))
             near += (low <= _LEAST).tolist()
     mixed = max(mixed, exact)
-    if tolerance is not None:
-        return Noise(exact, mixed, tolerance, tolerance)
     least = max(_LEAST, _MARGIN * exact)
     return Noise(exact, mixed, least, max(least, _MARGIN * mixed), float(np.mean(near)) if near else 1.0)
 
@@ -116,7 +111,8 @@ def audit(
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
         trainer: The trainer's model, with the weights that sampled.
-        tolerance: In nats a token; None measures what arithmetic alone does, see `measure_noise`.
+        tolerance: In nats a token: larger differences are an alarm. None measures what arithmetic alone does,
+            see `measure_noise`. Which cause is named does not depend on it.
         others: Items that an image may have been mistaken for, besides those of the samples.
         explain: How many departing samples to explain.
         decode: Text of token ids, for the report and for text that was encoded again.
@@ -148,26 +144,27 @@ def audit(
         given[len(comparisons)] = index
         comparisons.append(compared)
     progress("measuring what arithmetic alone does")
-    noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer, tolerance), comparisons)
+    noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer), comparisons)
+    alarm = noise.alarm if tolerance is None else tolerance
     found = [finding for findings in faults.values() for finding in findings]
-    report = AuditReport(
-        tuple(comparisons), tuple(found), tuple(unread), noise.alarm, tuple(left_out), decode
-    )
+    report = AuditReport(tuple(comparisons), tuple(found), tuple(unread), alarm, tuple(left_out), decode)
     order = sorted(range(len(comparisons)), key=lambda place: -comparisons[place].largest)
     causes: list[Finding] = []
     pool = [*_items_of(samples), *others]
     for place in order:
         compared, index = comparisons[place], given[place]
-        departure = compared.first_departure(noise.tolerance)
-        if departure is None or len(causes) == explain:
+        # Without a tolerance a fault may be as small as another dtype makes differences.
+        departing = compared.first_departure(noise.tolerance if tolerance is None else tolerance)
+        if departing is None or len(causes) == explain:
             break
+        departure = compared.first_departure(noise.tolerance)
         # What a sample shows by itself needs no other cause, except numbers, which may be of a known form.
         if any(finding.variation != "values" for finding in faults[index]):
             continue
         progress(f"looking for the cause in {compared.sample.sample_id or f'samples[{index}]'}")
         case = Case(
             compared,
-            departure,
+            departing if departure is None else departure,
             trainer,
             noise.tolerance,
             peers=[one for other, one in enumerate(comparisons) if other != place],
@@ -178,7 +175,7 @@ def audit(
             alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
         finding = find_cause(case, noise, budget=budget)
-        if compared.largest <= noise.alarm and not _is_fault(finding):
+        if compared.largest <= alarm and not _is_fault(finding):
             break  # samples come by size of their differences, and those left are as small
         if finding.variation:
             found = [one for one in found if one not in faults[index]]

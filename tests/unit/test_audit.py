@@ -297,6 +297,41 @@ def test_what_is_only_like_a_fault_is_located_and_not_named(tmp_path_factory):
     assert "tokens agree up to image" in outcome.finding
 
 
+@pytest.mark.parametrize("name", ["BGR in one image", "temperature", "another rollout's tokens"])
+def test_a_planted_fault_is_named_whatever_is_called_an_alarm(name, tmp_path_factory):
+    at = scene("qwen2_5_vl", tmp_path_factory.getbasetemp())
+    measured, given = (judge(name, "qwen2_5_vl", at, 1, tolerance=tolerance) for tolerance in (None, 1e-2))
+    assert (given.verdict, given.finding) == ("named", measured.finding)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "index"),
+    [
+        ("gamma applied", "qwen2_5_vl", 0),
+        ("levels over 256, not 255", "qwen3_vl", 2),
+        ("dropout left on", "qwen2_5_vl", 2),
+    ],
+)
+def test_what_is_only_like_a_cause_is_not_named_whatever_is_called_an_alarm(
+    name, family, index, tmp_path_factory
+):
+    """Levels of 2 or 7 bits are like gamma and like levels over 256, and another prompt is like any noise."""
+    outcome = judge(name, family, scene(family, tmp_path_factory.getbasetemp()), index, tolerance=TOLERANCE)
+    assert outcome.verdict == "not named", outcome
+    assert outcome.finding.startswith((": no change that was tried", ": tokens agree up to image"))
+
+
+def test_a_tolerance_below_the_arithmetic_is_an_alarm_without_a_cause(samples, trainer):
+    assert audit(samples, trainer).largest < 1e-4
+    noise = np.random.default_rng(0).choice([-1e-4, 1e-4], len(samples[0])).astype(np.float32)
+    faulty = replace(samples[0], logprobs=samples[0].logprobs + noise * samples[0].loss_mask)
+    report = audit([faulty, *samples[1:]], trainer, tolerance=5e-5)
+    assert not report.ok
+    (finding,) = report.findings
+    assert (finding.cause, finding.variation) == ("unknown", "")
+    assert audit([faulty, *samples[1:]], trainer).ok
+
+
 def test_the_page_lists_what_is_tried_and_what_was_planted():
     page = " ".join((Path(__file__).parents[2] / "docs" / "audit.md").read_text().split())
     assert len(FAULTS) >= 36
