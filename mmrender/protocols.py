@@ -24,7 +24,6 @@ class RenderOptions(TypedDict, total=False):
     videos: Sequence[Any] | None
     add_generation_prompt: bool
     continue_final_message: bool | str
-    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -37,7 +36,6 @@ class BridgeOptions(TypedDict, total=False):
     history: History
     images: Sequence[Any] | None
     videos: Sequence[Any] | None
-    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -46,7 +44,6 @@ class ParseOptions(TypedDict, total=False):
 
     tools: Sequence[Any] | None
     prompt_ids: Sequence[int] | None
-    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -54,7 +54,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "render": tuple(RenderOptions.__annotations__),
     "bridge": tuple(BridgeOptions.__annotations__),
     "parse": tuple(ParseOptions.__annotations__),
-    "profile": ("has_tools", "chat_template", "chat_template_kwargs"),
+    "profile": ("has_tools", "chat_template_kwargs"),
 }
 """Keywords of each call, beside template variables."""
 
@@ -368,7 +368,6 @@ class Renderer:
         videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens:
@@ -384,7 +383,6 @@ class Renderer:
             continue_final_message: Whether to end with the text of the last message, for the model to go on
                 from; a name such as `"reasoning_content"` ends with that field's. None of it counts as
                 sampled.
-            chat_template: A template for this call alone: the name of one of the model's, or Jinja text.
             chat_template_kwargs: Further template variables, such as `{"enable_thinking": False}`.
             **template_arguments: The same as keywords.
 
@@ -410,16 +408,14 @@ class Renderer:
         key = None
         if self._memo is not None:
             options: tuple[Any, ...] = (tools, documents, add_generation_prompt, template_arguments)
-            if continue_final_message or chat_template is not None:
-                options += (continue_final_message, chat_template)
+            if continue_final_message:
+                options += (continue_final_message,)
             key = conversation_key(conversation, fingerprints, *options)
             known = self._memo.get(key) if key is not None else None
             recalled = None if known is None else from_memo(known, self.media)
             if recalled is not None:
                 return recalled
-        template = self._known(
-            "render", tools is not None, template_arguments, chat_template, chat_template_kwargs
-        )
+        template = self._known("render", tools is not None, template_arguments, chat_template_kwargs)
         refuse_misspelt(conversation, template.template.source)
         rendered = Rendering(template, self._writer, self.media, self._unprinted).render(
             conversation,
@@ -447,13 +443,12 @@ class Renderer:
         videos: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TracedStr:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
         arguments = _merged(chat_template_kwargs, template_arguments)
-        known = self._known("render", tools is not None, arguments, chat_template, chat_template_kwargs)
+        known = self._known("render", tools is not None, arguments, chat_template_kwargs)
         conversation = normalize_messages(messages)
         if images is not None or videos is not None:
             conversation = attach_media(conversation, images, videos)
@@ -505,29 +500,19 @@ class Renderer:
         call: str,
         has_tools: bool,
         arguments: Mapping[str, Any],
-        chat_template: str | None,
         in_mapping: Mapping[str, Any] | None = None,
     ) -> KnownTemplate:
         """Find the template with the findings about it; refuse arguments that nobody reads.
 
         Those `in_mapping` came as `chat_template_kwargs`.
         """
-        if chat_template is not None and not isinstance(chat_template, str):
-            raise InputError(
-                "a chat template is text",
-                where="chat_template",
-                expected="the name of one of the model's, or Jinja text",
-                got=describe(chat_template),
-            )
-        if arguments:
-            templates = self.templates
-            reads = templates.arguments if chat_template is None else templates.given(chat_template).arguments
-            for name in arguments:
-                if name not in reads:
-                    where = f"chat_template_kwargs.{name}" if name in (in_mapping or ()) else name
-                    reserved = {*GIVEN, *templates.special_tokens}
-                    raise _unread(name, where, reads, _KEYWORDS[call], reserved)
-        return self.templates.find(arguments, has_tools=has_tools, chat_template=chat_template)
+        reads = self.templates.arguments
+        for name in arguments:
+            if name not in reads:
+                where = f"chat_template_kwargs.{name}" if name in (in_mapping or ()) else name
+                reserved = {*GIVEN, *self.templates.special_tokens}
+                raise _unread(name, where, reads, _KEYWORDS[call], reserved)
+        return self.templates.find(arguments, has_tools=has_tools)
 
     def bridge_to_next_turn(
         self,
@@ -541,7 +526,6 @@ class Renderer:
         history: History = "sampled",
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens | None:
@@ -562,7 +546,6 @@ class Renderer:
                 would now write them differently.
             images: Sources for the image parts that have none.
             videos: The same for video parts.
-            chat_template: The template of the previous rendering, where it was given by call.
             chat_template_kwargs: Template variables of the previous rendering.
             **template_arguments: The same as keywords.
 
@@ -587,9 +570,7 @@ class Renderer:
             messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
             if images is not None or videos is not None:
                 messages = attach_media(messages, images, videos, where="new_messages")
-            known = self._known(
-                "bridge", tools is not None, template_arguments, chat_template, chat_template_kwargs
-            )
+            known = self._known("bridge", tools is not None, template_arguments, chat_template_kwargs)
             refuse_misspelt(messages, known.template.source, "new_messages")
             rendering = Rendering(known, self._writer, self.media, self._unprinted)
             bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
@@ -624,7 +605,6 @@ class Renderer:
         *,
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ParsedResponse":
@@ -634,7 +614,6 @@ class Renderer:
             token_ids: What the model sampled.
             tools: Tool definitions: argument types follow their JSON schemas, and other tools are unknown.
             prompt_ids: The prompt, which says whether it opened a reasoning block.
-            chat_template: The template of the prompt's rendering, where it was given by call.
             chat_template_kwargs: Template variables of the prompt's rendering.
             **template_arguments: The same as keywords.
 
@@ -645,7 +624,6 @@ class Renderer:
         prompt = None if prompt_ids is None else checked_ids(prompt_ids, "prompt_ids", self.vocab_size)
         parser = self.response_parser(
             has_tools=tools is not None,
-            chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
             **template_arguments,
         )
@@ -655,7 +633,6 @@ class Renderer:
         self,
         *,
         has_tools: bool = False,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ResponseParser":
@@ -664,7 +641,7 @@ class Renderer:
         from mmrender.parsing.prove import build_parser
 
         arguments = _merged(chat_template_kwargs, template_arguments)
-        known = self._known("parse", has_tools, arguments, chat_template, chat_template_kwargs)
+        known = self._known("parse", has_tools, arguments, chat_template_kwargs)
         return self._parsers.get_or_compute(
             known, lambda: build_parser(known, grammar=self._tool_call_grammar)
         )
@@ -678,13 +655,12 @@ class Renderer:
         self,
         *,
         has_tools: bool = False,
-        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TemplateProfile:
         """Return the findings about the template for conversations with or without tools."""
         arguments = _merged(chat_template_kwargs, template_arguments)
-        return self._known("profile", has_tools, arguments, chat_template, chat_template_kwargs).profile
+        return self._known("profile", has_tools, arguments, chat_template_kwargs).profile
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
@@ -743,6 +719,12 @@ def _unread(
     name: str, where: str, reads: Sequence[str], keywords: Sequence[str], reserved: Collection[str]
 ) -> InputError:
     """Build the error for an argument that nobody reads; `reserved` are names that the library sets."""
+    if name == "chat_template":
+        return InputError(
+            "a renderer has one chat template",
+            where=where,
+            remedy="Open another renderer: Renderer.from_pretrained(..., chat_template=...)",
+        )
     if name in reserved or name in keywords:
         return InputError(
             f"{name!r} is not for callers to set",

@@ -204,7 +204,7 @@ WITHOUT_TOOL_IMAGES = """{%- for message in messages %}<|im_start|>{{ message.ro
 """Prints the text of tools alone, as GLM-4.5V's template does."""
 
 
-def dropped(renderer: Renderer) -> Page:
+def dropped(model: Path) -> Page:
     """A tool's picture that a template leaves out, beside the same message from a user."""
     before = [
         user("Name the island's highest point."),
@@ -212,7 +212,8 @@ def dropped(renderer: Renderer) -> Page:
     ]
     answer = [_part(terrain(5).resize((320, 320))), _part("The map.")]
     told = [[*before, {"role": role, "content": answer}] for role in ("tool", "user")]
-    options: Any = {"chat_template": WITHOUT_TOOL_IMAGES, "add_generation_prompt": True}
+    renderer = Renderer.from_pretrained(model, image_backend="pil", chat_template=WITHOUT_TOOL_IMAGES)
+    options: Any = {"add_generation_prompt": True}
     # mmrender refuses the tool's picture; these are the tokens that the template writes in spite of it.
     left = [*before, {"role": "tool", "content": answer[1:]}]
     sent, shown = renderer.render(left, **options), renderer.render(told[1], **options)
@@ -317,14 +318,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.pages or Path(scratch)
         tiny = build_tiny_model(Path(scratch) / "tiny")
-        renderer = Renderer.from_pretrained(
-            arguments.model or tiny, image_backend="pil", media_policy=MediaPolicy()
-        )
+        model = arguments.model or tiny
+        renderer = Renderer.from_pretrained(model, image_backend="pil", media_policy=MediaPolicy())
         makers: dict[str, Callable[[], Page]] = {
             "conversation": lambda: conversation(renderer),
             "rollout": lambda: rollout(renderer),
             "retokenized": lambda: retokenized(renderer),
-            "dropped": lambda: dropped(renderer),
+            "dropped": lambda: dropped(model),
             "audit": lambda: audited(tiny),
         }
         pages = {name: make().save(folder / f"{name}.html") for name, make in makers.items()}

@@ -67,7 +67,6 @@ async def generate(
     routed_experts: bool = False,
     routed_experts_prompt_start: int | None = None,
     forbid_media_tokens: bool = False,
-    chat_template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
@@ -103,7 +102,6 @@ async def generate(
         routed_experts_prompt_start: Ask for them, without those of the prompt before this position.
         forbid_media_tokens: Never sample a token that stands for media, such as `<|image_pad|>`. A model that
             was trained does not; one with random weights does, and a trainer cannot take it.
-        chat_template: A template for this call alone; see `Renderer.render`.
         template_arguments: Further template variables, such as `{"enable_thinking": False}`.
         on_tokens: Called with tokens as they arrive; see `OnTokens`.
 
@@ -126,7 +124,6 @@ async def generate(
             tools=tools,
             documents=documents,
             continue_final_message=continue_final_message,
-            chat_template=chat_template,
             chat_template_kwargs=template_arguments,
         )
     prompt = _given_prompt(renderer, prompt_ids, multi_modal_data, prompt_attribution)
@@ -167,7 +164,6 @@ async def generate(
     options: ParseOptions = {
         "tools": tools,
         "prompt_ids": prompt.ids,
-        "chat_template": chat_template,
         "chat_template_kwargs": template_arguments,
     }
     if is_async(renderer):

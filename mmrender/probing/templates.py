@@ -41,8 +41,6 @@ _CODE = ("*.py", *(f"{room}/*.py" for room in _ROOMS))
 FOLDER = "profiles"
 """Where findings are kept, within the folder of `MMRENDER_CACHE`."""
 _MEMORY_ENTRIES = 1024
-_MOST_GIVEN = 16
-"""Templates given by call that stay compiled."""
 _MOST_SETTINGS = 256
 """Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
 
@@ -212,16 +210,12 @@ class TemplateSet:
         self._names = {
             tools: choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)
         }
-        self._sources = sources
         self._tokenizer = tokenizer
         self._model_stop_ids = frozenset(model_stop_ids)
         self.special_tokens = dict(special_tokens or {})
         kind = ChatTemplate if processes is None else partial(IsolatedTemplate, processes=processes)
-        self._compile = partial(kind, special_tokens=self.special_tokens, limits=limits, clock=clock)
-        self._templates = {
-            name: self._compile(sources[name], name=name) for name in set(self._names.values())
-        }
-        self._given: LRUCache[str, ChatTemplate] = LRUCache(_MOST_GIVEN)
+        compile_one = partial(kind, special_tokens=self.special_tokens, limits=limits, clock=clock)
+        self._templates = {name: compile_one(sources[name], name=name) for name in {*self._names.values()}}
         self._folder = folder
         self._known: LRUCache[tuple[str, Hashable], KnownTemplate] = LRUCache(_MOST_SETTINGS)
 
@@ -263,23 +257,7 @@ class TemplateSet:
         """Variables that one of the templates looks up and a caller may give."""
         return tuple(sorted({name for template in self._templates.values() for name in template.arguments}))
 
-    def given(self, chat_template: str) -> ChatTemplate:
-        """One of the model's templates by its name, or another one by its Jinja text.
-
-        Raises:
-            TemplateError: There is none of that name, or the text does not compile.
-        """
-        if not _is_source(chat_template, self._sources):
-            chat_template = choose_template(self._sources, name=chat_template, has_tools=False)
-            if chat_template in self._templates:
-                return self._templates[chat_template]
-        source = self._sources.get(chat_template, chat_template)
-        name = chat_template if chat_template in self._sources else "given"
-        return self._given.get_or_compute(chat_template, lambda: self._compile(source, name=name))
-
-    def find(
-        self, arguments: Mapping[str, Any], *, has_tools: bool, chat_template: str | None = None
-    ) -> KnownTemplate:
+    def find(self, arguments: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
         """The template for a conversation with or without tools, and what is known about it.
 
         Arguments that the template does not read make no difference; texts that it only prints, outside all
@@ -288,10 +266,9 @@ class TemplateSet:
         Args:
             arguments: Template variables.
             has_tools: Whether the conversation has tools.
-            chat_template: The template to take instead; see `given`.
         """
-        name = self._names[has_tools] if chat_template is None else chat_template
-        template = self._templates[name] if chat_template is None else self.given(chat_template)
+        name = self._names[has_tools]
+        template = self._templates[name]
         read = {key: value for key, value in arguments.items() if key in template.arguments}
         try:
             key = plain_key(dict(sorted(read.items())))
@@ -301,7 +278,7 @@ class TemplateSet:
         def build() -> KnownTemplate:
             probed = {key: _printed_as(key, value, template) for key, value in read.items()}
             if probed != read:
-                shared = self.find(probed, has_tools=has_tools, chat_template=chat_template)
+                shared = self.find(probed, has_tools=has_tools)
                 if _PRINTED not in repr(shared.profile):
                     return replace(shared, arguments=read, probed=probed)
             return self._build(template, read, repr(key))

@@ -109,8 +109,7 @@ def build_training_sample(
         videos: See `images`.
         sample_id: Names the sample in errors and batches.
         extra: Data of the caller's, such as a group id, which travels into the batch.
-        **template_arguments: Further template variables, and `documents` and `chat_template` of
-            `Renderer.render`.
+        **template_arguments: Further template variables, and `documents` of `Renderer.render`.
 
     Raises:
         InputError: An option or a weight is not valid, or no message is one to train on.

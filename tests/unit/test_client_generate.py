@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender import generate
+from mmrender import Renderer, generate
 from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
@@ -159,10 +159,11 @@ DOCUMENTED = """{%- for document in documents or [] %}{{ document.text }}{% endf
 {%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
 
 
-def test_options_of_the_rendering_reach_it(renderer):
-    """Documents, a template by call, and a turn that the model goes on with."""
+def test_options_of_the_rendering_reach_it(tiny_model):
+    """Documents, and a turn that the model goes on with."""
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=DOCUMENTED)
     answer = {"role": "assistant", "content": "It is a"}
-    options = {"documents": [{"text": "Cows say moo."}], "chat_template": DOCUMENTED}
+    options = {"documents": [{"text": "Cows say moo."}]}
     for messages, flags in (
         (QUESTION, {"add_generation_prompt": True}),
         ([*QUESTION, answer], {"continue_final_message": True}),
@@ -175,7 +176,7 @@ def test_options_of_the_rendering_reach_it(renderer):
     assert not turn.prompt_attribution.sampled_mask.any()
     # The turn that was gone on with is bridged from as any other.
     ids = turn.prompt_ids, turn.completion_ids
-    bridged = renderer.bridge_to_next_turn(*ids, QUESTION, chat_template=DOCUMENTED)
+    bridged = renderer.bridge_to_next_turn(*ids, QUESTION)
     whole = [*QUESTION, {**answer, "content": "It is a cow."}, *QUESTION]
     assert bridged.token_ids == renderer.render_ids(whole, add_generation_prompt=True, **options)
 

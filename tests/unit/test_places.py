@@ -3,6 +3,8 @@
 import pytest
 
 from mmrender.errors import SpecialTokenError
+from mmrender.probing.templates import TemplateSet
+from mmrender.renderer import Renderer
 from mmrender.template import chat, environment, filters
 from mmrender.template.text import TracedStr
 from mmrender.testing.places import PLACES, check_places, main
@@ -64,8 +66,9 @@ def test_no_operation_of_a_template_makes_content_syntax(printing, operation):
     shown = f"{{{{ {operation} }}}}"
     source = f"{shown}{{% set x %}}{shown}{{% endset %}}{{{{ x }}}}{{% filter trim %}}{shown}{{% endfilter %}}<|im_end|>{{{{ messages[0].content }}}}"
     stop = printing.tokenizer.token_id("<|im_end|>")
+    renderer = Renderer(TemplateSet({"default": source}, printing.tokenizer), printing.tokenizer)
     for text in ("<|im_end|>", "a<|im_end|>b <|im_end|>", ">|dne_mi|<", "<||iimm__eenndd||>>"):
-        ids = printing.render_ids([{"role": "user", "content": "x"}], chat_template=source, persona=text)
+        ids = renderer.render_ids([{"role": "user", "content": "x"}], persona=text)
         assert ids.count(stop) == 1, text
 
 

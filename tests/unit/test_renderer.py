@@ -1,4 +1,4 @@
-"""What the facade refuses, and what it takes by call."""
+"""What the facade refuses, and what it takes."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -16,9 +16,7 @@ from mmrender.errors import (
     MMRenderError,
     RenderError,
     TemplateError,
-    TemplateMissingError,
     TemplateRefusedError,
-    TemplateSyntaxError,
 )
 from mmrender.probing.templates import TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
@@ -53,7 +51,7 @@ CALLS = {
     "parse": (lambda renderer, **given: renderer.parse_response([1], **given), ParseOptions),
 }  # fmt: skip
 RESERVED = (
-    *("messages", "tools", "documents", "add_generation_prompt", "chat_template", "bos_token"),
+    *("messages", "tools", "documents", "add_generation_prompt", "bos_token"),
     *("eos_token", "unk_token", "namespace", "raise_exception", "strftime_now", "range"),
 )
 
@@ -81,9 +79,7 @@ def test_an_argument_that_nobody_reads_is_an_error(printing, name, pooled):
 
 
 def test_the_errors_for_arguments_list_what_there_is(printing):
-    keywords = (
-        "tools, documents, images, videos, add_generation_prompt, continue_final_message, chat_template"
-    )
+    keywords = "tools, documents, images, videos, add_generation_prompt, continue_final_message"
     with pytest.raises(InputError) as caught:
         printing.render(USER, max_pixels=100)
     assert str(caught.value) == (
@@ -141,7 +137,6 @@ NESTED = {
     "documents[0]": lambda value: (USER, {"documents": [{"text": value}]}),
     "persona": lambda value: (USER, {"chat_template_kwargs": {"persona": value}}),
     "images": lambda value: ([{"role": "user", "content": [{"type": "image"}]}], {"images": [value]}),
-    "chat_template": lambda value: (USER, {"chat_template": value}),
     "chat_template_kwargs": lambda value: (USER, {"chat_template_kwargs": [value]}),
     "continue_final_message": lambda value: (USER, {"continue_final_message": "x" * 100_000}),
 }
@@ -321,29 +316,18 @@ def test_a_misspelt_member_of_a_message_is_refused(message, misspelt):
         reading.render_text(conversation)
 
 
-def test_a_template_by_call_has_its_own_profile(printing):
-    """It renders, bridges and parses as a renderer that was opened with it, and leaves the other as it is."""
-    source = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ mood }}{{ m.content }}<|im_end|>{% endfor %}"
-    source += "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-    given = {"chat_template": source}
-    other = Renderer(TemplateSet({"default": source}, printing.tokenizer), printing.tokenizer)
-    before = printing.render(USER, add_generation_prompt=True)
-    ours = printing.render(USER, add_generation_prompt=True, mood="glad", **given)
-    assert ours == other.render(USER, add_generation_prompt=True, mood="glad")
-    assert printing.render(USER, add_generation_prompt=True) == before != ours
-    completion = [*printing.tokenizer.encode("hello"), *printing.get_stop_token_ids()]
-    bridged = printing.bridge_to_next_turn(ours.token_ids, completion, USER, **given)
-    expected = other.bridge_to_next_turn(ours.token_ids, completion, USER)
-    assert bridged.token_ids == expected.token_ids
-    assert bridged.token_ids != printing.bridge_to_next_turn(ours.token_ids, completion, USER).token_ids
-    assert printing.parse_response(completion, **given).content == "hello"
-    assert printing.template_profile(**given).arguments == ("mood",)
-    with pytest.raises(InputError, match="reads this argument"):
-        printing.render(USER, persona="x", **given)
-    with pytest.raises(TemplateMissingError, match="no chat template named 'other'"):
-        printing.render(USER, chat_template="other")
-    with pytest.raises(TemplateSyntaxError):
-        printing.render(USER, chat_template="{% if %}")
+def test_a_template_by_call_is_refused_with_the_way_to_open_one(printing):
+    calls = (
+        partial(printing.render, USER),
+        partial(printing.render_text, USER),
+        partial(printing.bridge_to_next_turn, [1], [2], USER),
+        partial(printing.parse_response, [1]),
+        printing.template_profile,
+    )
+    for call in calls:
+        with pytest.raises(InputError, match="chat_template: a renderer has one chat template") as caught:
+            call(chat_template="{{ messages }}")
+        assert caught.value.remedy.startswith("Open another renderer: Renderer.from_pretrained(")
 
 
 def test_template_variables_come_as_keywords_or_in_one_mapping(printing):

@@ -199,15 +199,13 @@ def test_an_option_that_nobody_reads_names_the_nearest(renderer: Renderer, name:
     assert (caught.value.where, caught.value.remedy) == (name, f"Did you mean {nearest!r}?")
 
 
-def test_documents_and_a_template_by_call_reach_the_sample(renderer: Renderer) -> None:
+def test_documents_reach_the_sample(model: Path) -> None:
     source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     source += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    renderer = Renderer.from_pretrained(model, image_backend="pil", chat_template=source)
+    documents = [{"text": "Known."}]
     sample = build_training_sample(
-        renderer,
-        [user("a"), assistant("b")],
-        documents=[{"text": "Known."}],
-        chat_template=source,
-        final_stop=False,
+        renderer, [user("a"), assistant("b")], documents=documents, final_stop=False
     )
     text = renderer.decode(sample.token_ids.tolist())
     assert text == "Known.<|im_start|>user\na<|im_start|>assistant\nb"
