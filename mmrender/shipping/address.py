@@ -180,24 +180,22 @@ def broken(error: Exception | None, peer: str) -> ShippingError:
 
 
 def _bound(family: socket.AddressFamily, place: _Place, address: Address) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if isinstance(place, str):
-            _remove_stale(place, str(address))
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setblocking(False)
-        sock.bind(place)
-        if isinstance(place, str):
-            # Nobody can connect before listen(), so nobody comes in with other rights than these.
-            os.chmod(place, 0o600)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ShippingConnectionError("cannot bind", where=str(address), got=str(error)) from error
-    except BaseException:
-        sock.close()
-        raise
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        try:
+            if isinstance(place, str):
+                _remove_stale(place, str(address))
+            else:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setblocking(False)
+            sock.bind(place)
+            if isinstance(place, str):
+                # Nobody can connect before listen(), so nobody comes in with other rights than these.
+                os.chmod(place, 0o600)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            raise ShippingConnectionError("cannot bind", where=str(address), got=str(error)) from error
+        stack.pop_all()
     return sock
 
 
