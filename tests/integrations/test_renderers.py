@@ -159,6 +159,24 @@ def test_their_training_samples_train_on_what_ours_do(facade, roles, chosen):
     assert sum(sample.mm_token_type_ids) == sum(span.stop - span.start for span in images)
 
 
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("qwen3_5", {}), ("qwen3_5", {"enable_thinking": False}), ("qwen3_vl_thinking", {})],
+)
+def test_models_that_reason_are_trained_on_answers_and_never_on_nothing(shared_models, model, options):
+    config = CustomRendererConfig(import_path=IMPORT_PATH, **options)
+    facade = create_renderer(Named(shared_models / model), config)
+    ask = {"role": "user", "content": "Which?"}
+    messages = [ask, {"role": "assistant", "content": "A cow."}] * 3
+    sample = renderers.build_training_sample(facade, messages)
+    kept = [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
+    assert facade.renderer.decode(kept) == "A cow.<|im_end|>" * 3
+    dropped = [ask, {"role": "assistant", "content": "A cow.", "reasoning_content": "It moos."}, ask]
+    with pytest.raises(mmrender.RenderError, match=r"^messages\[1\]: no turn of this conversation is one"):
+        renderers.build_training_sample(facade, dropped)
+    assert facade.render(dropped, add_generation_prompt=True).token_ids  # a prompt needs none
+
+
 def test_template_variables_are_the_templates_own(facade, tiny_model):
     config = CustomRendererConfig(import_path=IMPORT_PATH, add_vision_id=True)
     numbered = create_renderer(Named(tiny_model), config)
