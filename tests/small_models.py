@@ -213,12 +213,12 @@ class SmallModel:
         )
 
     def renderer(self, **options: Any) -> Renderer:
-        """A renderer of this model, or with another `tokenizer`; `options` as for `Renderer` and its templates."""
+        """A renderer of this model, or with another `tokenizer` or template (`source`); `options` as for `Renderer`."""
         options = {"memo_bytes": 0, "unprinted": "allow", **options}
         tool_images = options.pop("tool_images", "tool")
         tokenizer = options.pop("tokenizer", self.tokenizer)
         templates = TemplateSet(
-            {"default": self.source},
+            {"default": options.pop("source", self.source)},
             tokenizer,
             special_tokens=self.spec.variables,
             model_stop_ids=[self.tokenizer.added_ids[token] for token in self.spec.stop],

@@ -28,6 +28,7 @@ from mmrender.media import load, sources
 from mmrender.media.item import encoded_image
 from mmrender.model import fast
 from mmrender.pool import RendererPool
+from mmrender.probing.templates import TemplateSet
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 from mmrender.testing.scripted_engine import ScriptedEngine
@@ -322,8 +323,13 @@ def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_ch
 
 def test_a_child_compiles_a_template_while_another_thread_does(renderer):
     messages, source = [{"role": "user", "content": "Moo?"}], "{{ messages[0].content }} in a child"
+
+    def rendered():
+        other = Renderer(TemplateSet({"default": source}, renderer.tokenizer), renderer.tokenizer)
+        return other.render_text(messages)
+
     with thread_within(jinja2.lexer._lexer_cache._wlock):
-        assert in_child(lambda: renderer.render_text(messages, chat_template=source)) == "Moo? in a child"
+        assert in_child(rendered) == "Moo? in a child"
 
 
 def test_processes_of_templates_are_started_again_in_the_child(tiny_model):

@@ -70,7 +70,7 @@ def test_items_follow_the_placeholders(name):
         renderer.render([{"role": "user", "content": [{"type": "image", "image": image}]}]).multi_modal_data
         for image in IMAGES
     ]
-    rendered = renderer.render(conversation(), chat_template=source)
+    rendered = MODELS["everything"].renderer(source=source).render(conversation())
     data = rendered.multi_modal_data
     assert data.mm_hashes["image"] == [hashes[index].mm_hashes["image"][0] for index in order]
     items = data.mm_items["image"]
@@ -103,5 +103,5 @@ def test_items_follow_the_placeholders(name):
 )  # fmt: skip
 def test_what_is_dropped_or_repeated_is_named(source, message):
     with pytest.raises(PlaceholderError) as caught:
-        MODELS["everything"].renderer().render(conversation(), chat_template=source)
+        MODELS["everything"].renderer(source=source).render(conversation())
     assert str(caught.value).startswith(message)
