@@ -261,27 +261,23 @@ class End:
         Raises:
             ShippingClosedError: It is in use in another process, from which this one was forked.
         """
+        pid = os.getpid()
         if not self._pid:
-            self._pid = os.getpid()
-        check_process(self._pid, type(self).__name__)
+            self._pid = pid
+        if self._pid != pid:  # where neither its event loop nor its threads run
+            raise ShippingClosedError(
+                "in use in the process from which this one was forked",
+                where=type(self).__name__,
+                expected=f"process {self._pid}",
+                got=f"process {pid}",
+                remedy="Make another one in each process, or use it first after the fork",
+            )
 
     def __reduce__(self) -> NoReturn:
         raise ShippingError(
             "an end of shipping cannot be copied or pickled: messages of two copies would be taken for one",
             where=type(self).__name__,
             remedy="Pass the address, and make another one there",
-        )
-
-
-def check_process(pid: int, where: str) -> None:
-    """Check that this is the process with this id; the others have neither its event loop nor its threads."""
-    if pid != os.getpid():
-        raise ShippingClosedError(
-            "in use in the process from which this one was forked",
-            where=where,
-            expected=f"process {pid}",
-            got=f"process {os.getpid()}",
-            remedy="Make another one in each process, or use it first after the fork",
         )
 
 

@@ -39,7 +39,6 @@ from mmrender.shipping.protocol import (
     Timing,
     Welcome,
     check_options,
-    check_process,
     expect,
     to_wire,
 )
@@ -65,6 +64,7 @@ class Delivery:
 
     id: str
     data: Data
+    _sender: End = field(repr=False)
     error: ShippingError | None = None
     reported: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +75,6 @@ class Delivery:
     _encoder: Encoder | None = None
     _num_bytes: int = 0
     _was_sent: bool = False
-    _pid: int = field(default_factory=os.getpid)
 
     @property
     def acknowledged(self) -> bool:
@@ -94,7 +93,7 @@ class Delivery:
             raise self.error
 
     def __await__(self) -> Generator[Any, None, None]:
-        check_process(self._pid, f"message {self.id!r}")
+        self._sender.claim()
         yield from self.settled.wait().__await__()
         self.check()
 
@@ -264,7 +263,7 @@ class Sender(End):
         )
         self._check()
         data = Data(self._next, os.urandom(8), kind, [])
-        delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, _wire=wire)
+        delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, self, _wire=wire)
         # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
         # next connection, this one is encoded without a table, to see that it can be.
         is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
