@@ -88,6 +88,7 @@ ELSEWHERE = {
 LEFT_OUT = {
     "docs/vllm.md": ("llm.generate", "a vLLM in this process; tests/integration runs the like"),
     "mmrender/training/collator.py": ("Trainer(", "accelerate; test_training_page.py runs the like"),
+    "mmrender/training/dataset.py": ("describe(", "64 records; test_trajectory_dataset.py runs the like"),
     "docs/use-datasets.md": (
         "multiprocessing_context",
         "workers that are spawned from a file; test_datasets.py runs the like",

@@ -2,8 +2,8 @@
 
 ```python
 trajectory = Trajectory()
-trajectory.append_turn(await generate(..., prompt_attribution=rendered))
-trajectory.append_turn(await generate(..., prompt_attribution=bridged))
+trajectory.append_turn(turn)               # as `generate` returned it
+trajectory.append_turn(next_turn)          # its prompt was bridged from the turn before
 samples = trajectory.samples()
 frames = trajectory.to_frames()            # for a transport of your own: Trajectory.from_frames(frames)
 ```

@@ -102,8 +102,16 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
     )
     rollout = Trajectory()
     rollout.append(rendered.token_ids, [40, 41], logprobs=[-0.1, -0.2], multi_modal_data=data)
+    turn, next_turn = (
+        SimpleNamespace(
+            prompt_ids=prompt.token_ids, completion_ids=[40, 41], logprobs=[-0.1, -0.2], finish_reason="length",
+            multi_modal_data=prompt.multi_modal_data, routed_experts=None, weight_versions=(), allowed=(),
+            restricted=(),
+        )
+        for prompt in (rendered, bridged)
+    )  # fmt: skip
     given |= {
-        "rendered": rendered, "bridged": bridged, "response": response, "more": response,
+        "turn": turn, "next_turn": next_turn, "rendered": rendered, "bridged": bridged, "response": response, "more": response,
         "prompt_ids": rendered.token_ids, "next_prompt_ids": bridged.token_ids, "item": data.mm_items["image"][0],
         "trajectory": rollout, "group": [rollout, rollout], "directory": tiny_model, "renderer": renderer,
     }  # fmt: skip
