@@ -604,6 +604,16 @@ def _(at, index):
     )
 
 
+@row("dropout of little effect")
+def _(at, index):
+    torch.manual_seed(index)
+
+    def weakly(x):
+        return x + 0.03 * (torch.nn.functional.dropout(x, 0.1) - x)
+
+    return computed_by(at, index, outputs(language(at).layers[0].mlp, weakly))
+
+
 def some_stale(at: Scene, index: int, holds: Callable[[str], bool]) -> Planted:
     with other_weights(at.model, lambda name: True) as old:
         pass

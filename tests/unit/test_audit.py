@@ -309,13 +309,13 @@ def test_a_planted_fault_is_named_whatever_is_called_an_alarm(name, tmp_path_fac
     [
         ("gamma applied", "qwen2_5_vl", 0),
         ("levels over 256, not 255", "qwen3_vl", 2),
-        ("dropout left on", "qwen2_5_vl", 2),
+        ("dropout of little effect", "qwen2_5_vl", 2),
     ],
 )
 def test_what_is_only_like_a_cause_is_not_named_whatever_is_called_an_alarm(
     name, family, index, tmp_path_factory
 ):
-    """Levels of 2 or 7 bits are like gamma and like levels over 256, and another prompt is like any noise."""
+    """Levels of 2 or 7 bits are like gamma and like levels over 256, and another dtype is like any noise."""
     outcome = judge(name, family, scene(family, tmp_path_factory.getbasetemp()), index, tolerance=TOLERANCE)
     assert outcome.verdict == "not named", outcome
     assert outcome.finding.startswith((": no change that was tried", ": tokens agree up to image"))
