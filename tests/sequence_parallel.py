@@ -143,6 +143,8 @@ def samples_of(tiny: TinyFamily) -> list[Any]:
         rng = np.random.default_rng(number)
         mask = (rng.random(len(one)) < 0.4) & (number != 1)
         mask[0] = False
+        for span in one.media_spans:
+            mask[span.start : span.stop] = False
         values = rng.normal(size=(2, len(one))).astype(np.float32)
         weights = np.where(mask, values[1] ** 2, 0).astype(np.float32)
         samples.append(replace(one, loss_mask=mask, advantages=values[0], loss_weights=weights))
