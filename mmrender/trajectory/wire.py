@@ -307,7 +307,6 @@ _MALFORMED: Final = (
     AttributeError,
     ValueError,
     RecursionError,
-    BufferError,  # an array of another dtype
 )
 """Errors that a damaged table of trajectories ends in."""
 
@@ -332,6 +331,14 @@ def read_records(wire: Any) -> list[Record]:
         )
     try:
         form = msgspec.convert(wire, _Form)
+        if not isinstance(form.table, np.ndarray) or form.table.dtype != np.uint8 or form.table.ndim != 1:
+            got = f"{getattr(form.table, 'dtype', type(form.table).__name__)} {np.shape(form.table)}"
+            raise TrajectoryError(
+                "the table of trajectories is malformed",
+                where="wire.table",
+                expected="an array of uint8 (bytes,)",
+                got=got,
+            )
         table = msgspec.msgpack.decode(np.ascontiguousarray(form.table).data, type=Table)
     except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import msgspec
 import numpy as np
@@ -340,9 +341,10 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
         trajectories_from_wire(wire)
 
 
-@pytest.mark.parametrize("dtype", ["datetime64[s]", "object", "float16", "bool"])
+@pytest.mark.parametrize("dtype", ["datetime64[s]", "object", "float16", "bool", "int8"])
 def test_a_table_of_another_dtype_is_malformed(dtype):
     wire = trajectories_to_wire([Trajectory()])
     wire["table"] = np.zeros(9, dtype)
-    with pytest.raises(TrajectoryError, match="trajectories are malformed"):
+    expected = rf"^wire.table: .* expected an array of uint8 \(bytes,\), got {re.escape(str(np.dtype(dtype)))} \(9,\)$"
+    with pytest.raises(TrajectoryError, match=expected):
         trajectories_from_wire(wire)
