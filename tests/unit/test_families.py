@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mmrender.testing.parity import Difference, Mismatch, ParityReport
+from mmrender.testing.reference import ReferenceRendering
 from small_models import train_byte_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +119,24 @@ def test_outcomes_of_model_types_follow_from_the_reports_of_parity(processors):
     ]
     for report, for_chat, kind in cases:
         assert processors.judged(report, for_chat=for_chat)[0] == kind
+
+
+def test_a_model_is_for_chat_if_its_processor_renders_text_with_an_image(processors, monkeypatch):
+    for write, expected in (
+        (lambda text: [len(text)], True),
+        (lambda _: [1], False),  # a prompt of its own
+        (lambda _: 1 // 0, False),
+    ):
+
+        class Reference:
+            def __init__(self, *_):
+                pass
+
+            def render(self, messages, write=write):
+                return ReferenceRendering("", write(messages[0]["content"][0]["text"]))
+
+        monkeypatch.setattr(processors, "ReferenceRenderer", Reference)
+        assert processors.renders_images(Path(), "pil") is expected
 
 
 def test_a_model_type_counts_by_the_mode_where_it_is_worse(processors):
