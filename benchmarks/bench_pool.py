@@ -129,7 +129,7 @@ def interleaved(contenders: dict[str, Callable[[], object]], load: Load, rounds:
 def throughput(load: Load, peer: Peer | None, rounds: int) -> dict[str, float]:
     """Conversations per second."""
     contenders: dict[str, Callable[[], object]] = {}
-    pools = {count: Renderer(load.renderer, workers=count, media_threads=0) for count in WORKERS}
+    pools = {count: RendererPool(load.renderer, workers=count, media_threads=0) for count in WORKERS}
     for count, pool in pools.items():
         contenders[f"pool {count}"] = lambda pool=pool: asyncio.run(load.through(pool))
     if peer is not None:
@@ -157,7 +157,7 @@ def check_peer(peer: Peer, load: Load) -> None:
 
 def latency(load: Load, messages: list[dict[str, Any]], rounds: int) -> dict[str, float]:
     """Seconds of one conversation with many pictures, by media threads."""
-    pools = {count: Renderer(load.renderer, workers=1, media_threads=count) for count in MEDIA_THREADS}
+    pools = {count: RendererPool(load.renderer, workers=1, media_threads=count) for count in MEDIA_THREADS}
     contenders = {
         str(count): lambda pool=pool: asyncio.run(pool.arender(messages)) for count, pool in pools.items()
     }
