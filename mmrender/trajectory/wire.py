@@ -311,6 +311,13 @@ _MALFORMED: Final = (
 """Errors that a damaged table of trajectories ends in."""
 
 
+def _bytes_of(table: Any) -> memoryview:
+    if not isinstance(table, np.ndarray) or table.dtype != np.uint8 or table.ndim != 1:
+        got = f"{getattr(table, 'dtype', type(table).__name__)} {np.shape(table)}"
+        raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
+    return np.ascontiguousarray(table).data
+
+
 def read_records(wire: Any) -> list[Record]:
     """Return the content of trajectories from plain data, which may come from anywhere: all of it is checked.
 
@@ -331,15 +338,7 @@ def read_records(wire: Any) -> list[Record]:
         )
     try:
         form = msgspec.convert(wire, _Form)
-        if not isinstance(form.table, np.ndarray) or form.table.dtype != np.uint8 or form.table.ndim != 1:
-            got = f"{getattr(form.table, 'dtype', type(form.table).__name__)} {np.shape(form.table)}"
-            raise TrajectoryError(
-                "the table of trajectories is malformed",
-                where="wire.table",
-                expected="an array of uint8 (bytes,)",
-                got=got,
-            )
-        table = msgspec.msgpack.decode(np.ascontiguousarray(form.table).data, type=Table)
+        table = msgspec.msgpack.decode(_bytes_of(form.table), type=Table)
     except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     reader = _Reader(

@@ -345,6 +345,8 @@ def test_few_bytes_cannot_become_many_tokens(monkeypatch):
 def test_a_table_of_another_dtype_is_malformed(dtype):
     wire = trajectories_to_wire([Trajectory()])
     wire["table"] = np.zeros(9, dtype)
-    expected = rf"^wire.table: .* expected an array of uint8 \(bytes,\), got {re.escape(str(np.dtype(dtype)))} \(9,\)$"
+    expected = (
+        rf"^wire: .* expected an array of uint8 \(bytes,\), got {re.escape(str(np.dtype(dtype)))} \(9,\)$"
+    )
     with pytest.raises(TrajectoryError, match=expected):
         trajectories_from_wire(wire)
