@@ -127,12 +127,11 @@ class LocalBackend:
         }
         self._max_batch = max_batch_size
         self._transport = NullTransport()
-        self._is_of_parent = False
+        self._is_of_parent = self._closed = False
         self._begin()
         watch_forks(self)
 
     def _begin(self) -> None:
-        self._closed = False
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "mmrender-local")
         self._waiting: deque[_Waiting] = deque()

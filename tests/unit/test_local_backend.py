@@ -248,8 +248,8 @@ def test_no_more_run_at_once_than_are_allowed(tiny_model, prompts):
 
 
 def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompts):
-    named = resolve_backend("local", None, str(tiny_model))
-    assert resolve_backend("local", None, str(tiny_model)) is named
+    named = resolve_backend("local", str(tiny_model))
+    assert resolve_backend("local", str(tiny_model)) is named
     model = weakref.ref(named.model)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("mmrender-local")}
     generate(named, request(prompts["text"]))
@@ -259,9 +259,9 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
         if each.name.startswith("mmrender-local") and each not in threads
     )
     for number in range(3):  # the newest is kept for the next call that names it, and one that a client holds
-        resolve_backend("local", None, str(tmp_path / str(number)))
-        assert (resolve_backend("local", None, str(tiny_model)) is named) == (number < 3)
-    resolve_backend("local", None, str(tmp_path))
+        resolve_backend("local", str(tmp_path / str(number)))
+        assert (resolve_backend("local", str(tiny_model)) is named) == (number < 3)
+    resolve_backend("local", str(tmp_path))
     del named
     gc.collect()
     assert model() is None
