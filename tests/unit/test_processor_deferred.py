@@ -109,16 +109,23 @@ class Words:
 
 
 class Whole:
-    """A processor of videos whose tokens around a placeholder are the template's, or its own as well."""
+    """A processor of videos whose tokens around a placeholder are the template's, or its own as well.
+
+    It samples 32 frames of a video, unless its frames are sampled already.
+    """
 
     video_token = "<video>"
 
     def __init__(self, replaced: str = "<video>", most: int = 2, numbers: bool = False) -> None:
         self.tokenizer, self.replaced, self.most, self.numbers = Words(), replaced, most, numbers
 
-    def __call__(self, text: str, videos: list[np.ndarray], **_: object) -> dict[str, np.ndarray]:
+    def __call__(
+        self, text: str, videos: list[np.ndarray], do_sample_frames: bool = True, **_: object
+    ) -> dict[str, np.ndarray]:
         if len(videos) > self.most:
             raise ValueError("too many")
+        if do_sample_frames and len(videos[0]) < 32:
+            raise ValueError("fewer frames than it samples")
         for number in range(len(videos)):
             text = text.replace(self.replaced, f"{number if self.numbers else 0} s<v><Video><Video></v>", 1)
         output = self.tokenizer(text.replace("<Video>", "<video>"))
@@ -134,7 +141,7 @@ def watching(whole: Whole, video_text: str = "<v><video></v>") -> AdaptedVideoPr
 
 def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
     videos = watching(Whole())
-    run = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None))
+    run = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None, indices=(0, 1)))
     assert videos._parted(run.text, videos.covers)[1] == "0 s<v><video><video></v>"
     assert set(_tensors(run)) == {"pixel_values_videos", "seconds"}
 

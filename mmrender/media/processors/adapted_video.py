@@ -24,8 +24,8 @@ from mmrender.media.processors.transformers import AFTER, BEFORE, BETWEEN, arith
 from mmrender.media.processors.watched import ChosenError, Run, WatchedProcessor, as_numpy
 
 _FORMAT_VERSION = 1
-_BLANK, _TIMES = np.zeros((8, 128, 128, 3), np.uint8), Timeline(8, 1.0)
-"""A video of eight seconds, for probes."""
+_BLANK, _TIMES = np.zeros((8, 128, 128, 3), np.uint8), Timeline(8, 1.0, indices=tuple(range(8)))
+"""A video of eight seconds for probes, its frames sampled: some processors sample more frames than it has."""
 
 
 class AdaptedVideoProcessor(VideoProcessor):
