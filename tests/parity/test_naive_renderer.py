@@ -15,7 +15,6 @@ MODELS = {
     "qwen2_5_vl": ("<|image_pad|>", "<|im_end|>"),
     "qwen3_vl": ("<|image_pad|>", "<|im_end|>"),
     "internvl3": ("<IMG_CONTEXT>", "<|im_end|>"),
-    "idefics3": ("<image>", "<|end_of_text|>"),
 }
 """Placeholder and stop token of models whose turns begin with their prompt."""
 TEXT = st.text(
