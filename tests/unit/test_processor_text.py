@@ -170,3 +170,21 @@ def test_a_tensor_that_counts_on_from_the_images_before_is_refused(tmp_path, mon
 def test_an_image_that_depends_on_the_text_beside_it_is_refused(tmp_path):
     with pytest.raises(ProcessorError, match="writes an image differently beside other text"):
         load_processor(idefics2(tmp_path), image_backend="pil")
+
+
+@pytest.mark.parametrize("build", [pixtral, mllama])
+def test_opening_a_processor_processes_few_images_however_many_texts_it_is_proved_over(
+    tmp_path, monkeypatch, build
+):
+    loaded = load_processor(build(tmp_path), image_backend="pil")
+    kind = type(loaded._image_processor)
+    processed = []
+    whole = kind.preprocess
+
+    def counting(self, *args, **kwargs):
+        processed.append(1)
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "preprocess", counting)
+    load_processor(build(tmp_path), image_backend="pil")
+    assert 0 < len(processed) <= 24

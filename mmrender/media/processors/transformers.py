@@ -107,8 +107,9 @@ class TransformersProcessor(MediaProcessor):
         self.placeholder = {"image": token, "video": video} if isinstance(video, str) else {"image": token}
         self._around = ("", "")
         self._of_text: Mapping[BosPlace, Affixes] = {}
-        self._require_placeholder(image_text)
-        self._affixes = {"none": self._learn("none")}
+        with watched.processing_images_once():
+            self._require_placeholder(image_text)
+            self._affixes = {"none": self._learn("none")}
         alone = [self._observe(_blank(*size), 1) for size in _PROBE_SIZES]
         self._image_options = dict(alone[0].image_options)
         self._feature_token = self._find_feature_token(files, alone[0].pieces[0])
@@ -116,9 +117,10 @@ class TransformersProcessor(MediaProcessor):
         self.settings_digest = digest_settings(self._described(files))
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
             self._prove(seen, *size)
-        self._affixes |= {place: self._learn(place) for place in watched.bos_places if place != "none"}
-        for place in watched.bos_places:
-            self._prove_text(place)
+        with watched.processing_images_once():
+            self._affixes |= {place: self._learn(place) for place in watched.bos_places if place != "none"}
+            for place in watched.bos_places:
+                self._prove_text(place)
 
     @property
     def _reference(self) -> Any:

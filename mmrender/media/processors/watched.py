@@ -4,6 +4,8 @@ The text that reaches its tokenizer is the authority for prompts: expansions and
 beside them are learnt from it, for any family and with no rule of ours.
 """
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,13 +57,14 @@ class WatchedProcessor:
         self.lock = threading.RLock()
         self._build = build
         self._reference: Any = None
+        self._kept_images: dict[bytes, Any] | None = None
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
         """Build the processor anew, at its next use, if another thread was in the middle of a run."""
         use_one_torch_thread()
         if not self.lock.acquire(blocking=False):
-            self._reference = None
+            self._reference = self._kept_images = None
         self.lock = threading.RLock()
 
     @property
@@ -109,6 +112,8 @@ class WatchedProcessor:
             names = [name for name in ("tokenizer", "image_processor") if hasattr(processor, name)]
             # Under the lock: outside it, these may be another thread's recorders.
             recorders = {name: _Recorder(getattr(processor, name)) for name in names}
+            if "image_processor" in recorders:
+                recorders["image_processor"].kept = self._kept_images
             for name, recorder in recorders.items():
                 setattr(processor, name, recorder)
             try:
@@ -134,6 +139,16 @@ class WatchedProcessor:
             frozenset(images.returned if images else ()),
             {key: value for key, value in images.options.items() if key != "images"} if images else {},
         )
+
+    @contextmanager
+    def processing_images_once(self) -> Iterator[None]:
+        """Process equal images once for all runs within, which differ in their text alone."""
+        with self.lock:
+            self._kept_images = {}
+            try:
+                yield
+            finally:
+                self._kept_images = None
 
     def tokens_beside(self, run: Run) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids of a run before and after those of its text.
@@ -196,10 +211,11 @@ class ChosenError(Exception):
 
 
 class _Recorder:
-    """A part of a processor that notes its last call."""
+    """A part of a processor that notes its last call; with `kept`, equal calls are made once."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
+        self.kept: dict[bytes, Any] | None = None
         self.args: tuple[Any, ...] = ()
         self.options: dict[str, Any] = {}
         self.returned: dict[str, Any] = {}
@@ -210,9 +226,18 @@ class _Recorder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Note the call, and make it."""
         self.args, self.options = args, dict(kwargs)
-        result = self.part(*args, **kwargs)
+        result = self.part(*args, **kwargs) if self.kept is None else self._once(self.kept, args, kwargs)
         self.returned = dict(result)
         return result
+
+    def _once(self, kept: dict[bytes, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            key = pickle.dumps((args, kwargs))
+        except (pickle.PicklingError, TypeError, AttributeError):  # an option of a processor's own code
+            return self.part(*args, **kwargs)
+        if key not in kept:
+            kept[key] = self.part(*args, **kwargs)
+        return copy.copy(kept[key])  # processors take members out of it
 
 
 @contextmanager
