@@ -5,7 +5,6 @@ threads ask for it. `FileCache` keeps small values between processes. `AsyncSing
 coroutines of one or several event loops.
 """
 
-import asyncio
 import functools
 import logging
 import os
@@ -26,6 +25,9 @@ from blake3 import blake3
 
 from mmcodecs.forks import watch_forks
 from mmrender._version import __version__
+
+if TYPE_CHECKING:
+    import asyncio
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -294,6 +296,8 @@ class AsyncSingleFlight(Generic[K, V]):
 
     async def run(self, key: K, ask: Callable[[], Awaitable[V]]) -> V:
         """Return the result of `ask`, or of the call that is in flight for `key` on this event loop."""
+        import asyncio
+
         slot = (key, asyncio.get_running_loop())
         flight = self._running.get(slot)
         if flight is None:

@@ -5,10 +5,12 @@ Nothing is looked for until something asks that mmrender itself cannot answer, a
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrender.errors import PluginError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 class Plugin(NamedTuple):
@@ -39,6 +41,8 @@ def load_plugins(group: str, is_valid: Callable[[Any], bool], expected: str) -> 
     Raises:
         PluginError: One cannot be loaded, is of another kind, or has another one's name.
     """
+    from importlib.metadata import entry_points
+
     found: dict[str, Plugin] = {}
     for entry in entry_points(group=group):
         where = _described(entry)
@@ -55,7 +59,7 @@ def load_plugins(group: str, is_valid: Callable[[Any], bool], expected: str) -> 
     return found
 
 
-def _described(entry: EntryPoint) -> str:
+def _described(entry: "EntryPoint") -> str:
     package = "an unnamed package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
     return f"entry point {entry.name!r} ({entry.value}) of {package} in {entry.group}"
 

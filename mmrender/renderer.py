@@ -1,6 +1,5 @@
 """The facade: a model directory in, rendered conversations out."""
 
-import asyncio
 import contextvars
 import datetime
 import difflib
@@ -296,6 +295,8 @@ class Renderer:
 
     async def aclose(self) -> None:
         """`close` without holding up the event loop."""
+        import asyncio
+
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:

@@ -1,17 +1,19 @@
 """The threads of a renderer: they open at the first call, open again after a fork, and are closed by name."""
 
-import asyncio
 import contextvars
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from mmcodecs.forks import watch_forks
 from mmrender.errors import InputError, PoolClosedError, PoolFullError
+
+if TYPE_CHECKING:
+    import asyncio
 
 Result = TypeVar("Result")
 
@@ -94,6 +96,8 @@ class Workers:
             PoolFullError: `nowait`, and every place is taken.
             PoolClosedError: The threads are closed.
         """
+        import asyncio
+
         loop = asyncio.get_running_loop()
         places = self._places.setdefault(loop, asyncio.Semaphore(self.count + self.queue_size))
         if nowait and places.locked():

@@ -11,7 +11,6 @@ import datetime
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -92,6 +91,8 @@ class Findings:
 @cache
 def code_digest() -> str:
     """Digest of the code that probes, and of the releases that it runs on."""
+    from importlib.metadata import version
+
     return " ".join([digest_of_code(_CODE), *map(version, ("jinja2", "tokenizers"))])
 
 
