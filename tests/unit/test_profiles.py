@@ -1,5 +1,6 @@
 """The disk cache of what probing found out."""
 
+import importlib.metadata
 import os
 import threading
 from pathlib import Path
@@ -140,7 +141,9 @@ def test_other_code_and_other_releases_make_other_entries(monkeypatch: pytest.Mo
     seen = {templates.code_digest.__wrapped__()}
     for package in ("jinja2", "tokenizers"):
         with monkeypatch.context() as patch:
-            patch.setattr(templates, "version", lambda name, other=package: "9" if name == other else "1")
+            patch.setattr(
+                importlib.metadata, "version", lambda name, other=package: "9" if name == other else "1"
+            )
             seen.add(templates.code_digest.__wrapped__())
     assert len(seen) == 3
 
