@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ class ReadLocks:
         self._reading = {}
 
     @contextmanager
-    def reading(self, source: object) -> Iterator[None]:
-        """Hold the lock of an object.
+    def reading(self, source: object, is_changed: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Hold the lock of an object, which this reading changes unless `is_changed` says otherwise.
 
         Raises:
             MediaDecodeError: A fork has interrupted the reading of the object.
@@ -94,7 +94,8 @@ class ReadLocks:
             )
         with self._locks[id(source) // 16 % len(self._locks)]:
             reading, thread = self._reading, threading.get_ident()
-            reading[thread] = source
+            if is_changed():
+                reading[thread] = source
             try:
                 yield
             finally:
