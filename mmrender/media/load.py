@@ -17,9 +17,8 @@ refused.
 import importlib
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -135,9 +134,13 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     return image
 
 
-def _is_lazy(image: Image.Image) -> bool:
-    """Whether reading decodes the image, or parses its metadata."""
-    return bool(getattr(image, "tile", None) or (image.info and getattr(image, "_exif", None) is None))
+def reading(image: Image.Image) -> AbstractContextManager[None]:
+    """Hold the lock of an image, see `ReadLocks`; reading changes nothing if all of it is loaded."""
+
+    def is_lazy() -> bool:
+        return bool(getattr(image, "tile", None) or (image.info and getattr(image, "_exif", None) is None))
+
+    return image_locks.reading(image, is_lazy)
 
 
 def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
@@ -147,7 +150,7 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
     """
     _check_pixels(image.size, policy)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_locks.reading(image, partial(_is_lazy, image)), _named_errors(image.format or "image"):
+    with reading(image), _named_errors(image.format or "image"):
         tiles = getattr(image, "tile", None)
         if tiles:
             _refuse_lenient_pillow()

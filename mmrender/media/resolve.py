@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache
 from mmrender.errors import MediaDecodeError, MessageError, MMRenderError, ProcessorError
-from mmrender.media.load import LoadedImage, image_locks, load_image
+from mmrender.media.load import LoadedImage, load_image, reading
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
@@ -287,7 +287,7 @@ def _image_fingerprint(image: Image.Image) -> Hashable | None:
     if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
         return None
     try:
-        with image_locks.reading(image):
+        with reading(image):
             image.load()
             orientation = image.getexif().get(ExifTags.Base.Orientation)
     except MediaDecodeError:  # loading it says the same, and where
