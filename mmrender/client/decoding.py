@@ -16,9 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final
 
+from mmrender.caching import cached_property
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.types import EngineRequest, FinishReason, OnTokens
 from mmrender.errors import EngineUnsupportedError

@@ -57,7 +57,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         Raises:
             ProcessorError: It writes more beside a video than beside text.
         """
-        run = self._run(_BLANK, _TIMES)
+        run = self._probe
         start, end = self._around
         is_kept = BEFORE + start in run.text and end + AFTER in run.text
         covered = ("", "") if is_kept else (start, end)
@@ -84,7 +84,7 @@ class AdaptedVideoProcessor(VideoProcessor):
             pair = self._run(_BLANK, _TIMES, 2).text
         except MediaError:
             return False
-        one = self._run(_BLANK, _TIMES).text
+        one = self._probe.text
         opening, piece, _ = self._parted(one, self.covers)
         start, end = self._around
         between = end.removeprefix(self.covers[1]) + BETWEEN + start.removesuffix(self.covers[0])
@@ -96,6 +96,11 @@ class AdaptedVideoProcessor(VideoProcessor):
                 got=repr(pair[-200:]),
             )
         return True
+
+    @cached_property
+    def _probe(self) -> Run:
+        """The run on one video that the others are held against."""
+        return self._run(_BLANK, _TIMES)
 
     @cached_property
     def _around(self) -> tuple[str, str]:
