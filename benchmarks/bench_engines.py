@@ -29,7 +29,7 @@ from measure import machine, table  # noqa: E402
 
 from mmrender.client.types import EngineResponse, Usage  # noqa: E402
 from mmrender.engines.client import InferenceEngineClient  # noqa: E402
-from mmrender.spans import MultiModalData, PlaceholderRange  # noqa: E402
+from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.testing.scripted_engine import ScriptedEngine  # noqa: E402
 
 IN_FLIGHT = (1, 64, 512)

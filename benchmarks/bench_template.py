@@ -29,8 +29,8 @@ from transformers.utils.chat_template_utils import (  # noqa: E402
 from mmrender.content import normalize_messages  # noqa: E402
 from mmrender.model.files import ModelDir  # noqa: E402
 from mmrender.model.tokenizer import Tokenizer  # noqa: E402
-from mmrender.probing.probes import Probes  # noqa: E402
 from mmrender.template.chat import ChatTemplate  # noqa: E402
+from mmrender.template.probes import Probes  # noqa: E402
 from mmrender.template.sources import choose_template, load_templates  # noqa: E402
 
 ROUNDS = (1, 8)

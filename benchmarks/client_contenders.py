@@ -16,7 +16,7 @@ from mmrender.client.placeholders import check_request
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import VLLMBackend, sample_tokens
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 
 Call = Callable[["Load"], Awaitable[Any]]
 

@@ -16,7 +16,7 @@ from PIL import Image
 from mmrender import Renderer
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.resolve import MediaCache
-from mmrender.spans import TensorDtype
+from mmrender.sidecar import TensorDtype
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens
 

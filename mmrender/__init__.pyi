@@ -30,10 +30,10 @@ from .protocols import RendererProtocol as RendererProtocol
 from .protocols import is_multimodal as is_multimodal
 from .renderer import Renderer as Renderer
 from .rollout.client import RendererClient as RendererClient
-from .spans import MediaItem as MediaItem
-from .spans import MediaSpan as MediaSpan
-from .spans import MultiModalData as MultiModalData
-from .spans import PlaceholderRange as PlaceholderRange
+from .sidecar import MediaItem as MediaItem
+from .sidecar import MediaSpan as MediaSpan
+from .sidecar import MultiModalData as MultiModalData
+from .sidecar import PlaceholderRange as PlaceholderRange
 from .tokens.rendered import RenderedTokens as RenderedTokens
 from .training.samples import build_training_sample as build_training_sample
 from .trajectory.sample import TrainingSample as TrainingSample

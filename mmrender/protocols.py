@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, r
 from mmrender.bridge.bridge import History
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import MessageLike, Role
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
     from mmrender.parsing import ParsedResponse
-    from mmrender.probing.profile import TemplateProfile
+    from mmrender.template.profile import TemplateProfile
 
 
 class RenderOptions(TypedDict, total=False):

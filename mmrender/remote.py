@@ -30,7 +30,7 @@ from mmrender.errors import (
 )
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import describe, read_source, sniff
-from mmrender.spans import PlaceholderRange
+from mmrender.sidecar import PlaceholderRange
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 

@@ -26,14 +26,14 @@ from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
 from mmrender.messages import ImagePart, Message, MessageLike, Part, Role, VideoPart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.profile import TemplateProfile
-from mmrender.probing.templates import KnownTemplate, TemplateSet
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.rendering import Rendering, Unprinted, conversation_key, from_memo, new_memo, to_memo
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.template.chat import GIVEN, ToolImages
+from mmrender.template.known import KnownTemplate, TemplateSet
 from mmrender.template.limits import TemplateLimits
+from mmrender.template.profile import TemplateProfile
 from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
 from mmrender.tokens.ids import TokenIds, checked_ids

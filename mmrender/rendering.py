@@ -27,8 +27,8 @@ from mmrender.errors import (
 )
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, TextPart, VideoPart
-from mmrender.probing.templates import KnownTemplate
-from mmrender.spans import MediaItem, MultiModalData
+from mmrender.sidecar import MediaItem, MultiModalData
+from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens

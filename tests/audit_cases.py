@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mmrender.audit import TrainerModel, audit
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.training import collate
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import PAD_ID, item_tokens

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrender.spans import Expansion, MultiModalData, PlaceholderRange, Repeat
+from mmrender.sidecar import Expansion, MultiModalData, PlaceholderRange, Repeat
 
 PAD, OPEN, CLOSE, ROW, FRAME, IMAGE, VIDEO_PAD = 90, 91, 92, 93, 94, 95, 96
 VOCAB = 100

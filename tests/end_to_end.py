@@ -186,7 +186,7 @@ def plant(name, sample, donor, pad):
     """A fault between sampler and trainer, in one sample that has an image."""
     from mmrender.audit.report import sampled_runs
     from mmrender.audit.trial import ChangedItem
-    from mmrender.spans import MultiModalData
+    from mmrender.sidecar import MultiModalData
 
     sidecar = sample.multi_modal_data
     items = [*sidecar.mm_items["image"]]

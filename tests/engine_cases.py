@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.sidecar import MultiModalData, PlaceholderRange
 from mmrender.testing.scripted_engine import Asked, Fault, ScriptedEngine
 
 

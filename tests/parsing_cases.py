@@ -18,9 +18,9 @@ from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.parsing.parser import ResponseParser
 from mmrender.parsing.prove import build_parser
-from mmrender.probing.probes import Probes, user
-from mmrender.probing.templates import KnownTemplate
 from mmrender.template.chat import ChatTemplate
+from mmrender.template.known import KnownTemplate
+from mmrender.template.probes import Probes, user
 from mmrender.template.sources import load_templates
 
 HEAD = """{%- for m in messages %}{{- '<|turn|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"""

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmrender.media.pixels import ImageBackend
-from mmrender.spans import Expansion, Text
+from mmrender.sidecar import Expansion, Text
 from mmrender.testing.reference import has_reference_backend, load_reference_image_processor
 
 PATCH_MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")

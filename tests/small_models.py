@@ -22,9 +22,9 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Geometry, MediaProcessor, Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
-from mmrender.spans import Expansion, Repeat, Text
+from mmrender.sidecar import Expansion, Repeat, Text
+from mmrender.template.known import TemplateSet
 from mmrender.testing.tiny_model import train_byte_pairs
 
 TEMPLATES = Path(__file__).parent / "templates"

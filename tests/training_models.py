@@ -19,7 +19,7 @@ from adapter_models import gemma3 as gemma3_directory
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
 from mmrender.media.processors.registry import load_processor
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
+from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import IMAGE_ID, PAD_ID, item_tokens, patch_processor

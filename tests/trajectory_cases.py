@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.sidecar import MultiModalData, PlaceholderRange
 from tree_cases import PAD, calls
 
 

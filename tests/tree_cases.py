@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from item_cases import patch_item, processed_item
 from mmrender.media.item import ReferenceItem
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.step import same_value
 

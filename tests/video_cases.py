@@ -17,7 +17,7 @@ import torch
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import _torchvision_hidden
 from mmrender.media.processors.video import PatchVideoProcessor
-from mmrender.spans import Expansion, Text
+from mmrender.sidecar import Expansion, Text
 
 MODULES = {
     "Qwen2VLVideoProcessor": "qwen2_vl",

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import TrainingSample
 from mmrender.trajectory.engine_data import AllowedTokens
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mmrender.audit.trainer import ModelChange
 from mmrender.audit.trial import Case, Trial, Variation, Weights, least, scopes
-from mmrender.spans import MediaSpan
+from mmrender.sidecar import MediaSpan
 
 Place: TypeAlias = tuple[Any, Any, Any]
 """What holds a value, its attribute or key, and another value for it."""

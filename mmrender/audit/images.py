@@ -16,7 +16,7 @@ from mmrender.audit.report import Cause, described
 from mmrender.audit.trial import Case, ChangedItem, Edit, Trial, Variation, edited, part, plain, with_items
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.load import load_image
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
 from mmrender.trajectory.sample import TrainingSample
 
 Channels: TypeAlias = tuple[float, ...]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, TrajectoryError
-from mmrender.spans import MediaSpan
+from mmrender.sidecar import MediaSpan
 from mmrender.trajectory.sample import TrainingSample
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]

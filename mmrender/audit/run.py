@@ -24,7 +24,7 @@ from mmrender.media.processors.registry import load_processor
 from mmrender.messages import ImagePart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 from mmrender.training import resolve_references
 from mmrender.trajectory import Trajectory, load_trajectories
 from mmrender.trajectory.sample import RESTRICTED, TrainingSample

@@ -23,7 +23,7 @@ from mmrender.audit.trial import (
     scopes,
     with_sampled,
 )
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
 _MOST_PEERS: Final = 8

@@ -16,7 +16,7 @@ from mmrender.audit.report import Cause, Comparison, Decode, Float32Array, sampl
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
 from mmrender.media.levels import cast
-from mmrender.spans import Framework, MediaItem, MediaSpan, MultiModalData, TensorDtype
+from mmrender.sidecar import Framework, MediaItem, MediaSpan, MultiModalData, TensorDtype
 from mmrender.trajectory.sample import TrainingSample
 
 PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]

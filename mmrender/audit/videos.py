@@ -11,7 +11,7 @@ from mmrender.audit.report import described
 from mmrender.audit.trial import Case, Trial, Variation, with_items
 from mmrender.media.frames import DEFAULT_FPS
 from mmrender.media.item import PatchItem
-from mmrender.spans import MediaSpan
+from mmrender.sidecar import MediaSpan
 
 _MOST_FRAMES: Final = 32
 _FACTORS: Final = (0.5, 2.0, 0.25, 4.0)

@@ -16,7 +16,7 @@ from mmrender.bridge.tail import NotBridged, ReasoningState, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role
 from mmrender.rendering import Rendering
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan

@@ -24,7 +24,7 @@ from mmrender.messages import (
     ToolCall,
     VideoPart,
 )
-from mmrender.probing.probes import (
+from mmrender.template.probes import (
     WORD,
     assistant,
     probe_call,
@@ -33,7 +33,7 @@ from mmrender.probing.probes import (
     user,
     with_reasoning,
 )
-from mmrender.probing.profile import TemplateProfile
+from mmrender.template.profile import TemplateProfile
 
 
 class MediaCount(NamedTuple):

@@ -30,7 +30,7 @@ from mmrender.bridge.tail import HELD, NotBridged, NotPrinted, ReasoningState, T
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role
 from mmrender.rendering import unprinted_messages
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.template.text import plain
 
 _COMBINATIONS = 24

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from mmrender.bridge.histories import ProbeHistory
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.probing.probes import WORD, with_reasoning
-from mmrender.probing.templates import KnownTemplate
+from mmrender.template.known import KnownTemplate
+from mmrender.template.probes import WORD, with_reasoning
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 from mmrender.tokens.spelling import TokenText

@@ -22,7 +22,7 @@ from mmrender.caching import cached_property
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.types import EngineRequest, FinishReason, OnTokens
 from mmrender.errors import EngineUnsupportedError
-from mmrender.spans import MultiModalData, mm_token_type_ids
+from mmrender.sidecar import MultiModalData, mm_token_type_ids
 
 _PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 _PER_SEQUENCE: Final = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")

@@ -40,7 +40,7 @@ from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import GENERATE_PATH, sample_tokens
 from mmrender.client.vllm_images import PixelDtype, features_of, wire_forms
 from mmrender.errors import EngineReplyError, EngineStatusError, EngineUnsupportedError, InputError
-from mmrender.spans import MediaSpan
+from mmrender.sidecar import MediaSpan
 
 CHAT_PATH: Final = "/v1/chat/completions"
 EXTRA_FIELDS: Final = ("completion_token_ids", "prompt_token_ids", "engine_data")

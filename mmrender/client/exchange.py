@@ -25,7 +25,7 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.media.item import encoded_image
-from mmrender.spans import MediaItem, MediaSpan
+from mmrender.sidecar import MediaItem, MediaSpan
 
 _ABORT_SECONDS: Final = 5.0
 _ABORT_GRACE: Final = 0.25

@@ -30,7 +30,7 @@ from mmrender.client.types import (
 )
 from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
 from mmrender.protocols import AsyncRenderer, ParseOptions, RendererProtocol, RenderOptions
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 

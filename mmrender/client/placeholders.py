@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineMismatchError, EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.spans import (
+from mmrender.sidecar import (
     MediaSpan,
     MultiModalData,
     Repeat,

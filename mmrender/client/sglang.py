@@ -36,7 +36,7 @@ from mmrender.errors import (
     PlaceholderError,
     SamplingParameterError,
 )
-from mmrender.spans import collapse
+from mmrender.sidecar import collapse
 
 _log = logging.getLogger("mmrender.client")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 
 from mmrender.client.transport import Transport
 from mmrender.messages import Message
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 

@@ -58,7 +58,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     MediaError,
 )
-from mmrender.spans import MediaSpan, collapse
+from mmrender.sidecar import MediaSpan, collapse
 
 _log = logging.getLogger("mmrender.client")
 

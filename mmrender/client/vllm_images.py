@@ -40,7 +40,7 @@ from mmrender.errors import (
 )
 from mmrender.media.item import EncodedImage, PatchItem, ProcessedItem, encoded_image, tensor_specs
 from mmrender.media.levels import Levels, expanded
-from mmrender.spans import MediaItem, MediaSpan, PlaceholderRange
+from mmrender.sidecar import MediaItem, MediaSpan, PlaceholderRange
 
 _log = logging.getLogger("mmrender.client")
 

@@ -17,7 +17,7 @@ from mmrender.demo.receiver import TIMEOUT, trajectory_digest
 from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
 from mmrender.shipping import Sender
-from mmrender.spans import MultiModalData, mm_token_type_ids
+from mmrender.sidecar import MultiModalData, mm_token_type_ids
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories

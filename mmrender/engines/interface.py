@@ -13,7 +13,7 @@ from mmrender.client.generation import render_prompt
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
 from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
 from mmrender.protocols import RendererProtocol, RenderOptions
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 
 Result = TypeVar("Result")
 

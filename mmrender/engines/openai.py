@@ -19,7 +19,7 @@ from mmrender.engines.interface import OpenAICall, gather_all, prompt_of, with_o
 from mmrender.errors import EngineReplyError, InputError
 from mmrender.parsing import ParsedResponse
 from mmrender.protocols import RendererProtocol, RenderOptions
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 
 Emit = Callable[[dict[str, Any]], None]
 Entry = tuple[int, float, Sequence[tuple[int, float]]]

@@ -28,7 +28,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, MessageLike, VideoPart
 from mmrender.parsing.calls import CallStatus
 from mmrender.renderer import Renderer
-from mmrender.spans import (
+from mmrender.sidecar import (
     TOKEN_TYPES,
     Expansion,
     Framework,

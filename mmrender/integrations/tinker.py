@@ -22,7 +22,7 @@ import tinker
 
 from mmrender.errors import InputError
 from mmrender.media.item import encoded_image
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory.sample import TrainingSample
 
 

@@ -24,7 +24,7 @@ from mmrender.errors import InputError
 from mmrender.messages import Message, Modality
 from mmrender.model.files import find_model
 from mmrender.renderer import Renderer
-from mmrender.spans import mm_token_type_ids
+from mmrender.sidecar import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.training.families import ModelFamily
 from mmrender.training.kwargs import collate_mm_kwargs

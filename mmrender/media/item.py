@@ -29,7 +29,7 @@ from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
 from mmrender.media.video import open_video
 from mmrender.messages import Modality, VideoPart
-from mmrender.spans import Count, Expansion, Framework, MediaItem, Repeat, TensorDtype
+from mmrender.sidecar import Count, Expansion, Framework, MediaItem, Repeat, TensorDtype
 
 Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 """Hex digest of content and processor settings."""

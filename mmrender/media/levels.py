@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.media.pixels import ImageBackend
-from mmrender.spans import Count, TensorDtype
+from mmrender.sidecar import Count, TensorDtype
 
 STORAGE: dict[TensorDtype, type[np.generic]] = {
     "float32": np.float32,

@@ -19,7 +19,7 @@ from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.messages import Modality
 from mmrender.model.files import ModelDir
-from mmrender.spans import Expansion, MediaItem, feature_count
+from mmrender.sidecar import Expansion, MediaItem, feature_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from mmrender.media.processor import MediaProcessor, Prepared
 from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.video import as_array, open_video
 from mmrender.messages import ImagePart, VideoPart
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 
 MediaPart: TypeAlias = ImagePart | VideoPart
 Given = TypeVar("Given")

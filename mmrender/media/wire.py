@@ -27,7 +27,7 @@ import mmcodecs
 from mmrender.errors import MediaError
 from mmrender.media.item import Item, PatchItem, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
-from mmrender.spans import MediaItem, feature_count
+from mmrender.sidecar import MediaItem, feature_count
 
 WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28

@@ -13,9 +13,9 @@ from mmrender.messages import Message, ToolCall
 from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
 from mmrender.parsing.schema import ToolSchemas, tool_schemas
-from mmrender.probing.probes import Carrier, with_reasoning
-from mmrender.probing.profile import ReasoningFormat
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
+from mmrender.template.probes import Carrier, with_reasoning
+from mmrender.template.profile import ReasoningFormat
 from mmrender.tokens.spelling import TokenText, readable
 from mmrender.tokens.turns import Opening, TurnReader, read_opening
 

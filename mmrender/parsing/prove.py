@@ -26,8 +26,8 @@ from mmrender.parsing.parser import (
     split,
 )
 from mmrender.parsing.schema import KINDS
-from mmrender.probing.probes import WORD, assistant, tool_definition, user, with_reasoning
-from mmrender.probing.templates import KnownTemplate
+from mmrender.template.known import KnownTemplate
+from mmrender.template.probes import WORD, assistant, tool_definition, user, with_reasoning
 from mmrender.tokens.turns import TurnReader, read_opening
 
 _ARGUMENTS: dict[str, Any] = {

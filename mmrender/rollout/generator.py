@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mmrender.errors import InputError, MMRenderError
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
-from mmrender.spans import MultiModalData, TensorDtype
+from mmrender.sidecar import MultiModalData, TensorDtype
 from mmrender.trajectory.step import Branch, step_sample
 from mmrender.trajectory.tree import Trajectory
 

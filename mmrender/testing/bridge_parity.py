@@ -18,7 +18,7 @@ from PIL import Image
 from mmrender.errors import MMRenderError
 from mmrender.messages import MessageLike
 from mmrender.renderer import Renderer
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.tokens.rendered import CONTENT_KINDS, RenderedTokens

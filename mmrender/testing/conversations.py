@@ -16,7 +16,7 @@ from PIL import Image
 from mmrender.errors import InputError
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
-from mmrender.probing.profile import TemplateProfile
+from mmrender.template.profile import TemplateProfile
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

@@ -26,7 +26,7 @@ from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.renderer import Renderer
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 from mmrender.template.text import Author
 from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images, sample_videos
 from mmrender.testing.reference import ReferenceRenderer, ReferenceRendering

@@ -18,7 +18,7 @@ from mmrender.errors import PlaceholderError, ProcessorError, SpecialTokenError,
 from mmrender.media.processor import Affixes, BosPlace
 from mmrender.messages import Modality
 from mmrender.model.tokenizer import Before, Match, Run, Tokenizer, is_blank
-from mmrender.spans import Expansion, MediaItem, PlaceholderRange, Repeat, Text
+from mmrender.sidecar import Expansion, MediaItem, PlaceholderRange, Repeat, Text
 from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
 from mmrender.tokens.rendered import TokenKind, TokenSpan
 

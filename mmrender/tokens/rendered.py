@@ -16,7 +16,7 @@ from PIL import Image
 from mmrender.errors import InputError
 from mmrender.media.item import encoded_image
 from mmrender.messages import Role
-from mmrender.spans import MultiModalData, collapse
+from mmrender.sidecar import MultiModalData, collapse
 from mmrender.template.text import Kind
 
 TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
@@ -96,7 +96,7 @@ class RenderedTokens:
         This is what an engine takes that widens placeholders itself; widened ids it would widen once more.
 
         Raises:
-            PlaceholderError: The token cannot be put back; see `mmrender.spans.collapse`.
+            PlaceholderError: The token cannot be put back; see `mmrender.sidecar.collapse`.
         """
         return collapse(self.token_ids, self.multi_modal_data, self.placeholder_ids)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from mmrender.errors import TemplateError
 from mmrender.messages import Message, TextPart, ThinkingPart
-from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.template.profile import ReasoningFormat, TemplateProfile
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Encoded
 from mmrender.tokens.rendered import TokenSpan

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.profile import ReasoningFormat, TemplateProfile
+from mmrender.template.profile import ReasoningFormat, TemplateProfile
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import TokenSpan

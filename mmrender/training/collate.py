@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
 from mmrender.media.item import PatchItem
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import collate_fields, media_of

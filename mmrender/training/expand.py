@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mmrender.media.item import PatchItem, ProcessedItem
 from mmrender.media.levels import Levels, PixelArithmetic
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 from mmrender.training.tensor_list import torch
 
 _LEVELS: Final = 256

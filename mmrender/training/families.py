@@ -21,7 +21,7 @@ from mmrender.errors import BatchError, ModelError
 from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
-    from mmrender.spans import MediaItem
+    from mmrender.sidecar import MediaItem
     from mmrender.training.tensor_list import TensorList
 
 TokenTypes: TypeAlias = Literal["mm_token_type_ids", "token_type_ids"]
@@ -108,7 +108,7 @@ _BIDIRECTIONAL: Final = "text is seen in both directions, with windows that the 
 _MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is not split"
 _MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
-_CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "spans.py")
+_CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "sidecar.py")
 _remembered: dict[str, "Proof"] = {}
 """What was proved in this process, by digest of all that it depends on."""
 _ROTARY_LIMITS: Final = ("original_max_position_embeddings", "max_position_embeddings")

@@ -21,7 +21,7 @@ from mmrender.media.item import (
     tensor_specs,
 )
 from mmrender.media.resolve import map_shared
-from mmrender.spans import MediaItem, MediaSpan, TensorDtype
+from mmrender.sidecar import MediaItem, MediaSpan, TensorDtype
 from mmrender.training.expand import can_expand, expand_on
 from mmrender.training.families import FieldRule, ModelFamily
 from mmrender.training.tensor_list import TensorList, torch

@@ -13,7 +13,7 @@ from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData, Repeat
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, Repeat
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions, collate_fields, media_of
 from mmrender.training.tensor_list import torch

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem, tensor_specs
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily

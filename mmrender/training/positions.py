@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.spans import TOKEN_TYPES
+from mmrender.sidecar import TOKEN_TYPES
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 SPLIT_FRAMES: Final = frozenset(

@@ -23,7 +23,7 @@ from mmrender.caching import cached_property
 from mmrender.errors import BatchError, MissingDependencyError, MMRenderError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import Layout, ModelFamily, Proof, SequenceSplit, TokenTypes

@@ -20,14 +20,14 @@ from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
 from mmrender.tokens.turns import turn_stop
 from mmrender.trajectory.sample import TrainingSample
 
 if TYPE_CHECKING:
-    from mmrender.probing.profile import TemplateProfile
     from mmrender.protocols import RendererProtocol
+    from mmrender.template.profile import TemplateProfile
 
 OnRewritten: TypeAlias = Literal["error", "skip", "content"]
 """Policy for an assistant turn that does not begin with its generation prompt, and for a message whose text,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 
 
 class WeightVersionSpan(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Final, NamedTuple
 
-from mmrender.spans import MediaSpan, common_prefix
+from mmrender.sidecar import MediaSpan, common_prefix
 from mmrender.trajectory.step import Int32Array
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmrender.caching import cached_property
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MediaSpan, MultiModalData, mm_token_type_ids
+from mmrender.sidecar import MediaSpan, MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.trajectory.step import check_ids, same_value
 
 _Path: TypeAlias = tuple[str, ...]

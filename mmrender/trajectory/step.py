@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mmrender.content import normalize_tools
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,

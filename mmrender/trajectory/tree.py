@@ -25,7 +25,7 @@ import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
-from mmrender.spans import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,

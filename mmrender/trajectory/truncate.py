@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import media_before

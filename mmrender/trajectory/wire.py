@@ -30,7 +30,7 @@ from mmrender.content.parts import MEDIA_TYPES
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
-from mmrender.spans import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.sidecar import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
 from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers

@@ -18,7 +18,7 @@ from mmrender.errors import MMRenderError
 from mmrender.media.item import PatchItem, encoded_image
 from mmrender.messages import ImagePart
 from mmrender.renderer import Renderer
-from mmrender.spans import MediaItem, MediaSpan
+from mmrender.sidecar import MediaItem, MediaSpan
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import Branch, TrainingSample, Trajectory
 from mmrender.view.pictures import shown_frames, thumbnails, token_grid

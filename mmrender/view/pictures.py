@@ -12,7 +12,7 @@ from mmrender.errors import MediaError
 from mmrender.media.item import PatchItem, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Levels
 from mmrender.media.load import load_image
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 
 _SIDE: Final = 400
 """Longest side of a thumbnail in pixels: twice what a page shows, for fine screens."""

@@ -6,7 +6,7 @@ Needs rich, which the `cli` extra brings.
 from rich.table import Table
 from rich.text import Text
 
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.data import shared_length
 from mmrender.view.pictures import token_grid

@@ -20,7 +20,7 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.types import EngineRequest, EngineResponse, Generation
 from mmrender.errors import EngineConnectionError, EngineStatusError, PromptTooLongError
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData, mm_token_type_ids
+from mmrender.sidecar import MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
 
 MODEL = "tiny"

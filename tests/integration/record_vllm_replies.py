@@ -25,7 +25,7 @@ from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH
 from mmrender.errors import EngineStatusError, MMRenderError
-from mmrender.spans import collapse
+from mmrender.sidecar import collapse
 from mmrender.testing.tiny_model import build_tiny_model
 from vllm_contract import (
     ALTERNATIVES,

@@ -15,7 +15,7 @@ from mmrender.media.load import load_image
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.registry import load_processor
-from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
+from mmrender.sidecar import MultiModalData, PlaceholderRange, Repeat
 from mmrender.training import ModelFamily, collate
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.trajectory.sample import TrainingSample

@@ -24,7 +24,7 @@ from mmrender.errors import MMRenderError
 from mmrender.media.load import LoadedImage
 from mmrender.media.processor import Prepared
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.tokens.rendered import RenderedTokens
 from small_models import MODELS, SmallModel, SmallProcessor

@@ -11,7 +11,7 @@ from client_prompts import IMAGE, PAD, TOKENS, FakeItem, PromptMaker, qwen_item,
 from mmrender.client.placeholders import check_request
 from mmrender.client.types import EngineRequest
 from mmrender.errors import PlaceholderError
-from mmrender.spans import MultiModalData, collapse
+from mmrender.sidecar import MultiModalData, collapse
 
 
 def check_sidecar(ids: Any, data: MultiModalData, token_ids: Any) -> None:

@@ -10,8 +10,8 @@ from mmrender import Renderer
 from mmrender.content import normalize_messages
 from mmrender.errors import TemplateError
 from mmrender.messages import Message
-from mmrender.probing.templates import KnownTemplate
 from mmrender.template.chat import ChatTemplate
+from mmrender.template.known import KnownTemplate
 from mmrender.template.text import plain
 from mmrender.tokens import sampled
 from mmrender.tokens.sampled import assistant_turns

@@ -11,7 +11,7 @@ from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted, expanded
 from mmrender.media.processors.qwen import smart_resize
 from mmrender.media.processors.transformers import parse_expansion
-from mmrender.spans import Repeat, Text
+from mmrender.sidecar import Repeat, Text
 from reference_processors import expansion_text
 
 SIDES = st.integers(1, 4000)

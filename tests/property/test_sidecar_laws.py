@@ -4,7 +4,7 @@ import copy
 
 from hypothesis import given, settings
 
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import strip_intermediate_mm_data
 from mmrender.trajectory.sidecars import sidecar_of
 from mmrender.trajectory.step import same_value

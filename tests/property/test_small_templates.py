@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
 from mmrender.errors import MessageError, MMRenderError, PlaceholderError, RenderError, TemplateError
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 from mmrender.testing.conversations import conversations, sample_images
 from mmrender.tokens.rendered import CONTENT_KINDS
 from small_models import MODELS, NOW, TEMPLATES

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from mmrender.errors import SpecialTokenError, TokenizerError
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
-from mmrender.spans import Repeat, Text
+from mmrender.sidecar import Repeat, Text
+from mmrender.template.known import TemplateSet
 from mmrender.template.text import Origin, TracedStr, concat
 from mmrender.tokens.encode import DEFAULT_RULES, TokenWriter
 from small_models import MODELS, build_engine

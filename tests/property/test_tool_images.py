@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bridge_cases import assert_tail_equals, bridged, extensions, renderer_of
 from mmrender.errors import MMRenderError, PlaceholderError, RenderError
-from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
+from mmrender.template.known import TemplateSet
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from small_models import MODELS
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import small_models
 from mmrender import Renderer
 from mmrender.errors import InputError, PlaceholderError, RenderError, TemplateError
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.training import ModelFamily, build_training_sample, collate
 from mmrender.trajectory.sample import TrainingSample

@@ -20,7 +20,7 @@ from mmrender.audit.trial import ChangedItem
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 

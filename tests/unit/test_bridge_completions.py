@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmrender.errors import InputError, MessageError, PlaceholderError, SpecialTokenError
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -7,8 +7,8 @@ from PIL import Image
 
 from bridge_cases import Messages
 from mmrender.errors import TemplateLimitError
-from mmrender.probing.templates import KnownTemplate
 from mmrender.renderer import Renderer
+from mmrender.template.known import KnownTemplate
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
 USER = [{"role": "user", "content": "And now?"}]

@@ -23,7 +23,7 @@ from client_prompts import video_item as a_video
 from mmrender.client.placeholders import check_request
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.spans import MediaSpan, MultiModalData, PlaceholderRange, Repeat, Text, collapse
+from mmrender.sidecar import MediaSpan, MultiModalData, PlaceholderRange, Repeat, Text, collapse
 
 
 def check_sidecar(

@@ -24,7 +24,7 @@ from mmrender.errors import (
     PromptTooLongError,
 )
 from mmrender.pool import RendererPool
-from mmrender.spans import MultiModalData, collapse
+from mmrender.sidecar import MultiModalData, collapse
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from rollout_cases import TOOLS, call, text

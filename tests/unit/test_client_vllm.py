@@ -38,7 +38,7 @@ from mmrender.errors import (
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Floats, Levels, PixelArithmetic
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData, Repeat
+from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 from vllm_contract import (
     LAYOUT,

@@ -12,7 +12,7 @@ from mmrender.client.vllm import GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH
 from mmrender.errors import EngineStatusError, EngineUnsupportedError, PromptTooLongError
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 from vllm_contract import (
     ALTERNATIVES,

@@ -7,7 +7,7 @@ from mmrender.client.reply import FailedInEngineError
 from mmrender.client.types import EngineRequest, Usage
 from mmrender.client.vllm import read_reply
 from mmrender.errors import EngineMismatchError, EngineReplyError
-from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.sidecar import MultiModalData, PlaceholderRange
 
 WHERE = "http://server/inference/v1/generate"
 

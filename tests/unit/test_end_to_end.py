@@ -18,7 +18,7 @@ from mmrender.client.types import EngineRequest
 from mmrender.media.item import ReferenceItem
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import Trajectory, save_trajectories
 
 CAUSES = {

@@ -26,7 +26,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
 )
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBackend}

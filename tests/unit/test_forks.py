@@ -28,9 +28,9 @@ from mmrender.media import load, sources
 from mmrender.media.item import encoded_image
 from mmrender.model import fast
 from mmrender.pool import RendererPool
-from mmrender.probing.templates import TemplateSet
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
+from mmrender.template.known import TemplateSet
 from mmrender.testing.scripted_engine import ScriptedEngine
 
 pytestmark = [

@@ -15,7 +15,7 @@ from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, enco
 from mmrender.media.load import load_image
 from mmrender.media.processors.qwen import smart_resize
 from mmrender.renderer import Renderer
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 
 
 def photo(width, height, seed=0, mode="RGB"):

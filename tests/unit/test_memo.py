@@ -14,7 +14,7 @@ from mmrender.content.parts import attach_media
 from mmrender.media.resolve import MediaCache, source_fingerprint
 from mmrender.renderer import Renderer
 from mmrender.rendering import conversation_key, new_memo
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 DATA_URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"

@@ -2,8 +2,8 @@
 
 import sys
 
-from mmrender.probing import templates
 from mmrender.renderer import Renderer
+from mmrender.template import known
 from mmrender.template.environment import TracingEnvironment
 
 CONVERSATION = [{"role": "user", "content": "Hello"}]
@@ -40,7 +40,7 @@ def test_nothing_is_read_or_compiled_twice_and_nothing_known_is_probed(tiny_mode
         raise AssertionError("a known template was probed")
 
     monkeypatch.setattr(TracingEnvironment, "compile_template", compiling)
-    monkeypatch.setattr(templates, "probe_template", probing)
+    monkeypatch.setattr(known, "probe_template", probing)
     read = [name for name in opened(open_model) if name.startswith(str(tiny_model))]
     assert any(name.endswith("tokenizer_config.json") for name in read)
     assert sorted(read) == sorted(set(read))

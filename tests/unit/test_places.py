@@ -3,9 +3,9 @@
 import pytest
 
 from mmrender.errors import SpecialTokenError
-from mmrender.probing.templates import TemplateSet
 from mmrender.renderer import Renderer
 from mmrender.template import chat, environment, filters
+from mmrender.template.known import TemplateSet
 from mmrender.template.text import TracedStr
 from mmrender.testing.places import PLACES, check_places, main
 from small_models import MODELS

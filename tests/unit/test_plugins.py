@@ -27,7 +27,7 @@ taken = Grammar("json_tags", call=("[call", Field.OBJECT, "end]"))
 PROCESSOR = """
 import hashlib
 from mmrender.media.processor import Geometry, MediaProcessor, Prepared
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 from small_models import SmallItem
 
 class Two(MediaProcessor):

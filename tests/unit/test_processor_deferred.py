@@ -19,7 +19,7 @@ from mmrender.media.processors.watched import WatchedProcessor, errors_named
 from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
-from mmrender.spans import Repeat, Text
+from mmrender.sidecar import Repeat, Text
 
 PICTURE = Image.new("RGB", (64, 48), "red")
 

@@ -17,7 +17,7 @@ from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
 from mmrender.media.processors.qwen import PatchProcessor
-from mmrender.spans import MediaItem, Repeat
+from mmrender.sidecar import MediaItem, Repeat
 
 
 def processor(**changes: Any) -> PatchProcessor:

@@ -25,7 +25,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
 from mmrender.messages import ImagePart
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 
 
 @dataclass

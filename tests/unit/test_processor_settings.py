@@ -12,7 +12,7 @@ from mmrender.media.processor import MediaProcessor, ProcessorFiles
 from mmrender.media.processors.qwen import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.renderer import Renderer
-from mmrender.spans import Repeat
+from mmrender.sidecar import Repeat
 
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessorFast",

@@ -10,11 +10,11 @@ import pytest
 
 from mmrender.bridge.proof import TailProver
 from mmrender.caching import cache_folder
-from mmrender.probing import templates
-from mmrender.probing.profile import TemplateProfile, probe_template
-from mmrender.probing.templates import Findings
 from mmrender.renderer import Renderer
+from mmrender.template import known
 from mmrender.template.chat import ChatTemplate
+from mmrender.template.known import Findings
+from mmrender.template.profile import TemplateProfile, probe_template
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -41,7 +41,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("proof")
         return prove(self, *args, **options)
 
-    monkeypatch.setattr(templates, "probe_template", probing)
+    monkeypatch.setattr(known, "probe_template", probing)
     monkeypatch.setattr(TailProver, "prove", proving)
     return seen
 
@@ -127,7 +127,7 @@ def test_anything_that_matters_makes_another_entry(
     source = TEMPLATE.replace("@", PROMPT + "{{ thinking }}")
     load(tiny_model, source).template_profile(thinking=False)
     load(tiny_model, source).template_profile(thinking=True)
-    monkeypatch.setattr(templates, "code_digest", lambda: "other code")
+    monkeypatch.setattr(known, "code_digest", lambda: "other code")
     load(tiny_model).profile  # noqa: B018
     assert probed == ["profile"] * 5
     assert len(list(folder.iterdir())) == 5
@@ -135,16 +135,16 @@ def test_anything_that_matters_makes_another_entry(
 
 def test_other_code_and_other_releases_make_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """All code that text, tokens and probes run through is in the digest, and so is each release."""
-    root = Path(templates.__file__).parents[1]
-    files = {file.relative_to(root).as_posix() for pattern in templates._CODE for file in root.glob(pattern)}
-    assert files >= {"content/values.py", "spans.py", "messages.py", "model/files.py", "parsing/prove.py"}
-    seen = {templates.code_digest.__wrapped__()}
+    root = Path(known.__file__).parents[1]
+    files = {file.relative_to(root).as_posix() for pattern in known._CODE for file in root.glob(pattern)}
+    assert files >= {"content/values.py", "sidecar.py", "messages.py", "model/files.py", "parsing/prove.py"}
+    seen = {known.code_digest.__wrapped__()}
     for package in ("jinja2", "tokenizers"):
         with monkeypatch.context() as patch:
             patch.setattr(
                 importlib.metadata, "version", lambda name, other=package: "9" if name == other else "1"
             )
-            seen.add(templates.code_digest.__wrapped__())
+            seen.add(known.code_digest.__wrapped__())
     assert len(seen) == 3
 
 

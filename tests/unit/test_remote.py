@@ -20,7 +20,7 @@ from mmrender.errors import (
 )
 from mmrender.media.policy import MediaPolicy
 from mmrender.remote import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput, VLLMRenderer
-from mmrender.spans import PlaceholderRange
+from mmrender.sidecar import PlaceholderRange
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 
 PAD = 151655

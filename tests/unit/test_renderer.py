@@ -18,9 +18,9 @@ from mmrender.errors import (
     TemplateError,
     TemplateRefusedError,
 )
-from mmrender.probing.templates import TemplateSet
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.template.chat import ChatTemplate
+from mmrender.template.known import TemplateSet
 from small_models import MODELS
 
 USER = [{"role": "user", "content": "hi"}]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmrender import Renderer
-from mmrender.probing.templates import TemplateSet
+from mmrender.template.known import TemplateSet
 
 LOOKS_UP_THE_TOOL = """\
 {%- set ns = namespace(calls=[]) -%}

@@ -17,7 +17,7 @@ import mmcodecs
 from mmrender.errors import BatchError, ModelError, PlaceholderError
 from mmrender.media.item import PatchItem
 from mmrender.media.levels import compacted
-from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.sidecar import MultiModalData, PlaceholderRange
 from mmrender.training import (
     Descriptor,
     ModelFamily,

@@ -17,7 +17,7 @@ from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
-from mmrender.spans import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training import collate, decode_mm_kwargs, resolve_references
 from mmrender.training.kwargs import collate_mm_kwargs
 from training_cases import PAD_ID, PROCESSOR, family_of, patch_item, sample, tiled_item

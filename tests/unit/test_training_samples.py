@@ -8,7 +8,7 @@ from PIL import Image
 
 from mmrender import Renderer
 from mmrender.errors import InputError, MessageError, RenderError
-from mmrender.spans import MediaItem
+from mmrender.sidecar import MediaItem
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.training import build_training_sample
 from mmrender.trajectory.sample import TrainingSample

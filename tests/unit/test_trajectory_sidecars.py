@@ -10,7 +10,7 @@ import pytest
 from pydantic import create_model
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import MultiModalData
+from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import strip_intermediate_mm_data
 from mmrender.trajectory.sidecars import sidecar_of
 from trajectory_cases import Tokens, sidecar, step, turns

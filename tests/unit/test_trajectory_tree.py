@@ -13,7 +13,7 @@ from PIL import Image
 from item_cases import patch_item
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
-from mmrender.spans import MultiModalData, PlaceholderRange
+from mmrender.sidecar import MultiModalData, PlaceholderRange
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.step import step_sample
 from tree_cases import A, B, assert_same, sidecar

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmrender.errors import TrajectoryError
-from mmrender.spans import mm_token_type_ids
+from mmrender.sidecar import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import AllowedTokens, RoutedExperts, TrainingSample, WeightVersionSpan
 from mmrender.trajectory.truncate import truncate, whole_media_length

@@ -18,7 +18,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.messages import VideoPart
 from mmrender.rollout.client import RendererClient
-from mmrender.spans import MediaSpan, MultiModalData
+from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training import ModelFamily, collate, token_logprobs
 from mmrender.trajectory import Trajectory
 from mmrender.trajectory.files import load_trajectories, save_trajectories

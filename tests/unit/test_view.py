@@ -12,7 +12,7 @@ from rich.console import Console
 
 import vocabularies
 from mmrender.renderer import Renderer
-from mmrender.spans import MultiModalData, PlaceholderRange, Repeat
+from mmrender.sidecar import MultiModalData, PlaceholderRange, Repeat
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.doctor import diagnose, findings_table
 from mmrender.view.terminal import STYLES, difference, legend, message_table, token_strip

@@ -27,7 +27,7 @@ from mmrender.media.processor import (
     digest_settings,
 )
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Modality, VideoPart
-from mmrender.probing.templates import KnownTemplate
+from mmrender.template.known import KnownTemplate
 
 _PARTS: dict[Modality, ImagePart | VideoPart] = {
     "image": ImagePart(UNKNOWN_SOURCE),

@@ -27,7 +27,7 @@ from mmrender.media.processor import (
     ProcessorFiles,
     digest_settings,
 )
-from mmrender.spans import MediaItem, Repeat
+from mmrender.sidecar import MediaItem, Repeat
 
 MAX_ASPECT_RATIO = 200
 _ARITHMETIC_VERSION = 1

@@ -20,8 +20,8 @@ from mmrender.media.processors.watched import WatchedProcessor
 from mmrender.messages import UNKNOWN_SOURCE, VideoPart
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
-from mmrender.probing.probes import user
-from mmrender.probing.templates import KnownTemplate
+from mmrender.template.known import KnownTemplate
+from mmrender.template.probes import user
 from mmrender.template.text import plain
 
 NATIVE = (PatchProcessor,)

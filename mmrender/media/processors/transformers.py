@@ -34,7 +34,7 @@ from mmrender.media.processor import (
     digest_settings,
 )
 from mmrender.media.processors.watched import WatchedProcessor, as_numpy, errors_named
-from mmrender.spans import Expansion, Repeat, Text, common_prefix
+from mmrender.sidecar import Expansion, Repeat, Text, common_prefix
 
 _REMEMBERED_SIZES = 4096
 _PROBE_SIZES = ((96, 160), (700, 230))

@@ -24,7 +24,7 @@ from mmrender.media.levels import PixelArithmetic
 from mmrender.media.pixels import media_identity, resized_planes, rgb_planes
 from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor, digest_settings
 from mmrender.media.processors.qwen import STEPS, smart_resize
-from mmrender.spans import Expansion, MediaItem, Repeat, Text
+from mmrender.sidecar import Expansion, MediaItem, Repeat, Text
 
 _ARITHMETIC_VERSION = 1
 """Part of every identity; raised whenever the same settings and frames would give other tensors."""

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mmrender import Renderer
 from mmrender.media.item import encoded_image
-from mmrender.spans import collapse
+from mmrender.sidecar import collapse
 from servers.recording import Recorder
 
 PROMPT = [10, 11, 12]

@@ -23,18 +23,18 @@ from mmrender.errors import RenderError
 from mmrender.messages import Message
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.probes import WORD, Probes
-from mmrender.probing.profile import TemplateProfile, probe_template
 from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate, ToolImages
 from mmrender.template.limits import TemplateLimits
+from mmrender.template.probes import WORD, Probes
 from mmrender.template.processes import IsolatedTemplate
+from mmrender.template.profile import TemplateProfile, probe_template
 from mmrender.template.sources import choose_template, load_templates
 from mmrender.template.text import TracedStr, clip, plain
 
 Value = TypeVar("Value")
 
-_ROOMS = ("content", "model", "template", "probing", "tokens", "bridge", "parsing")
+_ROOMS = ("content", "model", "template", "tokens", "bridge", "parsing")
 _CODE = ("*.py", *(f"{room}/*.py" for room in _ROOMS))
 """Files of this library whose code may change a finding."""
 FOLDER = "profiles"

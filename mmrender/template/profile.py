@@ -13,7 +13,8 @@ from typing import get_args
 
 from mmrender.messages import Message, Role
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.probing.probes import (
+from mmrender.template.chat import ViewForm
+from mmrender.template.probes import (
     CALL,
     CALLING,
     RESULT,
@@ -27,7 +28,6 @@ from mmrender.probing.probes import (
     user,
     with_reasoning,
 )
-from mmrender.template.chat import ViewForm
 from mmrender.template.text import TracedStr, plain
 
 _TAG = r"<[^<>\s]+>|\[[^\[\]\s]+\]|\u25c1[^\u25c1\u25b7\s]+\u25b7"

@@ -23,7 +23,7 @@ from mmrender.messages import (
     VideoPart,
 )
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.spans import common_prefix
+from mmrender.sidecar import common_prefix
 from mmrender.template.chat import ChatTemplate, ToolImages, ViewForm
 from mmrender.template.text import TracedStr, plain
 

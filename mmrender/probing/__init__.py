@@ -1,1 +1,0 @@
-"""Findings about a chat template, made by rendering with it."""
