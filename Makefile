@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test blocks check lint types layers docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -55,6 +55,9 @@ demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures a
 
 test: $(MAIN_STAMP) ## run the tests
 	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+
+errors: $(MAIN_STAMP) ## write the error sentences that the tests expect, tests/errors, from the tests of TESTS
+	$(BIN)/python -m pytest -q --snapshot-update $(or $(TESTS),tests/unit tests/property)
 
 blocks: $(MAIN_STAMP) ## list the code blocks of README, guides and docstrings, and which of them run
 	$(BIN)/python tests/doc_pages.py

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from syrupy.assertion import SnapshotAssertion
+
+from pages import RoomPage
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests probe for themselves, and leave nothing in the user's cache.
@@ -70,3 +73,9 @@ def renderer(tiny_model: Path):
     from mmrender.renderer import Renderer
 
     return Renderer.from_pretrained(tiny_model, image_backend="pil")
+
+
+@pytest.fixture
+def sentence(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+    """The expected text of an error, from the page of the test's room; see `pages.py`."""
+    return snapshot.use_extension(RoomPage)
