@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import MissingDependencyError, TrajectoryError
+from mmrender.notebook import Drawn
 from mmrender.sidecar import MediaSpan
 from mmrender.trajectory.sample import TrainingSample
 
@@ -189,7 +189,7 @@ def described(span: MediaSpan) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditReport:
+class AuditReport(Drawn):
     """Sampler against trainer over many samples.
 
     Attributes:
@@ -207,10 +207,6 @@ class AuditReport:
     tolerance: float
     left_out: tuple[tuple[str, str], ...] = ()
     _decode: Decode | None = field(default=None, repr=False)
-
-    def _repr_html_(self) -> str:
-        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
-        return page
 
     @property
     def ok(self) -> bool:

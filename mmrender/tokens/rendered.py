@@ -6,7 +6,6 @@ Attribution is a few dozen spans over the token list; per-token arrays are built
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +15,7 @@ from PIL import Image
 from mmrender.errors import InputError
 from mmrender.media.item import encoded_image
 from mmrender.messages import Role
+from mmrender.notebook import Drawn
 from mmrender.sidecar import MultiModalData, collapse
 from mmrender.template.text import Kind
 
@@ -46,7 +46,7 @@ class TokenSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RenderedTokens:
+class RenderedTokens(Drawn):
     """A rendered conversation.
 
     Attributes:
@@ -79,10 +79,6 @@ class RenderedTokens:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_decode": None}
-
-    def _repr_html_(self) -> str:
-        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
-        return page
 
     @property
     def token_array(self) -> npt.NDArray[np.int32]:

@@ -16,7 +16,6 @@ whose history was summarised starts where the tokens part.
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from importlib import import_module
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
+from mmrender.notebook import Drawn
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
@@ -63,7 +63,7 @@ class _Place(NamedTuple):
     media: Sequence[MediaSpan]
 
 
-class Trajectory:
+class Trajectory(Drawn):
     """A tree of steps.
 
     Not for use from several threads at once.
@@ -270,10 +270,6 @@ class Trajectory:
             reward=reward,
             extra={**restricted, **check_extra(extra, f"steps[{len(self)}].extra")},
         )
-
-    def _repr_html_(self) -> str:
-        page: str = import_module("mmrender.view.page").Page(self)._repr_html_()  # a room above this one
-        return page
 
     def branches(self) -> list[Branch]:
         """Return, in order, the sequences that no later step extends: one for each last step of a line.
