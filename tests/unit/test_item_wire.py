@@ -73,10 +73,6 @@ def test_a_connection_carries_an_item_once():
     assert same_tensors(read[1], items[0])
 
 
-ITEM = "wire.items[0]"
-PIXELS = f"{ITEM}.parts.pixel_values"
-
-
 def change_in(*path, **fields):
     """A change of one field at a path below the first item."""
 
@@ -95,61 +91,60 @@ def form(**fields):
 
 FRAMES = (1, 3, 64, 96)
 PATCH_DAMAGE = {
-    "version": (lambda w: w.update(version=1), "wire.version: an item is malformed - expected `int` >= 2. Write and read with the same release of mmrender"),
-    "kind": (change_in(kind="x"), f"{ITEM}.kind: an item is malformed (Invalid value 'x')"),
-    "no item": (lambda w: w.update(items=[]), "wire.items: this is not one item - expected 1 item, got 0"),
-    "no mapping": (lambda w: w.update(items=[3]), f"{ITEM}: an item is malformed - expected `object`, got `int`"),
-    "identity": (change_in(identity="abc"), f"{ITEM}.identity: an item is malformed - expected `str` matching regex '^[0-9a-f]{{64}}$'"),
-    "size": (change_in(size=[1, -1]), f"{ITEM}.size[1]: an item is malformed - expected `int` >= 0"),
-    "grid": (change_in(grid=[1, 4, 4]), f"{ITEM}.frames: frames do not fit their grid - expected uint8 [1, 3, 64, 64], got uint8 [1, 3, 64, 96]"),
-    "time": (change_in(grid=[2, 4, 6]), f"{ITEM}.grid: a grid is malformed - expected sides that are multiples of 2, and one time step for an image, got [2, 4, 6]"),
-    "merge": (change_in("layout", merge=4), f"{ITEM}.grid: a grid is malformed - expected sides that are multiples of 4, and one time step for an image, got [1, 4, 6]"),
-    "patch": (change_in("layout", patch=0), f"{ITEM}.layout.patch: an item is malformed - expected `int` >= 1"),
-    "count": (change_in(expansion=[form(count=5)]), f"{ITEM}.expansion: an expansion does not fit its grid - expected 6 tokens, got 5"),
-    "negative": (change_in(expansion=[form(count=-1)]), f"{ITEM}.expansion[0].count: an item is malformed - expected `int` >= 0"),
-    "expansion": (change_in(expansion=[form(form="row")]), f"{ITEM}.expansion[0].form: an item is malformed (Invalid value 'row')"),
-    "dtype": (change_in(frames=np.zeros(FRAMES, np.uint16)), f"{ITEM}.frames: an item is malformed - expected an array of uint8, got uint16 [1, 3, 64, 96]"),
-    "strides": (change_in(frames=np.zeros((1, 64, 96, 3), np.uint8).transpose(0, 3, 1, 2)), f"{ITEM}.frames: an item is malformed - expected a C-contiguous array of native numbers, got uint8 [1, 3, 64, 96]"),
-    "std": (change_in("arithmetic", std=[1.0, 0.0, 1.0]), f"{ITEM}.arithmetic: an arithmetic is malformed - expected finite numbers, std and rescale other than 0, got [0.5, 0.4, 0.3, 1.0, 0.0, 1.0, 0.00392156862745098]"),
-    "mean": (change_in("arithmetic", mean=[1.0, float("nan"), 1.0]), f"{ITEM}.arithmetic: an arithmetic is malformed - expected finite numbers, std and rescale other than 0, got [1.0, nan, 1.0, 0.5, 0.2, 0.1, 0.00392156862745098]"),
+    "version": lambda w: w.update(version=1),
+    "kind": change_in(kind="x"),
+    "no item": lambda w: w.update(items=[]),
+    "no mapping": lambda w: w.update(items=[3]),
+    "identity": change_in(identity="abc"),
+    "size": change_in(size=[1, -1]),
+    "grid": change_in(grid=[1, 4, 4]),
+    "time": change_in(grid=[2, 4, 6]),
+    "merge": change_in("layout", merge=4),
+    "patch": change_in("layout", patch=0),
+    "count": change_in(expansion=[form(count=5)]),
+    "negative": change_in(expansion=[form(count=-1)]),
+    "expansion": change_in(expansion=[form(form="row")]),
+    "dtype": change_in(frames=np.zeros(FRAMES, np.uint16)),
+    "strides": change_in(frames=np.zeros((1, 64, 96, 3), np.uint8).transpose(0, 3, 1, 2)),
+    "std": change_in("arithmetic", std=[1.0, 0.0, 1.0]),
+    "mean": change_in("arithmetic", mean=[1.0, float("nan"), 1.0]),
 }  # fmt: skip
 PART_DAMAGE = {
-    "held": (change_in("parts", "pixel_values", held=[0, 0]), f"{PIXELS}.held: tiles are misnumbered - expected rising numbers below 3, got [0, 0]"),
-    "beyond": (change_in("parts", "pixel_values", held=[0, 3]), f"{PIXELS}.held: tiles are misnumbered - expected rising numbers below 3, got [0, 3]"),
-    "fewer": (change_in("parts", "pixel_values", held=[0]), f"{PIXELS}.values: values do not fit their form - expected uint8 [1, 3, 6, 5] of three channels, got uint8 [2, 3, 6, 5]"),
-    "flat": (change_in("parts", "pixel_values", shape=[]), f"{PIXELS}.held: tiles are misnumbered - expected rising numbers below 1, got [0, 2]"),
-    "huge": (change_in("parts", "pixel_values", shape=[2**30, 2**30, 3, 6, 5]), f"{PIXELS}.shape: a shape is too large - expected at most 268435456 values, got [1073741824, 1073741824, 3, 6, 5]"),
-    "broadcast": (change_in("parts", "image_sizes", shape=[1, 3]), f"{ITEM}.parts.image_sizes.values: values do not fit their form - expected integers that broadcast to [1, 3], got uint16 [1, 2]"),
-    "no integers": (change_in("parts", "image_sizes", values=np.zeros((1, 2))), f"{ITEM}.parts.image_sizes.values: values do not fit their form - expected integers that broadcast to [1, 2], got float64 [1, 2]"),
-    "object": (change_in("parts", "image_sizes", dtype="object"), f"{ITEM}.parts[...].dtype: an item is malformed - expected a dtype of integers, got 'object'"),
+    "held": change_in("parts", "pixel_values", held=[0, 0]),
+    "beyond": change_in("parts", "pixel_values", held=[0, 3]),
+    "fewer": change_in("parts", "pixel_values", held=[0]),
+    "flat": change_in("parts", "pixel_values", shape=[]),
+    "huge": change_in("parts", "pixel_values", shape=[2**30, 2**30, 3, 6, 5]),
+    "broadcast": change_in("parts", "image_sizes", shape=[1, 3]),
+    "no integers": change_in("parts", "image_sizes", values=np.zeros((1, 2))),
+    "object": change_in("parts", "image_sizes", dtype="object"),
 }  # fmt: skip
-NO_SOURCE = f"{ITEM}.source: a source is malformed - expected a URL or uint8 [n], got int"
-DAMAGES = {patch_item: PATCH_DAMAGE, processed_item: PART_DAMAGE}
-DAMAGES[reference_item] = {"source": (change_in(source=3), NO_SOURCE)}
+DAMAGES = {
+    patch_item: PATCH_DAMAGE,
+    processed_item: PART_DAMAGE,
+    reference_item: {"source": change_in(source=3)},
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "change", "message"),
-    [pytest.param(make, *case, id=name) for make, cases in DAMAGES.items() for name, case in cases.items()],
+    ("make", "change"),
+    [pytest.param(make, case, id=name) for make, cases in DAMAGES.items() for name, case in cases.items()],
 )
-def test_damage_is_named(make, change, message):
+def test_damage_is_named(make, change, sentence):
     wire = copy.deepcopy(through_codec(item_to_wire(make())))
     change(wire)
     with pytest.raises(MediaError) as error:
         item_from_wire(wire)
-    assert str(error.value) == message
+    assert str(error.value) == sentence
 
 
-def test_an_item_of_an_unknown_class_is_refused():
+def test_an_item_of_an_unknown_class_is_refused(sentence):
     with pytest.raises(MediaError) as error:
         items_to_wire([patch_item(), object()])
-    assert str(error.value) == (
-        "items[1]: items of this class have no form on the wire - expected PatchItem, ProcessedItem, "
-        "ReferenceItem, got object"
-    )
+    assert str(error.value) == sentence
 
 
-def test_a_reference_is_processed_again_and_has_no_tensors():
+def test_a_reference_is_processed_again_and_has_no_tensors(sentence):
     item = PROCESSOR.process(picture(seed=3))
     resolved = ReferenceItem.of(item, encoded(picture(seed=3).image), 6).resolve(PROCESSOR)
     assert resolved == item
@@ -158,10 +153,7 @@ def test_a_reference_is_processed_again_and_has_no_tensors():
         ReferenceItem.of(item, encoded(picture(seed=4).image), 6).resolve(PROCESSOR)
     with pytest.raises(MediaError) as error:
         reference_item().tensors()
-    assert str(error.value) == (
-        f"item {reference_item().identity[:12]}: an item by reference has no tensors - expected numpy tensors of "
-        "float32, got 400 encoded bytes. Process it first: item.resolve(processor)"
-    )
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize("kind", ["patches", "video", "processed"])

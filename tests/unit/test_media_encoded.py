@@ -113,7 +113,7 @@ def test_images_that_decoders_disagree_on_are_sent_as_the_pixels_they_stand_for(
 
 
 @pytest.mark.parametrize("kind", ["processed", "video", "url"])
-def test_what_holds_no_image_is_refused(kind, processor):
+def test_what_holds_no_image_is_refused(kind, processor, sentence):
     image = processor.process(load_image(photo(64, 64)))
     item = {
         "processed": ProcessedItem(**SMALL, identity="ab" * 32, parts={}),
@@ -122,9 +122,4 @@ def test_what_holds_no_image_is_refused(kind, processor):
     }[kind]
     with pytest.raises(MediaError) as caught:
         encoded_image(item)
-    assert str(caught.value) == (
-        "item abababababab: an item cannot be sent as an encoded image - expected an image of the Qwen2-VL kind, "
-        "or a reference that holds the encoded image, "
-        f"got {type(item).__name__} of modality {item.modality!r}. "
-        "Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem"
-    )
+    assert str(caught.value) == sentence

@@ -119,6 +119,11 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return table
 
 
+def said(caught: pytest.ExceptionInfo[Exception], port: int) -> str:
+    """Return an error without the port of its server."""
+    return str(caught.value).replace(f":{port}", ":PORT")
+
+
 def test_plain_fetch(site: Site) -> None:
     loaded = load_image(site.url("/a.png?size=1&name=ü b"), LOOPBACK)
     assert loaded.array[0, 0].tolist() == [0, 128, 0]
@@ -148,17 +153,13 @@ def test_proxies_of_the_environment_are_not_used(site: Site, monkeypatch: pytest
     assert fetch(site.url(), LOOPBACK) == PNG
 
 
-def test_loopback_is_blocked_by_default(site: Site) -> None:
+def test_loopback_is_blocked_by_default(site: Site, sentence) -> None:
     for host in ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "user:pass@127.0.0.1"):
         with pytest.raises(MediaBlockedError):
             load_image(site.url(host=host))
     with pytest.raises(MediaBlockedError) as caught:
         load_image(site.url("/a.png?sig=SECRET#f", "me:SECRET@127.0.0.1"), where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: http://127.0.0.1:{site.server_port}/a.png?... leads to an address that the media policy "
-        "forbids - expected a public address, got 127.0.0.1 (loopback, not public). If you trust it, pass "
-        'MediaPolicy(allow_networks=("127.0.0.1",)).'
-    )
+    assert said(caught, site.server_port) == sentence
     assert site.asked == []
 
 
@@ -210,60 +211,44 @@ def test_redirects_are_followed_and_credentials_stay_with_their_host(site: Site)
     assert "Authorization" not in site.asked[1][1]
 
 
-def test_redirect_may_lead_neither_inside_nor_out_of_http(site: Site, names: dict[str, list[str]]) -> None:
+def test_redirect_may_lead_neither_inside_nor_out_of_http(site: Site, names, sentence) -> None:
     names["127.0.0.1"] = ["127.0.0.1"]
     names.update({"169.254.169.254": ["169.254.169.254"], "trap": ["10.0.0.1"]})
-    for target, message in [
-        ("http://169.254.169.254/latest", "got 169.254.169.254 ("),
-        ("//trap/x", "got 10.0.0.1 ("),
-        *(
-            (
-                f"{scheme}://etc/passwd",
-                f"{site.url('/from')} redirects from http: to {scheme}: - expected a redirect to http: "
-                "or https:. Fetch it yourself and pass the bytes.",
-            )
-            for scheme in ("file", "data", "ftp")
-        ),
-    ]:
+    targets = ("http://169.254.169.254/latest", "//trap/x", "file://a/b", "data://a/b", "ftp://a/b")
+    for target in targets:
         site.answers["/from"] = redirect(target)
         with pytest.raises(MediaBlockedError) as caught:
             fetch(site.url("/from"), LOOPBACK)
-        assert message in str(caught.value)
+        assert said(caught, site.server_port) == sentence
 
 
-def test_redirects_are_counted(site: Site) -> None:
+def test_redirects_are_counted(site: Site, sentence) -> None:
     site.answers["/loop"] = redirect("/loop")
     with pytest.raises(MediaLimitError) as caught:
         fetch(site.url("/loop"), LOOPBACK)
     assert len(site.asked) == LOOPBACK.max_redirects + 1
-    assert str(caught.value) == (
-        f"{site.url('/loop')} is one redirect too many - expected at most 5 redirects. Raise "
-        "MediaPolicy(max_redirects=...), or pass the final URL."
-    )
+    assert said(caught, site.server_port) == sentence
 
 
-def test_statuses_other_than_200(site: Site) -> None:
+def test_statuses_other_than_200(site: Site, sentence) -> None:
     site.answers["/gone"] = body(b"no", 404)
     site.answers["/empty"] = body(b"", 204)
     site.answers["/lost"] = body(b"", 302)
-    for path, reason in [("/gone", "404 Not Found"), ("/empty", "204 No Content"), ("/lost", "302 Found")]:
+    for path in ("/gone", "/empty", "/lost"):
         with pytest.raises(MediaFetchError) as caught:
             fetch(site.url(path + "?k=SECRET"), LOOPBACK)
-        assert str(caught.value) == f"{site.url(path)}?... answered with status {reason}"
+        assert said(caught, site.server_port) == sentence
 
 
-def test_oversized_bodies(site: Site) -> None:
+def test_oversized_bodies(site: Site, sentence) -> None:
     policy = replace(LOOPBACK, max_bytes=1000)
     site.answers["/stated"] = raw(b"HTTP/1.0 200 OK\r\nContent-Length: 1001\r\n\r\n")
     site.answers["/unstated"] = body(bytes(1001), content_length="")
     site.answers["/fits"] = body(bytes(1000), content_length="")
-    for path, got in [("/stated", "1001 bytes"), ("/unstated", "more")]:
+    for path in ("/stated", "/unstated"):
         with pytest.raises(MediaLimitError) as caught:
             fetch(site.url(path), policy)
-        assert str(caught.value) == (
-            f"{site.url(path)} is too large - expected at most 1000 bytes, got {got}. Raise "
-            "MediaPolicy(max_bytes=...)."
-        )
+        assert said(caught, site.server_port) == sentence
     assert fetch(site.url("/fits"), policy) == bytes(1000)
 
 
@@ -289,15 +274,11 @@ def test_broken_answers(site: Site) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc"])
-def test_silent_server(site: Site, sent: bytes) -> None:
+def test_silent_server(site: Site, sent: bytes, sentence) -> None:
     site.answers["/slow"] = raw(sent, wait=site.released)
     with pytest.raises(MediaLimitError) as caught:
         fetch(site.url("/slow"), SLOW)
-    assert str(caught.value) == (
-        f"{site.url('/slow')} was too slow (connect_timeout or read_timeout) - expected connect "
-        "5 s, read 0.2 s, total 20 s. Raise "
-        "MediaPolicy(connect_timeout=..., read_timeout=..., total_timeout=...)."
-    )
+    assert said(caught, site.server_port) == sentence
 
 
 @pytest.mark.parametrize("start", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"])
@@ -322,20 +303,16 @@ def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         released.set()
 
 
-def test_unreachable(names: dict[str, list[str]]) -> None:
+def test_unreachable(names: dict[str, list[str]], sentence) -> None:
     with pytest.raises(MediaFetchError) as caught:
         fetch("http://nosuch.test/a.png", MediaPolicy())
-    assert str(caught.value) == (
-        "http://nosuch.test/a.png has a host that cannot be resolved ([Errno -2] Name or service not known)"
-    )
+    assert str(caught.value) == sentence
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     names["images.test"] = ["127.0.0.1"]
     with pytest.raises(MediaFetchError) as caught:
         fetch(f"http://images.test:{port}/", LOOPBACK)
-    assert str(caught.value) == (
-        f"http://images.test:{port}/ could not be fetched (ConnectError: [Errno 111] Connection refused)"
-    )
+    assert said(caught, port) == sentence
 
 
 @pytest.mark.parametrize(
@@ -390,16 +367,13 @@ def test_untrusted_certificate(secure_site: Site, names: dict[str, list[str]]) -
             fetch(f"https://images.test:{secure_site.server_port}/a.png", LOOPBACK)
 
 
-def test_redirect_from_https_to_http_is_refused(secure_site: Site, names: dict[str, list[str]]) -> None:
+def test_redirect_from_https_to_http_is_refused(secure_site: Site, names, sentence) -> None:
     names["images.test"] = ["127.0.0.1"]
     url = f"https://images.test:{secure_site.server_port}/from"
     secure_site.answers["/from"] = redirect("http://images.test/a.png")
     with pytest.raises(MediaBlockedError) as caught:
         fetch(url, LOOPBACK)
-    assert str(caught.value) == (
-        f"{url} redirects from https: to http: - expected a redirect to https:. Fetch it yourself "
-        "and pass the bytes."
-    )
+    assert said(caught, secure_site.server_port) == sentence
 
 
 SURROGATE = "\ud800"

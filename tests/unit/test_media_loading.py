@@ -22,11 +22,6 @@ from mmrender.media.resolve import source_fingerprint
 from mmrender.media.sources import read_source
 
 WHERE = "messages[0].content[1]"
-NO_IMAGE = (
-    "this is not an image that can be decoded - expected one of PNG, JPEG, WebP, AVIF, GIF, TIFF, BMP, got"
-)
-NAMES_NONE = "this names no image - expected a PIL.Image, uint8 array, bytes, path, URL or binary stream, got"
-NO_TEXT = "this string names no image - expected a URL, a path, or base64 of an image, got"
 
 
 def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -61,15 +56,11 @@ def test_local_files(png_file: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(load_image(png_file).array, PIXELS)
 
 
-def test_local_file_by_name_needs_a_root(png_file: Path) -> None:
+def test_local_file_by_name_needs_a_root(png_file: Path, sentence) -> None:
     for source in (str(png_file), png_file.as_uri()):
         with pytest.raises(MediaBlockedError) as caught:
             load_image(source, where=WHERE)
-        assert str(caught.value) == (
-            f"{WHERE}: the media policy forbids the local file {str(png_file)!r} - expected a pathlib.Path, "
-            "or a folder in local_roots, got a string that names a file. Pass a pathlib.Path object, or "
-            "allow its folder: MediaPolicy(local_roots=(Path(DIR),))."
-        )
+        assert str(caught.value).replace(str(png_file.parent), "FOLDER") == sentence
 
 
 def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> None:
@@ -93,34 +84,25 @@ def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> No
     assert load_image(str(root / "in.png"), policy).width == 9
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path, sentence) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, reason in [
-        (tmp_path / "none.png", "No such file or directory"),
-        (tmp_path, "Is a directory"),
-        (tmp_path / "pipe", "not a regular file"),
-        (Path("/dev/zero"), "not a regular file"),
-        (tmp_path / "\0", "embedded null byte"),
-    ]:
+    for path in (tmp_path / "none.png", tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / "\0"):
         source_fingerprint(path)
         with pytest.raises(MediaFetchError) as caught:
             load_image(path, where=WHERE)
-        assert str(caught.value) == f"{WHERE}: the file {str(path)!r} cannot be read ({reason})"
+        assert str(caught.value).replace(str(tmp_path), "FOLDER") == sentence
 
 
 @pytest.mark.parametrize(
     "url", ["file://host/a.png", "file:a.png", "file:///a.png#x", "file:///a.png?x", "file:///a%00"]
 )
-def test_file_urls_that_name_no_local_file(url: str) -> None:
+def test_file_urls_that_name_no_local_file(url: str, sentence) -> None:
     with pytest.raises(MediaFetchError) as caught:
         load_image(url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: the file: URL does not name a file of this machine - expected file:///absolute/path, with "
-        f"?, # and % percent-encoded, got {url!r}"
-    )
+    assert str(caught.value) == sentence
 
 
-def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
+def test_streams_are_read_from_the_start_and_put_back(png_file: Path, sentence) -> None:
     memory = io.BytesIO(PNG)
     memory.seek(0, io.SEEK_END)
     assert load_image(memory).width == 9
@@ -131,33 +113,29 @@ def test_streams_are_read_from_the_start_and_put_back(png_file: Path) -> None:
         assert file.tell() == 5
     with png_file.open("r", encoding="latin-1") as text, pytest.raises(MediaDecodeError) as caught:
         load_image(text, where=WHERE)
-    assert str(caught.value) == f"{WHERE}: the stream is not binary - expected read() to give bytes, got str"
+    assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (None, f"{NAMES_NONE} NoneType"),
-        ({"bytes": PNG}, f"{NAMES_NONE} dict"),
-        (b"", f"{NO_IMAGE} no bytes at all. Check that the file or field is filled."),
-        (b" <!DOCTYPE html><p>not found", f"{NO_IMAGE} an HTML page. Pillow may read other formats: open it "
-         "yourself and pass the PIL.Image."),
-        (b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42", f"{NO_IMAGE} an MP4 or QuickTime video. Decode "
-         "it first, and pass its frames as images."),
-        ("data:image/png;base64," + "A" * 1_000_001, "the base64 is broken - expected the standard alphabet, "
-         f"padded to a multiple of 4 characters, got '{'A' * 60}'... (1000001 characters)"),
-        ("data:image/png;base64", "the data: URL holds no comma - expected data:image/png;base64,..., got "
-         "'data:image/png;base64'"),
-        (np.zeros((0, 5, 3), np.uint8), "the image has no pixels - expected at least 1x1, got 5x0"),
-        (Image.new("RGB", (0, 4)), "the image has no pixels - expected at least 1x1, got 0x4"),
-        ("", f"{NO_TEXT} ''"),
-        ("x" * 5000, f"{NO_TEXT} '{'x' * 60}'... (5000 characters)"),
-    ],
-)  # fmt: skip
-def test_sources_that_hold_no_image(source: object, message: str) -> None:
+NO_IMAGES = {
+    "none": None,
+    "dict": {"bytes": PNG},
+    "empty": b"",
+    "html": b" <!DOCTYPE html><p>not found",
+    "video": b"\x00\x00\x00\x18ftypisom\x00\x00\x00\x00isommp42",
+    "base64": "data:image/png;base64," + "A" * 1_000_001,
+    "no comma": "data:image/png;base64",
+    "no rows": np.zeros((0, 5, 3), np.uint8),
+    "no columns": Image.new("RGB", (0, 4)),
+    "empty text": "",
+    "long text": "x" * 5000,
+}
+
+
+@pytest.mark.parametrize("name", NO_IMAGES)
+def test_sources_that_hold_no_image(name: str, sentence) -> None:
     with pytest.raises(MediaDecodeError) as caught:
-        load_image(source, where=WHERE)
-    assert str(caught.value) == f"{WHERE}: {message}"
+        load_image(NO_IMAGES[name], where=WHERE)
+    assert str(caught.value) == sentence
 
 
 def test_base64_is_strict() -> None:
@@ -168,38 +146,28 @@ def test_base64_is_strict() -> None:
             load_image(f"data:image/png;base64,{text}")
 
 
-def test_schemes_are_a_choice() -> None:
+def test_schemes_are_a_choice(sentence) -> None:
     policy = MediaPolicy(schemes=frozenset({"https"}), local_roots=(Path("/"),))
-    for source, scheme in [
-        (f"data:image/png;base64,{BASE64}", "data"),
-        ("http://a/b.png", "http"),
-        ("/b.png", "file"),
-    ]:
+    for source in (f"data:image/png;base64,{BASE64}", "http://a/b.png", "/b.png"):
         with pytest.raises(MediaBlockedError) as caught:
             load_image(source, policy, where=WHERE)
-        assert str(caught.value) == (
-            f"{WHERE}: the media policy forbids {scheme}: URLs - expected one of ['https'], got {scheme}:. "
-            f'Add "{scheme}" to MediaPolicy(schemes=...).'
-        )
+        assert str(caught.value) == sentence
     with pytest.raises(MediaBlockedError) as caught:
         load_image("s3://bucket/key?secret=1", where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: s3: URLs cannot be read - expected http:, https:, data: or file:, got s3:. Read it "
-        "yourself and pass the bytes."
-    )
+    assert str(caught.value) == sentence
 
 
-def test_byte_limit_of_every_source(png_file: Path) -> None:
+def test_byte_limit_of_every_source(png_file: Path, sentence) -> None:
     policy = MediaPolicy(max_bytes=len(PNG) - 1, local_roots=(png_file.parent,))
     encoded_as_percent = "data:," + "".join(f"%{byte:02x}" for byte in PNG)
+    texts = set()
     for source in (PNG, memoryview(PNG), BASE64, f"data:;base64,{BASE64}", encoded_as_percent,
                    png_file, str(png_file), io.BytesIO(PNG), Unseekable(PNG)):  # fmt: skip
         with pytest.raises(MediaLimitError) as caught:
             load_image(source, policy, where=WHERE)
-        assert str(caught.value) == (
-            f"{WHERE}: the encoded file is too large - expected at most {len(PNG) - 1} bytes, got "
-            f"{len(PNG)} bytes. Raise MediaPolicy(max_bytes=...)."
-        )
+        texts.add(str(caught.value))
+    assert texts == {str(caught.value)}
+    assert str(caught.value) == sentence
     policy = MediaPolicy(max_bytes=len(PNG), local_roots=(png_file.parent,))
     for source in (PNG, BASE64, encoded_as_percent, png_file, Unseekable(PNG)):
         assert load_image(source, policy).width == 9
@@ -266,22 +234,14 @@ def test_array_channels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "remedy"),
-    [
-        ((3, 5, 6), "uint8", "Channels go last: array.transpose(1, 2, 0)."),
-        ((2, 5, 6, 3), "uint8", "Four dimensions are a video: pass its frames as images, array[i]."),
-        ((5, 6, 3), "float32", "Convert it yourself, for values in 0..1: (array * "
-         "255).round().astype('uint8')."),
-        ((5, 6, 3), "int64", "Convert it to uint8 with values in 0..255 yourself."),
-    ],
-)  # fmt: skip
-def test_arrays_that_are_refused(shape: tuple[int, ...], dtype: str, remedy: str) -> None:
+    ("shape", "dtype"),
+    [((3, 5, 6), "uint8"), ((2, 5, 6, 3), "uint8"), ((5, 6, 3), "float32"), ((5, 6, 3), "int64")],
+    ids=["channels first", "video", "float32", "int64"],
+)
+def test_arrays_that_are_refused(shape: tuple[int, ...], dtype: str, sentence) -> None:
     with pytest.raises(MediaDecodeError) as caught:
         load_image(np.zeros(shape, dtype), where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: this array is not an image - expected uint8 of shape (H, W), (H, W, 1), (H, W, 3) or "
-        f"(H, W, 4), got {dtype} of shape {shape}. {remedy}"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_torch_tensor_is_refused_with_the_conversion() -> None:
@@ -293,17 +253,14 @@ def test_torch_tensor_is_refused_with_the_conversion() -> None:
 # ------------------------------------------------------------------------------------------ limits and damage
 
 
-def test_pixel_limit_is_checked_before_decoding() -> None:
+def test_pixel_limit_is_checked_before_decoding(sentence) -> None:
     # A valid header of 50000 x 50000 pixels, and no pixel data at all: decoding would fail in another way.
     header = bytearray(encoded(Image.new("1", (8, 8))))
     header[16:24] = (50_000).to_bytes(4, "big") * 2
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
     with pytest.raises(MediaLimitError) as caught:
         load_image(bytes(header), where=WHERE)
-    assert str(caught.value) == (
-        f"{WHERE}: the image is too large to decode - expected at most 89478485 pixels, got 50000x50000 = "
-        "2500000000. Raise MediaPolicy(max_pixels=...) if you trust the source."
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "BMP"])
@@ -345,17 +302,13 @@ def test_truncated_images_are_errors(fmt: str, options: dict[str, Any]) -> None:
         assert str(caught.value).endswith("Check that the file was written and transferred whole.")
 
 
-def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPatch, sentence) -> None:
     opened, loaded = Image.open(io.BytesIO(PNG)), Image.fromarray(PIXELS)
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     for source in (PNG, opened):
         with pytest.raises(MediaDecodeError) as caught:
             load_image(source, where=WHERE)
-        assert str(caught.value) == (
-            f"{WHERE}: a damaged image could pass for a whole one - expected "
-            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES = False, got True, set by this program or a library it uses. "
-            "Set it to False, or decode the image yourself and pass a loaded PIL.Image."
-        )
+        assert str(caught.value) == sentence
     assert load_image(loaded).width == load_image(PIXELS).width == 9
 
 

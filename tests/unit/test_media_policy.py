@@ -69,21 +69,20 @@ def test_policies_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "expected"),
+    ("field", "value"),
     [
-        ("schemes", frozenset({"ftp"}), "a subset of ['data', 'file', 'http', 'https'], got ['ftp']"),
-        ("local_roots", "/data", "a tuple of paths, got '/data'"),
-        ("allow_networks", "10.0.0.0/8", "a tuple of networks, got '10.0.0.0/8'"),
-        ("deny_networks", ("10.0.0.1/8",), "IP networks such as '10.2.0.0/16', got 10.0.0.1/8 has host bits "
-         "set"),
-        ("max_bytes", 0, "a positive number, got 0"),
-        ("total_timeout", float("nan"), "a positive number, got nan"),
+        ("schemes", frozenset({"ftp"})),
+        ("local_roots", "/data"),
+        ("allow_networks", "10.0.0.0/8"),
+        ("deny_networks", ("10.0.0.1/8",)),
+        ("max_bytes", 0),
+        ("total_timeout", float("nan")),
     ],
-)  # fmt: skip
-def test_policies_that_make_no_sense(field: str, value: Any, expected: str) -> None:
+)
+def test_policies_that_make_no_sense(field: str, value: Any, sentence) -> None:
     with pytest.raises(InputError) as caught:
         MediaPolicy(**{field: value})
-    assert str(caught.value) == f"MediaPolicy.{field}: cannot be used - expected {expected}"
+    assert str(caught.value) == sentence
 
 
 LOCAL = "127.0.0.1 127.1 127.0.1 0 0.0.0.0 2130706433 0x7f000001 0x7f.1 0x7f.0.0.1 0177.0.0.1 017700000001 0177.1 127.0.0.01"

@@ -179,18 +179,17 @@ def test_a_model_whose_tokens_text_cannot_know_is_loaded_at_once(tmp_path: Path)
     assert not isinstance(renderer.media.processor, DeferredProcessor)
 
 
-def test_a_processor_that_replaces_another_token_is_refused_at_the_first_image(tmp_path: Path) -> None:
+def test_a_processor_that_replaces_another_token_is_refused_at_the_first_image(
+    tmp_path: Path, sentence
+) -> None:
     renderer = opened(model("pixtral", tmp_path, written="[IMG_END]"))
     for _ in range(2):
         with pytest.raises(ProcessorError) as caught:
             renderer.render(shown(PICTURE))
-        assert str(caught.value) == (
-            "messages[0].content[1]: PixtralImageProcessorPil replaces another token than the chat template "
-            "writes for an image - expected '[IMG_END]', got '[IMG]'"
-        )
+        assert str(caught.value) == sentence
 
 
-def test_a_processor_with_tokens_that_text_has_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_processor_with_tokens_that_text_has_not_known_is_refused(tmp_path: Path, sentence) -> None:
     renderer = opened(model("pixtral", tmp_path))
     assert renderer.media is not None
     processor = renderer.media.processor
@@ -201,10 +200,7 @@ def test_a_processor_with_tokens_that_text_has_not_known_is_refused(tmp_path: Pa
     )
     with pytest.raises(ProcessorError) as caught:
         renderer.media.require_processor("messages[3]")
-    assert str(caught.value) == (
-        "messages[3]: Odd writes another token for an image than config.json names - expected '[IMG]', "
-        "got ['[IMG_BREAK]']"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_settings_that_cannot_be_used_leave_text_alone(tmp_path: Path) -> None:
@@ -238,7 +234,7 @@ def test_a_package_that_an_image_needs_is_named() -> None:
 
 
 def test_a_back_end_that_a_family_lacks_is_not_recommended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     directory = model("pixtral", tmp_path)
     settings = json.loads((directory / "processor_config.json").read_text())
@@ -246,23 +242,19 @@ def test_a_back_end_that_a_family_lacks_is_not_recommended(
     (directory / "processor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ProcessorError) as caught:
         opened(directory).render(shown(PICTURE))
-    assert str(caught.value) == (
-        "messages[0].content[1]: Llama4ImageProcessor does not run on this back end - expected 'torch', "
-        "got 'pil'. Choose image_backend=\"torch\"."
-    )
+    assert str(caught.value) == sentence
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(MissingDependencyError, match=r"needs torchvision.* Install it\.$"):
         Renderer.from_pretrained(directory).render(shown(PICTURE))
 
 
-def test_old_releases_of_transformers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_releases_of_transformers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
+) -> None:
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", "5.0.0")
     monkeypatch.setitem(sys.modules, "transformers.image_processing_backends", None)
     with pytest.raises(MissingDependencyError) as caught:
         opened(model("pixtral", tmp_path)).render(shown(PICTURE))
-    assert str(caught.value) == (
-        "messages[0].content[1]: PixtralImageProcessor needs image processors whose back end can be chosen - "
-        "expected transformers>=5.4, got 5.0.0. Install it with: pip install 'mmrender[hf]'"
-    )
+    assert str(caught.value) == sentence

@@ -126,13 +126,10 @@ def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kep
     assert after_finish < item.nbytes + 100_000
 
 
-def test_long_and_thin() -> None:
+def test_long_and_thin(sentence) -> None:
     with pytest.raises(MediaError) as caught:
         processor().process(picture(5, 1001))
-    assert str(caught.value) == (
-        "the image is too long and thin for this model - expected an aspect ratio of at most 200, "
-        "got 1001x5 pixels, a ratio of 200.2. Crop or pad it before rendering."
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (1024, 1024), (2300, 2000)])

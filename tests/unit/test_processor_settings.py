@@ -50,7 +50,7 @@ def test_back_end_suffixes_name_the_same_processor(tmp_path: Path, suffix: str) 
     assert isinstance(processor, MediaProcessor)
 
 
-def test_both_spellings_of_the_pixel_bounds(tmp_path: Path) -> None:
+def test_both_spellings_of_the_pixel_bounds(tmp_path: Path, sentence) -> None:
     by_size = load(tmp_path, {**QWEN, "size": {"shortest_edge": 3136, "longest_edge": 100352}})
     spelled_out = {key: value for key, value in QWEN.items() if key != "size"}
     by_name = load(tmp_path, {**spelled_out, "min_pixels": 3136, "max_pixels": 100352})
@@ -59,10 +59,7 @@ def test_both_spellings_of_the_pixel_bounds(tmp_path: Path) -> None:
     assert load(tmp_path, {**QWEN, "max_pixels": 262144}).max_pixels == 262144
     with pytest.raises(ProcessorError) as caught:
         load(tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
-    assert str(caught.value) == (
-        f"{tmp_path}: the image processor's bounds on pixels are incomplete - expected `size` with "
-        "`shortest_edge` and `longest_edge`, got {'height': 448, 'width': 448}"
-    )
+    assert str(caught.value).replace(str(tmp_path), "FOLDER") == sentence
 
 
 def test_defaults_of_the_family_where_the_files_are_silent(tmp_path: Path) -> None:
@@ -95,29 +92,26 @@ def test_file_that_is_no_json_object(tmp_path: Path, text: str, problem: str) ->
     assert str(caught.value).startswith(f"{file}: cannot read preprocessor_config.json - {problem}")
 
 
-def test_text_only_model_and_unknown_back_end(tmp_path: Path) -> None:
+def test_text_only_model_and_unknown_back_end(tmp_path: Path, sentence) -> None:
     assert load_processor(directory(tmp_path, config={"model_type": "llama"}), image_backend="pil") is None
     with pytest.raises(ProcessorError) as caught:
         load_processor(tmp_path, image_backend="cuda")  # type: ignore[arg-type]
-    assert str(caught.value) == "there is no such image back end - expected 'torch' or 'pil', got 'cuda'"
+    assert str(caught.value) == sentence
 
 
 def test_torch_is_asked_for_with_the_first_image_that_it_resizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     processor = load_processor(directory(tmp_path, preprocessor_config=QWEN))
     assert processor is not None
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError) as caught:
         processor.process(load_image(np.zeros((400, 301, 3), np.uint8)))
-    assert str(caught.value) == (
-        'image_backend="torch" needs torch, which is not installed. Install it with: '
-        "pip install 'mmrender[torch]', or choose image_backend=\"pil\""
-    )
+    assert str(caught.value) == sentence
 
 
 def test_text_renders_without_the_packages_that_images_need(
-    shared_models: Path, monkeypatch: pytest.MonkeyPatch
+    shared_models: Path, monkeypatch: pytest.MonkeyPatch, sentence
 ) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "<image> in text"}]}]
     expected = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil").render(messages)
@@ -127,10 +121,7 @@ def test_text_renders_without_the_packages_that_images_need(
     for _ in range(2):
         with pytest.raises(MissingDependencyError) as caught:
             renderer.render([*messages, {"role": "user", "content": [Image.new("RGB", (8, 8))]}])
-        assert str(caught.value) == (
-            "messages[1].content[0]: Idefics3ImageProcessor needs transformers, which is not installed. "
-            "Install it with: pip install 'mmrender[hf]'"
-        )
+        assert str(caught.value) == sentence
 
 
 def test_each_setting_and_the_back_end_are_part_of_the_identity(tmp_path: Path) -> None:
