@@ -443,7 +443,6 @@ def audit(
     explain: Annotated[int, typer.Option(min=0, help="Departing samples to look for a cause in.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
-    plot: Annotated[Path | None, typer.Option(help="Draw the differences to this file.")] = None,
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -458,7 +457,6 @@ def audit(
             explain=explain,
             dtype=dtype,
             device=device,
-            plot=plot,
             progress=status.update,
         )
     if html is not None:

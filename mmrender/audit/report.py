@@ -1,15 +1,13 @@
 """The outcome of an audit, as data, as text and as a picture."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import MissingDependencyError, TrajectoryError
+from mmrender.errors import TrajectoryError
 from mmrender.notebook import Drawn
 from mmrender.sidecar import MediaSpan
 from mmrender.trajectory.sample import TrainingSample
@@ -24,8 +22,6 @@ the rotary positions, which tokens count as sampled or are attended to, how log-
 what they are of, the weights, or only the arithmetic."""
 
 _MOST_LISTED: Final = 20
-_MOST_TRACES: Final = 6
-_FLOOR: Final = 1e-8
 """Smaller differences are drawn as this one: the axis is logarithmic."""
 
 
@@ -301,45 +297,3 @@ class AuditReport(Drawn):
 def _listed(lines: list[str]) -> list[str]:
     more = [f"  and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
     return [*lines[:_MOST_LISTED], *more]
-
-
-def save_plot(report: AuditReport, path: str | os.PathLike[str]) -> Path:
-    """Draw a report, and return the file's path; its ending chooses the format.
-
-    Left, the log-probability of every token from sampler and trainer, which should lie on a line. Right, the
-    difference along the tokens of the samples that differ most, with images shaded.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("matplotlib", "plot", "a plot of the audit") from error
-    figure: Any = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to files without a display
-    scatter, traces = figure.subplots(1, 2, width_ratios=(1, 2))
-    for compared in report.comparisons:
-        scatter.plot(compared.sampler, compared.trainer, ".", markersize=2, color="tab:blue")
-    lows = [float(compared.sampler.min()) for compared in report.comparisons if len(compared.sampler)]
-    corner = min(lows, default=-1.0)
-    scatter.plot([corner, 0.0], [corner, 0.0], color="grey", linewidth=0.8)
-    scatter.set_xlabel("sampler, nats")
-    scatter.set_ylabel("trainer, nats")
-    worst = sorted(report.comparisons, key=lambda compared: -compared.largest)[:_MOST_TRACES]
-    for number, compared in enumerate(worst):
-        label = compared.sample.sample_id or f"sample {number}"
-        drawn = np.nan_to_num(np.abs(compared.difference), nan=1e3, posinf=1e3).clip(_FLOOR)
-        traces.plot(compared.positions, drawn, ".-", markersize=3, linewidth=0.6, label=label)
-    for span in worst[0].sample.media_spans if worst else ():
-        traces.axvspan(span.start, span.stop, color="tab:orange", alpha=0.15)
-    traces.axhline(report.tolerance, color="tab:red", linewidth=0.8, label="tolerance")
-    traces.set_yscale("log")
-    traces.set_xlabel("token (images of the worst sample shaded)")
-    traces.set_ylabel("absolute difference, nats")
-    traces.legend(fontsize="small")
-    largest = f"largest difference {report.largest:.3g} nats, KL {report.kl:.2g} nats a token"
-    figure.suptitle(f"{report.tokens} tokens, {largest}")
-    figure.savefig(path)
-    return Path(path)

@@ -11,7 +11,7 @@ import numpy as np
 from mmrender.audit.causes import DEFAULT_BUDGET, Noise, find_cause
 from mmrender.audit.computed import other_attention, whole_in
 from mmrender.audit.inspect import inspect_sample
-from mmrender.audit.report import AuditReport, Comparison, Decode, Finding, save_plot
+from mmrender.audit.report import AuditReport, Comparison, Decode, Finding
 from mmrender.audit.trainer import TrainerModel
 from mmrender.audit.trial import Case, Weights
 from mmrender.content.messages import normalize_messages
@@ -257,7 +257,6 @@ def audit_files(
     dtype: str = "float32",
     device: str = "cpu",
     image_backend: ImageBackend = "torch",
-    plot: Path | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
     """Audit every branch of every trajectory in `files` against the weights of `model`.
@@ -270,7 +269,6 @@ def audit_files(
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
         device: Where torch runs the model.
         image_backend: How images that were shipped by reference are processed.
-        plot: A file to draw the differences to, or None.
         progress: Called with what is begun.
 
     Raises:
@@ -278,7 +276,7 @@ def audit_files(
         TrajectoryError: A file is not one of trajectories, or a trajectory has no log-probabilities.
         ModelError: The model cannot be loaded.
         MediaError: An image by reference cannot be loaded, or becomes another one.
-        MissingDependencyError: torch, Transformers or, for a plot, matplotlib is not installed.
+        MissingDependencyError: torch or Transformers is not installed.
     """
     if dtype not in _DTYPES:
         raise InputError("there is no such dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
@@ -303,7 +301,7 @@ def audit_files(
     sources = _Sources({name: item.source for name, item in references.items()}, trajectories, load)
     trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)
     decode = Tokenizer.load(directory).decode
-    report = audit(
+    return audit(
         samples,
         trainer,
         tolerance=tolerance,
@@ -312,6 +310,3 @@ def audit_files(
         sources=sources,
         progress=progress,
     )
-    if plot is not None:
-        save_plot(report, plot)
-    return report

@@ -67,7 +67,7 @@ def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_pat
     path = tmp_path / "rollouts.mmr"
     save_trajectories(path, trajectories[:3])
     done = CliRunner().invoke(
-        app, ["audit", str(path), "--model", str(tiny_model), "--plot", str(tmp_path / "a.svg")]
+        app, ["audit", str(path), "--model", str(tiny_model), "--html", str(tmp_path / "a.html")]
     )
     assert done.exit_code == 0, done.stdout
     samples = [sample for trajectory in trajectories[:3] for sample in trajectory.samples()]
@@ -75,7 +75,7 @@ def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_pat
     # Guided tool calls are compared like all others, by the tokens that were allowed.
     assert any(sample.allowed for sample in samples)
     assert "left out" not in done.stdout
-    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert "<html" in (tmp_path / "a.html").read_text()
     missing = CliRunner().invoke(app, ["audit", str(tmp_path / "none.mmr"), "--model", str(tiny_model)])
     assert (
         str(missing.exception) == f"{tmp_path}/none.mmr: cannot read the file - got No such file or directory"
