@@ -11,7 +11,7 @@ from item_cases import patch_item, processed_item
 from mmrender.media.item import ReferenceItem
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
-from mmrender.trajectory.step import same_value
+from mmrender.trajectory.conversation import same_value
 
 PAD = 9
 TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]

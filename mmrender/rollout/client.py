@@ -8,11 +8,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 from weakref import WeakKeyDictionary
 
 import msgspec
-import numpy as np
 
 from mmrender.bridge.bridge import History
 from mmrender.client.generation import BackendName, generate, render_prompt, resolve_backend
@@ -22,10 +21,11 @@ from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import Message, Role, TextPart
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import BridgeOptions, RendererProtocol
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.conversation import same_message, without_sources
 from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
@@ -246,7 +246,7 @@ class RendererClient:
         # The parent's records are used again, so that each message is converted once.
         records = () if prompt.parent is None else histories[prompt.parent.index].records
         records = records[: len(prompt.messages)]
-        records = (*records, *map(_plain_record, said[len(records) :]))
+        records = (*records, *map(_record, said[len(records) :]))
         extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
         step = trajectory.append_turn(
             generation,
@@ -393,77 +393,6 @@ def droppable_units(messages: Sequence[Message]) -> list[range]:
     return units + [range(start, stop) for start, stop in pairwise(answers)]
 
 
-def _plain_record(message: Message) -> dict[str, Any]:
-    """A message as plain data: images and videos without their sources, unless these are short URLs."""
-
-    def record(part: Part) -> Part:
-        if not isinstance(part, ImagePart | VideoPart):
-            return part
-        named = isinstance(part.source, str) and not part.source.startswith("data:")
-        # The item in the trajectory's sidecar, at the same place, holds the pixels.
-        return part if named else msgspec.structs.replace(part, source=None)
-
-    if isinstance(message.content, tuple):
-        message = msgspec.structs.replace(message, content=tuple(map(record, message.content)))
-    return to_openai(message)
-
-
-# --- equal messages ---
-
-_PLAIN: Final = (str, int, float)
-_LISTS: Final = (list, tuple)
-
-
-def same_message(later: Message, earlier: Message) -> bool:
-    """Whether two messages mean the same, whatever form a client library echoes them in.
-
-    Tool arguments compare as parsed JSON, where 1 equals 1.0 and true equals neither; empty equals absent; a
-    text equals its one text part. Where `later` lacks the reasoning or a call's id that `earlier` has, as
-    most client libraries lose them, it still means the same; another reasoning or id does not.
-    """
-    if later is earlier:
-        return True
-    (thoughts, role, said), (earlier_thoughts, earlier_role, earlier_said) = map(_meaning, (later, earlier))
-    calls = zip(later.tool_calls, earlier.tool_calls, strict=False)
-    return (
-        role == earlier_role
-        and (not thoughts or thoughts == earlier_thoughts)
-        and all(not a.id or not b.id or a.id == b.id for a, b in calls)
-        and all(map(_equal, said, earlier_said))
-    )
-
-
-def _meaning(message: Message) -> tuple[str, tuple[str | None, ...], list[Any]]:
-    """The whole reasoning of a message, its role and names, and what else is not empty but ids of calls."""
-    content = message.content
-    parts = content if isinstance(content, tuple) else (TextPart(content or ""),)
-    thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-    role = (message.role, message.name or None, message.tool_call_id or None)
-    return (
-        (message.reasoning_content or "") + "".join(thoughts),
-        role,
-        [
-            [(call.name, call.arguments) for call in message.tool_calls],
-            [part for part in parts if not isinstance(part, ThinkingPart) and part != TextPart("")],
-            {key: value for key, value in message.extra.items() if value not in (None, "", [], {})},
-        ],
-    )
-
-
-def _equal(later: Any, earlier: Any) -> bool:
-    """Whether values are equal: numbers as in JSON, arrays and images by their pixels."""
-    if later is earlier:
-        return True
-    if isinstance(later, bool) or isinstance(earlier, bool):
-        return False  # to Python, true is 1 and false is 0
-    if type(later) in _PLAIN and type(earlier) in _PLAIN:
-        return bool(later == earlier)
-    if isinstance(later, dict) and isinstance(earlier, dict):
-        return later.keys() == earlier.keys() and all(_equal(later[key], earlier[key]) for key in later)
-    if type(later) in _LISTS and type(earlier) in _LISTS:
-        return len(later) == len(earlier) and all(map(_equal, later, earlier))
-    if type(later) is type(earlier) and isinstance(later, np.ndarray):
-        return later.dtype == earlier.dtype and np.array_equal(later, earlier)
-    if type(later) is type(earlier) and isinstance(later, msgspec.Struct):
-        return _equal(msgspec.structs.astuple(later), msgspec.structs.astuple(earlier))
-    return bool(np.all(later == earlier))
+def _record(message: Message) -> dict[str, Any]:
+    """Return a message as plain data, without pixels: the trajectory's items hold these."""
+    return to_openai(without_sources(message))

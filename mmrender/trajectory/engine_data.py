@@ -131,7 +131,16 @@ class RoutedExperts:
                 expected=f"{self.start}..{self.stop}",
                 got=str(start),
             )
-        return RoutedExperts(self.data[start - self.start :], start)
+        return self.cut(start, self.stop)
+
+    def cut(self, start: int, stop: int) -> "RoutedExperts":
+        """Return the rows of positions within `[start, stop)`, as a view; they keep their positions."""
+        low, high = (min(max(position - self.start, 0), len(self.data)) for position in (start, stop))
+        return RoutedExperts(self.data[low:high], self.start + low)
+
+    def shift(self, by: int) -> "RoutedExperts":
+        """Return the same rows at positions that are higher by `by`."""
+        return RoutedExperts(self.data, self.start + by)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutedExperts):

@@ -18,8 +18,8 @@ from typing import Any
 
 import mmcodecs
 from mmrender.errors import MMRenderError, TrajectoryError
+from mmrender.trajectory.conversation import MediaSources
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
-from mmrender.trajectory.wire import MediaSources
 
 
 class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):

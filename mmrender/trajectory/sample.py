@@ -16,6 +16,7 @@ from mmrender.caching import cached_property
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MediaSpan, MultiModalData, mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens
+from mmrender.trajectory.aligned import Aligned
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 IGNORE_INDEX: Final = -100
@@ -97,6 +98,12 @@ class TrainingSample:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def aligned(self) -> Aligned:
+        """All values that are aligned to the tokens, to be cut or moved together."""
+        arrays = {name: getattr(self, name) for name in ALIGNED}
+        return Aligned(arrays, self.routed_experts, self.weight_versions, self.allowed)
 
     @cached_property
     def media_spans(self) -> list[MediaSpan]:

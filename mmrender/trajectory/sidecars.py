@@ -15,7 +15,8 @@ import msgspec
 
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import common_prefix
-from mmrender.trajectory.step import check_ids, same_value
+from mmrender.trajectory.conversation import same_value
+from mmrender.trajectory.step import check_ids
 
 _Path: TypeAlias = tuple[str, ...]
 _BLOCKS: Final[tuple[_Path, ...]] = (("tokens",), ("response", "message", "tokens"))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mmrender.content import normalize_tools
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData
+from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,
@@ -305,7 +306,7 @@ def _sample(
     step: Step, parts: Sequence[Part], mask: npt.NDArray[np.bool_], name: str, require_logprobs: bool
 ) -> TrainingSample:
     logprobs = np.zeros(len(mask), np.float32)
-    versions, allowed = [], []
+    pieces = []
     for part in parts:
         start, stop = part.sampled
         if part.step.logprobs is not None:
@@ -318,13 +319,9 @@ def _sample(
                 got="None",
                 remedy="Ask the engine for them, or pass require_logprobs=False for 0.0 in their place",
             )
-        for version, first, last in part.step.weight_versions:
-            if start + first < min(start + last, stop):
-                versions.append(WeightVersionSpan(version, start + first, min(start + last, stop)))
-        for span in part.step.allowed:
-            if start + span.start < min(start + span.stop, stop):
-                end = min(start + span.stop, stop)
-                allowed.append(span._replace(start=start + span.start, stop=end))
+        own = Aligned(weight_versions=part.step.weight_versions, allowed=part.step.allowed)
+        pieces.append(own.cut(0, stop - start).shift(start))
+    spans = joined_spans(pieces)
     logprobs[~mask] = 0.0
     extra: dict[str, Any] = {"steps": tuple(part.step.index for part in parts)}
     if restricted := [part for part in parts if part.step.extra.get(RESTRICTED)]:
@@ -336,8 +333,8 @@ def _sample(
         multi_modal_data=step.multi_modal_data,
         rewards=_rewards(parts, len(mask)),
         routed_experts=step.routed_experts,
-        weight_versions=tuple(versions),
-        allowed=tuple(allowed),
+        weight_versions=spans.weight_versions,
+        allowed=spans.allowed,
         tools=step.tools,
         sample_id=name,
         extra=extra,
@@ -453,41 +450,3 @@ def check_tools(value: Any, where: str) -> Tools | None:
         raise TrajectoryError(
             "a tool definition is not plain data", where=where, expected=expected, got=str(error)
         ) from error
-
-
-def same_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:
-    """Return how many leading messages two conversations share."""
-    for index, (first, second) in enumerate(zip(known, messages, strict=False)):
-        if first is second:
-            continue
-        try:
-            same = _ENCODE(first) == _ENCODE(second)  # plain data, compared at C speed with its types
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            same = False
-        if not same and not same_value(first, second):
-            return index
-    return min(len(known), len(messages))
-
-
-def same_value(first: Any, second: Any) -> bool:
-    """Whether two values have equal content: one object, equal identities, or equal values and arrays."""
-    if first is second:
-        return True
-    if type(first) is not type(second):
-        return False
-    identity = getattr(first, "identity", None)
-    if isinstance(identity, str):
-        return bool(identity == second.identity)
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same_value, first, second))
-    if isinstance(first, msgspec.Struct):
-        return same_value(msgspec.structs.astuple(first), msgspec.structs.astuple(second))
-    if hasattr(first, "dtype") and hasattr(first, "shape"):
-        if first.dtype != second.dtype or tuple(first.shape) != tuple(second.shape):
-            return False
-        if isinstance(first, np.ndarray):
-            return np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
-        return bool(first.equal(second))  # a torch tensor
-    return bool(first == second)

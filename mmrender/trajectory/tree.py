@@ -26,6 +26,7 @@ import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.notebook import Drawn
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.trajectory.conversation import MediaSources, shared_messages
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,
@@ -49,9 +50,8 @@ from mmrender.trajectory.step import (
     check_extra,
     check_ids,
     check_tools,
-    same_messages,
 )
-from mmrender.trajectory.wire import MediaSources, Record, read_records, write_records
+from mmrender.trajectory.wire import Record, read_records, write_records
 
 
 class _Place(NamedTuple):
@@ -200,7 +200,7 @@ class Trajectory(Drawn):
                 experts = new_rows(experts, run, keep)
             if conversation:
                 earlier = parent.messages if newest is None else newest.messages
-                messages_keep = same_messages(earlier, conversation)
+                messages_keep = shared_messages(earlier, conversation)
         step = Step(
             index=len(self),
             parent=parent,

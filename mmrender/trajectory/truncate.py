@@ -9,9 +9,8 @@ import numpy.typing as npt
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import media_before
-from mmrender.trajectory.sample import ALIGNED, TrainingSample
+from mmrender.trajectory.sample import TrainingSample
 
 Prompt = TypeVar("Prompt", RenderedTokens, TrainingSample)
 
@@ -55,26 +54,9 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
 
 def _truncated(sample: TrainingSample, length: int) -> dict[str, Any]:
     """Return the fields that are aligned to the tokens, cut."""
-    fields = {name: getattr(sample, name) for name in ALIGNED}
-    fields = {name: None if array is None else array[:length] for name, array in fields.items()}
-    experts = sample.routed_experts
-    if experts is not None:
-        kept = max(0, length - experts.start)
-        experts = RoutedExperts(experts.data[:kept], experts.start) if kept else None
-    versions = tuple(
-        WeightVersionSpan(version, start, min(stop, length))
-        for version, start, stop in sample.weight_versions
-        if start < length
-    )
-    allowed = tuple(
-        span._replace(stop=min(span.stop, length)) for span in sample.allowed if span.start < length
-    )
     prompt_length = None if sample.prompt_length is None else min(sample.prompt_length, length)
-    return fields | {
+    return sample.aligned.cut(0, length).fields() | {
         "rewards": _moved_rewards(sample, length),
-        "routed_experts": experts,
-        "weight_versions": versions,
-        "allowed": allowed,
         "prompt_length": prompt_length,
         "rendered": None,
     }

@@ -20,17 +20,17 @@ bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
 import mmcodecs
-from mmrender.content.parts import MEDIA_TYPES
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
 from mmrender.sidecar import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.trajectory.conversation import MediaSources, plain_message
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
 from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
@@ -39,12 +39,9 @@ FORMAT: Final = "mmrender.trees"
 VERSION: Final = 3
 LIMITED: Final = 4
 """Version where a step holds `allowed`, without which its log-probabilities would be misread."""
-MediaSources: TypeAlias = Literal["drop", "keep"]
-"""Whether messages keep the sources of their media, or hold None in their place."""
 
 _MAX_TOKENS: Final = 1 << 26
 """Most tokens of all steps of one form together; on the wire, roots may share theirs."""
-_DEPTH: Final = 60
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 
@@ -249,56 +246,6 @@ class _Writer:
         row = self.messages.setdefault(encoded, len(self.messages))
         self._known_messages[id(message)] = message, row
         return row
-
-
-def plain_message(message: Any, sources: MediaSources, where: str = "message") -> Any:
-    """Return a message as dicts, lists and scalars, with or without the sources of its media."""
-    plain = _plain(message, 0, where)
-    if sources == "drop" and isinstance(plain, dict) and "content" in plain:
-        content = plain["content"]
-        parts = [_without_source(part) for part in content] if isinstance(content, list) else content
-        plain["content"] = _without_source(parts)
-    return plain
-
-
-def _plain(value: Any, depth: int, where: str) -> Any:
-    if depth > _DEPTH:
-        raise TrajectoryError("a message is nested too deeply, or holds itself", where=where)
-    if isinstance(value, msgspec.Struct):
-        tag = value.__struct_config__.tag
-        fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        value = fields if tag is None else {str(value.__struct_config__.tag_field): tag, **fields}
-    if isinstance(value, Mapping):
-        return {key: _plain(entry, depth + 1, where) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry, depth + 1, where) for entry in value]
-    return value
-
-
-def _without_source(part: Any) -> Any:
-    """Return a content part without its image or video; any other is returned as it is."""
-    if _is_binary(part):
-        return {"type": "image"}
-    if not isinstance(part, dict):
-        return part
-    kind = part.get("type")
-    media = kind in MEDIA_TYPES if kind is not None else not MEDIA_TYPES.isdisjoint(part)
-    return {key: _blanked(value, key) for key, value in part.items()} if media else part
-
-
-def _blanked(value: Any, key: str = "") -> Any:
-    if isinstance(value, dict):
-        return {name: _blanked(entry, name) for name, entry in value.items()}
-    if isinstance(value, list):
-        return None if any(_blanked(entry) is not entry for entry in value) else value
-    is_data = isinstance(value, str) and (key == "data" or value[:5].lower() == "data:")
-    return None if is_data or _is_binary(value) else value
-
-
-def _is_binary(value: Any) -> bool:
-    if isinstance(value, bytes | bytearray | memoryview | np.ndarray):
-        return True
-    return type(value).__module__.partition(".")[0] in ("PIL", "torch")
 
 
 _MALFORMED: Final = (

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import strip_intermediate_mm_data
+from mmrender.trajectory.conversation import same_value
 from mmrender.trajectory.sidecars import sidecar_of
-from mmrender.trajectory.step import same_value
 from trajectory_cases import as_mapping, step, trajectories
 from tree_cases import calls
 

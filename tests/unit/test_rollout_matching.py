@@ -5,7 +5,8 @@ import pytest
 from PIL import Image
 
 from mmrender.content import normalize_messages
-from mmrender.rollout.client import droppable_units, same_message
+from mmrender.rollout.client import droppable_units
+from mmrender.trajectory.conversation import same_message
 from rollout_cases import text
 
 
