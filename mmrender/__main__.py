@@ -6,7 +6,7 @@ from mmrender.errors import MissingDependencyError
 
 
 def main() -> None:
-    """Run the command line; without the extra `cli`, name it and exit with status 2."""
+    """Run the command line. Without the extra `cli`, name it and exit with status 2."""
     try:
         from mmrender.cli import main as run
     except MissingDependencyError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from mmcodecs.files import MAGIC
 from mmrender._version import __version__
@@ -36,7 +36,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 class _Output(Console):
-    """Standard output. When the reader of a pipe has gone, the rest is discarded and the command goes on."""
+    """Standard output that discards the rest when the reader of a pipe has gone."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -58,7 +58,7 @@ BackendOption = Annotated[
 PromptOption = Annotated[
     bool | None,
     typer.Option(
-        help="Open the assistant's turn; by default unless the last message is the assistant's.",
+        help="Open the assistant's turn. Default: unless the last message is the assistant's.",
         show_default=False,
     ),
 ]
@@ -69,8 +69,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 EngineOption = Annotated[str, typer.Option(help='Engine of the server: "vllm", "sglang" or "dynamo".')]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         _out.out(f"mmrender {__version__}", highlight=False)
         raise typer.Exit
 
@@ -81,7 +81,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Render multimodal chat exactly, and look at what was rendered, sampled and trained on."""
+    """Render multimodal chat exactly, and look at rendered, sampled and trained tokens."""
 
 
 @app.command()
@@ -125,10 +125,10 @@ def view(
     image_backend: BackendOption = "torch",
     html: PageOption = None,
     tools: Annotated[
-        Path | None, typer.Option(help="JSON with the tools; by default those that the trajectories keep.")
+        Path | None, typer.Option(help="JSON with the tools. Default: the tools that the trajectories keep.")
     ] = None,
 ) -> None:
-    """Show every token, coloured by what it is: in the terminal, or as one page that loads nothing."""
+    """Show every token, coloured by kind: in the terminal, or as one self-contained page."""
     from mmrender.view.terminal import legend, message_table, token_strip
 
     if _is_trajectories(file):
@@ -163,7 +163,7 @@ def _view_trajectories(file: Path, renderer: Renderer, html: Path | None, tools:
     with _log.status("reading"):
         trajectories = load_trajectories(file)
     if not trajectories:
-        raise InputError("the file holds no trajectory", where=str(file))
+        raise InputError("the file is without trajectories", where=str(file))
     with _log.status("rendering"):
         page = Page(*trajectories, renderer=renderer, tools=offered, title=file.name)
     _save(page, html)
@@ -180,7 +180,7 @@ def _save(page: "Page", path: Path) -> None:
 @app.command()
 def diff(
     first: Annotated[str, typer.Argument(help="JSON as for `render`, or with token_ids as it prints.")],
-    second: Annotated[str, typer.Argument(help='As the first; one of them may be "-".')],
+    second: Annotated[str, typer.Argument(help='The same. One of the two may be "-".')],
     model: ModelOption,
     *,
     generation_prompt: PromptOption = None,
@@ -188,12 +188,12 @@ def diff(
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two renderings token by token; exit 1 where they differ, and show the first difference."""
+    """Compare two renderings token by token and show the first difference. Exit 1 if they differ."""
     from mmrender.view.data import shared_length
     from mmrender.view.terminal import difference
 
     if first == second == "-":
-        remedy = "Name a file for one of them"
+        remedy = "Name a file for one of the two"
         raise InputError("standard input is read once, not twice", where="-", remedy=remedy)
     renderer = _load(model, image_backend)
     pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
@@ -232,9 +232,9 @@ def doctor(
     image_backend: BackendOption = "pil",
     as_json: JsonOption = False,
 ) -> None:
-    """Print what was found out about a model's template, tokenizer and processor, and what was proved.
+    """Print the findings about a model's template, tokenizer and processor, and their proofs.
 
-    Exit 1 if there are problems: something that cannot be rendered exactly, or is not known.
+    Exit 1 if there are problems: something that cannot be rendered exactly, or is unknown.
     """
     from mmrender.model.files import find_model
     from mmrender.view.doctor import diagnose, findings_table, next_steps
@@ -257,7 +257,7 @@ def parity(
     models: Annotated[list[Path], typer.Argument(help="Model directories.", metavar="MODEL...")],
     cases: Annotated[int, typer.Option(min=1, help="Conversations for each model and back end.")] = 300,
     image_backend: Annotated[str, typer.Option(help='"torch", "pil" or "both".')] = "both",
-    seed: Annotated[int, typer.Option(help="Of the generated conversations.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the generated conversations.")] = 0,
     images: Annotated[Path | None, typer.Option(help="Folder of photographs to use as well.")] = None,
     *,
     bridge: Annotated[
@@ -276,7 +276,9 @@ def parity(
         mode = "pil" if image_backend == "both" else image_backend
         return _bridge_parity(models, cases, seed, mode, as_json=as_json)
 
-    backends: list[ImageBackend] = ["torch", "pil"] if image_backend == "both" else [_backend(image_backend)]
+    backends: list[ImageBackend] = (
+        ["torch", "pil"] if image_backend == "both" else [cast(ImageBackend, image_backend)]
+    )
     pictures = load_pictures(images) if images is not None else []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     reports = []
@@ -318,7 +320,7 @@ def parity(
 
 
 def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str, *, as_json: bool) -> None:
-    """Print how bridges compare with full renderings, as Markdown or JSON; exit 1 where one is wrong."""
+    """Print how bridges compare with full renderings, as Markdown or JSON. Exit 1 if a bridge is wrong."""
     from mmrender.testing.bridge_parity import check_bridge
 
     def print_row(*cells: object) -> None:
@@ -362,7 +364,8 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
 @app.command()
 def demo(
     server: Annotated[
-        str | None, typer.Option(help="Base URL of an inference server; without one a tiny model runs here.")
+        str | None,
+        typer.Option(help="Base URL of an inference server. Default: a tiny model here."),
     ] = None,
     backend: EngineOption = "vllm",
     model: Annotated[
@@ -370,7 +373,7 @@ def demo(
     ] = None,
     renderer: Annotated[
         str | None,
-        typer.Option(help="Directory or hub id of the model, where the server's name for it is another."),
+        typer.Option(help="Directory or hub id of the model, if the server uses another name for it."),
     ] = None,
 ) -> None:
     """Run the demonstration: here, or its rollouts against an inference server."""
@@ -378,7 +381,7 @@ def demo(
         if model is None:
             expected = "the name it is served by"
             raise InputError("the server's model is not named", where="--model", expected=expected)
-        # The demonstration keeps off the hub by itself; a model that a server runs may come from there.
+        # The demonstration itself stays off the hub, but a served model may come from there.
         os.environ.setdefault("HF_HUB_OFFLINE", "0")
     from mmrender.demo.__main__ import main as demonstrate
 
@@ -394,16 +397,16 @@ def serve(
     model: ModelOption,
     *,
     engine_model: Annotated[
-        str | None, typer.Option(help="Name under which the servers know the model; as --model by default.")
+        str | None, typer.Option(help="The servers' name of the model. Default: --model.")
     ] = None,
     backend: EngineOption = "vllm",
     host: Annotated[
-        str, typer.Option(help="Address to listen on; others than loopback need a key.")
+        str, typer.Option(help="Address to listen on. Any but loopback needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 for any free one.")] = 8080,
+    port: Annotated[int, typer.Option(help="Port, or 0 for any free port.")] = 8080,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="MMRENDER_API_KEY", help="What requests must bring.", show_default=False),
+        typer.Option(envvar="MMRENDER_API_KEY", help="Key that requests must carry.", show_default=False),
     ] = None,
     render: Annotated[bool, typer.Option(help="Render chat here, or pass it on to the servers.")] = True,
 ) -> None:
@@ -425,7 +428,7 @@ def serve(
 def _engine(name: str) -> "BackendName":
     from mmrender.client.generation import resolve_backend
 
-    resolve_backend(cast("BackendName", name), "")  # refuses a name that there is not
+    resolve_backend(cast("BackendName", name), "")  # raises for an unknown name
     return cast("BackendName", name)
 
 
@@ -438,15 +441,15 @@ def audit(
     *,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0, help="Nats a token; beyond it a token departs. Measured by default."),
+        typer.Option(min=0, help="Nats per token. Larger differences are reported. Default: measured."),
     ] = None,
-    explain: Annotated[int, typer.Option(min=0, help="Departing samples to look for a cause in.")] = 3,
+    explain: Annotated[int, typer.Option(min=0, help="Number of differing samples to diagnose.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="Where the model runs, such as cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the model, such as cuda.")] = "cpu",
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the model over what a trainer would see, and compare with the sampler; exit 1 where they part."""
+    """Run the model over the trainer's input and compare with the sampler. Exit 1 if they differ."""
     from mmrender.audit.run import audit_files
 
     with _log.status("loading") as status:
@@ -520,24 +523,20 @@ def _render(
 
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
     if files:
-        # Someone who names a file in the current folder on the command line means it.
+        # A file of the current folder that is named on the command line is meant to be read.
         policy = MediaPolicy(local_roots=(Path.cwd(),))
     else:
         # A remote caller names no file, and may send anything.
         processes = BoundedProcesses(4) if sys.platform == "linux" else None
         policy = MediaPolicy(schemes=frozenset({"data", "http", "https"}), processes=processes)
     with _log.status(f"loading {model}"):
-        return Renderer.from_pretrained(model, image_backend=_backend(image_backend), media_policy=policy)
-
-
-def _backend(name: str) -> ImageBackend:
-    if name not in (known := get_args(ImageBackend)):
-        raise InputError("there is no such image back end", expected=" or ".join(known), got=name)
-    return cast("ImageBackend", name)
+        return Renderer.from_pretrained(
+            model, image_backend=cast(ImageBackend, image_backend), media_policy=policy
+        )
 
 
 def main() -> None:
-    """Run the command; an error of ours ends it with one line and status 2."""
+    """Run the command. An error of mmrender ends it with one line and status 2."""
     try:
         app()
     except MMRenderError as error:

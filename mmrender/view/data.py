@@ -1,7 +1,7 @@
-"""What a page shows, as plain data: strips of tokens, their media, and marks on single tokens.
+"""Content of a page as plain data: strips of tokens, their media, and marks on single tokens.
 
-Everything here is known already: attribution by `RenderedTokens`, steps by `Trajectory`, differences by
-`AuditReport`. Where a sequence has no attribution, what was sampled and by which step is shown instead.
+Attribution comes from `RenderedTokens`, steps from `Trajectory`, differences from `AuditReport`. A sequence
+without attribution shows the sampled tokens of each step instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from mmrender.view.pictures import shown_frames, thumbnails, token_grid
 from mmrender.view.text import Decode, token_texts, visible
 
 Data: TypeAlias = dict[str, Any]
-_MOST_MARKS = 200
+_MAX_MARKS = 200
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Document:
         title: Heading of the page.
         strips: Sequences of tokens, as `Document.add` makes them.
         media: Distinct items by identity, with their thumbnails.
-        marks: Tokens to look at: the strip, the token, the medium where there is one, and why.
+        marks: Tokens to look at: the strip, the token, the medium if there is one, and the reason.
         side_by_side: Whether all strips are shown from the start.
     """
 
@@ -52,7 +52,7 @@ class Document:
             "title": visible(self.title),
             "strips": self.strips,
             "media": self.media,
-            "marks": self.marks[:_MOST_MARKS],
+            "marks": self.marks[:_MAX_MARKS],
             "sideBySide": self.side_by_side,
         }
 
@@ -153,7 +153,7 @@ def of_sample(
     *,
     trainer: Data | None = None,
 ) -> None:
-    """Add a training sample; `trainer` has the values that a trainer's model gives."""
+    """Add a training sample. `trainer` has the values of a trainer's model."""
     rendered = sample.rendered
     values = {"sampler": _runs(sample.logprobs, sample.loss_mask), **(trainer or {})}
     values |= {"reward": _runs(sample.rewards, None), "advantage": _runs(sample.advantages, None)}
@@ -186,14 +186,14 @@ def of_trajectory(
     renderer: Renderer | None,
     tools: Any,
 ) -> None:
-    """Add every branch of a trajectory, with a mark where one leaves those before it."""
+    """Add every branch of a trajectory, with a mark at its first token that no earlier branch shares."""
     decode = renderer.decode if renderer is not None else None
     earlier: list[tuple[int, npt.NDArray[np.int32]]] = []
     branches = trajectory.branches()
     for branch in branches:
-        own = [name] if name else []
+        titles = [name] if name else []
         if not name or len(branches) > 1:
-            own.append(f"branch {branch.index}")
+            titles.append(f"branch {branch.index}")
         sample = branch.sample(require_logprobs=False)
         ids = sample.token_ids
         spans, sections, notes = _by_step(branch), _steps(branch), []
@@ -202,12 +202,12 @@ def of_trajectory(
         if rendered is not None:
             same = shared_length(rendered.token_ids, ids)
             if same < len(ids):
-                notes.append(f"rendering the whole conversation again gives other tokens from {same} on")
+                notes.append(f"rendering the whole conversation again produces other tokens from {same} on")
             spans = _overlaid(rendered, spans, same)
             sections = _messages(rendered, same, _from(sections, same, len(ids)))
         place = len(document.strips)
         document.add(
-            ", ".join(own),
+            ", ".join(titles),
             ids,
             decode,
             spans=spans,
@@ -229,7 +229,7 @@ def of_trajectory(
                 ((index, shared_length(before, ids)) for index, before in earlier), key=lambda found: found[1]
             )
             if common < len(ids):
-                text = f"{common:,} tokens are those of branch {other - earlier[0][0]}"
+                text = f"{common:,} tokens are shared with branch {other - earlier[0][0]}"
                 document.mark(place, common, f"branch {branch.index} begins", text)
         earlier.append((place, ids))
 
@@ -262,7 +262,7 @@ def of_audit(document: Document, report: AuditReport) -> None:
 
 
 def of_difference(document: Document) -> None:
-    """Mark where the two strips of a document begin and end to differ."""
+    """Mark the first and the last difference between the two strips of a document."""
     first, second = document.strips
     start = shared_length(first["ids"], second["ids"])
     rest = [np.array(strip["ids"][start:][::-1], np.int64) for strip in (first, second)]
@@ -285,7 +285,7 @@ def shared_length(first: Any, second: Any) -> int:
 
 
 def _runs(values: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_] | None) -> Data | None:
-    """Values where the mask is true, as runs; a number that is not finite is written as text."""
+    """Return the values under the mask, as runs. Infinities and NaN become text."""
     if values is None:
         return None
     runs = [(0, len(values))] if mask is None else sampled_runs(mask)
@@ -303,7 +303,7 @@ def _number(value: float) -> float | str:
 
 
 def _messages(rendered: RenderedTokens, stop: int | None = None, after: Sequence[Data] = ()) -> list[Data]:
-    """Return the sections of a rendering, one for each message, up to `stop`; then `after`."""
+    """Return a section per message of a rendering, up to `stop`, followed by `after`."""
     stop = len(rendered) if stop is None else stop
     sections: list[Data] = []
     owned = [span for span in rendered.spans if span.start < stop]
@@ -327,7 +327,7 @@ def _section(start: int, label: str, role: str, message: int = -1) -> Data:
 
 
 def _steps(branch: Branch) -> list[Data]:
-    """Sections of a branch: the prompt and the completion of each step."""
+    """Return the sections of a branch: the prompt and the completion of each step."""
     sections = []
     for part in branch.tip.parts():
         start, stop = part.sampled
@@ -341,7 +341,7 @@ def _steps(branch: Branch) -> list[Data]:
 
 
 def _from(sections: Sequence[Data], start: int, length: int) -> list[Data]:
-    """Return the sections of the tokens from `start` on; the one that holds that token begins there."""
+    """Return the sections of the tokens from `start` on. The first of them begins at `start`."""
     stops = [*(section["start"] for section in sections[1:]), length]
     return [
         {**section, "start": max(section["start"], start)}
@@ -371,23 +371,23 @@ def _from_mask(sample: TrainingSample) -> list[TokenSpan]:
 
 
 def _overlaid(rendered: RenderedTokens, steps: Sequence[TokenSpan], same: int) -> list[TokenSpan]:
-    """Attribution of the first `same` tokens, sampled where a step sampled them; then that of the steps."""
-    found = []
+    """Attribute the first `same` tokens to messages and the rest to steps. Steps say which are sampled."""
+    spans = []
     for span in steps:
         for owner in rendered.spans:
             start, stop = max(span.start, owner.start), min(span.stop, owner.stop, same)
             if start < stop:
-                found.append(TokenSpan(start, stop, owner.message, owner.kind, span.sampled))
+                spans.append(TokenSpan(start, stop, owner.message, owner.kind, span.sampled))
         if span.stop > same:
-            found.append(span._replace(start=max(span.start, same)))
-    return found
+            spans.append(span._replace(start=max(span.start, same)))
+    return spans
 
 
 def _attributed(branch: Branch, renderer: Renderer, tools: Any) -> RenderedTokens | None:
-    """The conversation of a branch rendered as a whole, or None where it cannot be.
+    """Return a rendering of a branch's whole conversation, or None if that fails.
 
-    Its attribution holds for the tokens that it shares with the branch. Images that the messages do not keep
-    are taken from the items.
+    Its attribution holds for the tokens that it shares with the branch. Images missing from the messages are
+    taken from the items.
     """
     try:
         messages = normalize_messages(branch.tip.messages)

@@ -19,8 +19,8 @@ UNKNOWN = "unknown"
 """Begins a finding whose probe failed."""
 _CONTENT = {
     "parts": "text, or a list of parts",
-    "text": "text only; a list of texts is given as one text",
-    "list": "a list of parts only; a text is given as one part",
+    "text": "text only (a list of texts is passed as one text)",
+    "list": "a list of parts only (a text is passed as one part)",
 }
 _TEXTS = (
     "Hello world",
@@ -33,15 +33,16 @@ _TEXTS = (
 
 
 def diagnose(renderer: Renderer, directory: Path | None = None) -> dict[str, Any]:
-    """Everything that was found out about a model by probing, JSON-ready.
+    """Return everything that probing finds out about a model, ready for JSON.
 
     Args:
         renderer: The model's renderer.
-        directory: The model's directory, to compare its tokenizer with the one that Transformers builds.
+        directory: The model's directory, to compare its tokenizer with the Transformers tokenizer.
 
     Returns:
-        Findings by section. A finding whose probe failed begins with `unknown`. The section `problems` says
-        why the model cannot be rendered whole, exactly or for certain; it is empty where that is proved.
+        Findings by section. A finding whose probe failed begins with `unknown`. The section `problems` has
+        the reasons why the model cannot be rendered completely and exactly. It is empty if exactness is
+        proved.
     """
     findings = {
         "template": _template(renderer),
@@ -74,24 +75,26 @@ def _template(renderer: Renderer) -> dict[str, Any]:
 
 def _tokenizer(renderer: Renderer, directory: Path | None) -> dict[str, Any]:
     tokenizer = renderer.tokenizer
-    beside = tokenizer.dependent_token
+    dependent = tokenizer.dependent_token
     found = {
         "vocabulary": tokenizer.vocab_size,
         "added tokens": len(tokenizer.added_ids),
         "encoded by": tokenizer.choice.settle(),
-        "runs between added tokens are independent": True if beside is None else f"no: not beside {beside!r}",
+        "runs between added tokens are independent": True
+        if dependent is None
+        else f"no: not next to {dependent!r}",
         "beginning of a prompt": _found(lambda: _beginning(renderer)),
         "stop tokens": {
             tokenizer.token(token_id) or "?": token_id for token_id in renderer.get_stop_token_ids()
         },
     }
     if directory is not None:
-        found["Transformers reads it alike"] = _alike_in_transformers(renderer, directory)
+        found["equals the Transformers tokenizer"] = _equals_transformers(renderer, directory)
     return found
 
 
 def _beginning(renderer: Renderer) -> str:
-    """Return who writes what a prompt begins with."""
+    """Return the first token of a prompt and its author."""
     rendered = renderer.render([{"role": "user", "content": "x"}])
     bos = renderer.templates.special_tokens.get("bos_token")
     if bos and rendered.text.startswith(bos):
@@ -102,11 +105,11 @@ def _beginning(renderer: Renderer) -> str:
         is_its_own = rendered.token_ids[:1] == renderer.tokenizer.affixes[0][:1]
         writer = "tokenizer's post-processor" if is_its_own else "model's processor"
         return f"{first}, written by the {writer}"
-    return "nothing but what the template writes"
+    return "only the template's own text"
 
 
-def _alike_in_transformers(renderer: Renderer, directory: Path) -> bool | str:
-    """Compare with the tokenizer that Transformers builds, for some classes not as `tokenizer.json` says."""
+def _equals_transformers(renderer: Renderer, directory: Path) -> bool | str:
+    """Compare with the Transformers tokenizer, which for some classes differs from `tokenizer.json`."""
     try:
         from transformers import AutoTokenizer
 
@@ -117,8 +120,8 @@ def _alike_in_transformers(renderer: Renderer, directory: Path) -> bool | str:
         ours, theirs = renderer.tokenizer.encode(text), reference(text, add_special_tokens=False).input_ids
         if ours != theirs:
             return (
-                f"no: {type(reference).__name__} gives {theirs} for {text!r}, tokenizer.json {ours}; "
-                "to have the former, save the tokenizer from Transformers"
+                f"no: {type(reference).__name__} encodes {text!r} as {theirs}, tokenizer.json as {ours}. "
+                "For the ids of Transformers, save the tokenizer from there"
             )
     return True
 
@@ -149,7 +152,7 @@ def _videos(processor: VideoProcessor | None) -> str:
 
 
 def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
-    """Return why the model cannot be rendered whole, exactly or for certain, by what it concerns."""
+    """Return the reasons why the model cannot be rendered completely and exactly, by subject."""
     profile, images = renderer.profile, findings["images"]
     problems = {
         name: entry
@@ -157,7 +160,7 @@ def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
         for name, entry in findings[section].items()
         if isinstance(entry, str) and entry.startswith(UNKNOWN)
     }
-    for name in ("runs between added tokens are independent", "Transformers reads it alike"):
+    for name in ("runs between added tokens are independent", "equals the Transformers tokenizer"):
         entry = findings["tokenizer"].get(name, True)
         if entry is not True:
             problems[name] = entry
@@ -166,7 +169,7 @@ def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
     elif images and not profile.image_roles:
         problems["images"] = "the template writes no placeholder for an image in any role"
     if not {"user", "assistant"} <= {*profile.roles}:
-        problems["roles"] = "the template does not print what a user and the assistant say"
+        problems["roles"] = "the template omits messages of users or the assistant"
     if profile.unattributed:
         problems["unattributed"] = (
             f"the template prints {', '.join(profile.unattributed)} without their origin"
@@ -206,7 +209,7 @@ def _bridge_over(renderer: Renderer, extension: MessageDict) -> str:
         return f"no: {error.problem}"
     except MMRenderError as error:
         return f"{UNKNOWN}: {error}"
-    return "yes" if kept is not None else f"yes, as sampled; {renderer.why_not_bridged}"
+    return "yes" if kept is not None else f"yes, as sampled: {renderer.why_not_bridged}"
 
 
 _NO_ENTRIES = {"images": "none: a text-only model", "problems": "none"}
@@ -221,7 +224,7 @@ _REMEDIES = {
 
 
 def next_steps(findings: dict[str, Any], model: str) -> list[str]:
-    """What to do about each problem, or what to do next where there is none."""
+    """Return a remedy for each problem, or the next steps if there are no problems."""
     compare = f"Compare with Transformers to the last bit: mmrender parity {model} --cases 50"
     if not findings["problems"]:
         return [
@@ -233,7 +236,7 @@ def next_steps(findings: dict[str, Any], model: str) -> list[str]:
 
 
 def findings_table(findings: dict[str, Any]) -> Table:
-    """The findings as a table, section by section."""
+    """Return the findings as a table, section by section."""
     table = Table(show_edge=False, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -259,5 +262,5 @@ def _shown(value: Any) -> str:
 
 
 def _safe(text: str) -> str:
-    """Text of a model's files for a terminal: neither markup nor control."""
+    """Return text of a model's files without markup and control characters."""
     return escape("\n".join(map(visible, text.splitlines())))

@@ -28,14 +28,14 @@ class Page:
 
     Args:
         *shown: Renderings, training samples, trajectories (each branch is a strip) or reports of audits.
-        renderer: Gives the text of tokens and the messages of trajectories; a rendering needs none.
+        renderer: Decodes tokens and renders trajectories. A rendering does without.
         tools: Tools that the model was offered in a trajectory, as `renderer.render` takes them.
         title: Heading of the page.
-        names: Name of each of `shown`, where it has no better one. Several trajectories have their ids.
+        names: Name of each of `shown`. Default: trajectory ids, or a number.
 
     Raises:
-        InputError: Something is of another class.
-        PlaceholderError: The placeholders of something do not fit its tokens.
+        InputError: A value is of another class.
+        PlaceholderError: The placeholders of a value do not fit its tokens.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Page:
             of_audit(document, shown)
         else:
             raise InputError(
-                "it cannot be shown",
+                "cannot show this value",
                 expected="RenderedTokens, a TrainingSample, a Trajectory or an AuditReport",
                 got=type(shown).__name__,
             )
@@ -129,11 +129,11 @@ class Page:
 
 
 def _digest(text: str) -> str:
-    """Return the source expression that a content policy allows this text by."""
+    """Return the expression by which a content security policy allows this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _as_inert(document: Any) -> str:
-    """Return JSON in which nothing ends or begins markup."""
+    """Return JSON without characters that begin or end markup."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Small pictures of media items, and where each of their tokens lies in them."""
+"""Thumbnails of media items, and the grid of their tokens."""
 
 import io
 from typing import Any, Final
@@ -15,14 +15,14 @@ from mmrender.media.load import load_image
 from mmrender.sidecar import MediaItem
 
 _SIDE: Final = 400
-"""Longest side of a thumbnail in pixels: twice what a page shows, for fine screens."""
+"""Longest side of a thumbnail in pixels: twice its size on the page, for fine screens."""
 _QUALITY: Final = 82
-_MOST: Final = 8
-"""Most frames or tiles of one item that are shown."""
+_MAX_PICTURES: Final = 8
+"""Maximum number of frames or tiles shown of one item."""
 
 
 def token_grid(item: MediaItem, count: int) -> tuple[int, int, int] | None:
-    """Return frames, rows and columns of an item's feature tokens, or None where they form no such grid.
+    """Return frames, rows and columns of an item's feature tokens, or None if they form no grid.
 
     Args:
         item: Its `grid` is `(frames, rows, columns)` in patches, some of which the model merges.
@@ -32,12 +32,12 @@ def token_grid(item: MediaItem, count: int) -> tuple[int, int, int] | None:
         return None
     frames, rows, columns = item.grid
     merge = round((frames * rows * columns / count) ** 0.5)
-    found = (frames, rows // max(merge, 1), columns // max(merge, 1))
-    return found if found[0] * found[1] * found[2] == count else None
+    rows, columns = rows // max(merge, 1), columns // max(merge, 1)
+    return (frames, rows, columns) if frames * rows * columns == count else None
 
 
 def thumbnails(item: MediaItem) -> list[str]:
-    """Return `data:` URLs of an image, of some frames or of tiles; empty where an item has no pixels."""
+    """Return `data:` URLs of an image, its tiles or some frames. Empty for an item without pixels."""
     urls = []
     for picture in _pictures(item):
         picture.thumbnail((_SIDE, _SIDE))
@@ -48,8 +48,8 @@ def thumbnails(item: MediaItem) -> list[str]:
 
 
 def shown_frames(count: int) -> list[int]:
-    """Return which of so many frames are shown: evenly chosen, the first and the last among them."""
-    chosen: list[int] = np.linspace(0, count - 1, min(count, _MOST)).round().astype(int).tolist()
+    """Return the indices of the frames to show: evenly spaced, with the first and the last."""
+    chosen: list[int] = np.linspace(0, count - 1, min(count, _MAX_PICTURES)).round().astype(int).tolist()
     return chosen
 
 
@@ -69,7 +69,7 @@ def _pictures(item: MediaItem) -> list[Image.Image]:
 
 
 def _of_planes(planes: npt.NDArray[Any]) -> list[Image.Image]:
-    """Pictures of some of `(n, 3, height, width)`."""
+    """Return pictures of some of `(n, 3, height, width)`."""
     chosen = shown_frames(len(planes))
     return [
         Image.fromarray(np.ascontiguousarray(planes[index].transpose(1, 2, 0)), "RGB") for index in chosen

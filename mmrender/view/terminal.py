@@ -1,6 +1,6 @@
-"""The token strip: every token of a rendering, coloured by what it is, pads folded.
+"""The token strip: every token of a rendering, coloured by kind, with placeholders folded.
 
-Needs rich, which the `cli` extra brings.
+Needs rich, of the extra `cli`.
 """
 
 from rich.table import Table
@@ -24,13 +24,13 @@ STYLES = {
 _SCAFFOLD = ("grey58", "grey46")
 _SAMPLED = ("black on dark_sea_green3", "black on dark_sea_green4")
 _BEFORE, _AFTER = 16, 24
-"""Tokens shown before a difference and from it on."""
+"""Number of tokens shown before a difference, and from it on."""
 
 
 def token_strip(rendered: RenderedTokens) -> Text:
     """Return every token in its colour: sampled green, content bright, template dim, media folded.
 
-    A rendering that was unpickled has no tokenizer: its tokens are shown by their ids.
+    An unpickled rendering is without a tokenizer, so its tokens are shown as ids.
     """
     decode = rendered._decode
     if decode is None:
@@ -67,7 +67,7 @@ def _folded(span: TokenSpan, item: MediaItem | None) -> str:
 
 
 def _layout(item: MediaItem, count: int) -> str:
-    """Rows and columns of tokens, or the number of tiles."""
+    """Return rows and columns of tokens, or the number of tiles."""
     grid = token_grid(item, count)
     if grid is None:
         return "×".join(map(str, item.grid)) + " tiles"
@@ -76,7 +76,7 @@ def _layout(item: MediaItem, count: int) -> str:
 
 
 def difference(first: RenderedTokens, second: RenderedTokens, names: tuple[str, str], decode: Decode) -> Text:
-    """Both sequences at their first difference: a few tokens before it, and those from it on."""
+    """Show both sequences around their first difference."""
     start = shared_length(first.token_ids, second.token_ids)
     lengths = len(first), len(second)
     if start == max(lengths):
@@ -93,7 +93,7 @@ def difference(first: RenderedTokens, second: RenderedTokens, names: tuple[str, 
 
 
 def message_table(rendered: RenderedTokens) -> Table:
-    """Tokens of each message, how many of them are sampled, and how many images and videos it holds."""
+    """Return a table of each message's tokens, sampled tokens, images and videos."""
     table = Table(title=None, show_edge=False, pad_edge=False)
     for heading in ("message", "role", "tokens", "sampled", "media"):
         table.add_column(heading, justify="left" if heading == "role" else "right")
@@ -110,7 +110,7 @@ def message_table(rendered: RenderedTokens) -> Table:
 
 
 def legend() -> Text:
-    """Legend of the colours."""
+    """Return the legend of the colours."""
     text = Text()
     entries = [("sampled", _SAMPLED), ("content", STYLES["content"]), ("reasoning", STYLES["reasoning"])]
     entries += [("tool call", STYLES["tool_call"]), ("image", STYLES["image"]), ("template", _SCAFFOLD)]

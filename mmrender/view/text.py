@@ -1,4 +1,4 @@
-"""Text of single tokens, with nothing in it that a terminal or a page would act on."""
+"""Text of single tokens, without characters that a terminal or a page would act on."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -7,12 +7,12 @@ Decode = Callable[[Sequence[int]], str]
 
 _NAMED: Final = {"\n": "⏎", "\t": "⇥", "\x7f": "␡"}
 _HALF: Final = "\ufffd"
-_LONGEST: Final = 8
-"""Tokens that may share one character: a byte each of its four bytes, and as many of a grapheme beside it."""
+_MAX_SHARED: Final = 8
+"""Maximum number of tokens that share a character: one per byte, and as many for a combining neighbour."""
 
 
 def visible(text: str) -> str:
-    """Return text in which controls, bidirectional marks and other invisible characters are written out."""
+    """Return text with controls, bidirectional marks and other invisible characters made visible."""
     return text if text.isprintable() else "".join(map(_visible, text))
 
 
@@ -26,9 +26,9 @@ def _visible(char: str) -> str:
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
-    """Return the text of each token, special tokens included, as it stands in a running text.
+    """Return the text of each token within its sequence, special tokens included.
 
-    Tokens that share a character give it to the first of them; the others are empty.
+    If tokens share a character, the first has its text and the rest are empty.
 
     Args:
         token_ids: The sequence.
@@ -41,7 +41,7 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
     known: dict[int, str] = {}
 
     def decoded(ids: list[int]) -> str:
-        # Decoders of the SentencePiece kind leave out the space that a text would begin with.
+        # SentencePiece decoders drop a leading space.
         whole = decode(anchor + ids)
         return whole[len(left) :] if whole.startswith(left) else decode(ids)
 
@@ -54,7 +54,7 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
             known[token_id] = decoded([token_id])
         text, stop = known[token_id], start + 1
         if _HALF in text:
-            for end in range(start + 2, min(len(ids), start + _LONGEST) + 1):
+            for end in range(start + 2, min(len(ids), start + _MAX_SHARED) + 1):
                 if _HALF not in (whole := decoded(ids[start:end])):
                     text, stop = whole, end
                     break

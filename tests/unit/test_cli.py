@@ -219,7 +219,6 @@ NO_MESSAGES = (
     'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"'
 )
 BLOCKED = "MediaBlockedError: messages[0].content[0]: the media policy forbids the local file"
-NO_BACKEND = "InputError: there is no such image back end - expected torch or pil, got cuda"
 UNNAMED = "InputError: --model: the server's model is not named - expected the name it is served by"
 
 
@@ -232,7 +231,7 @@ UNNAMED = "InputError: --model: the server's model is not named - expected the n
         ('{"tools": []}', "render chat.json", NO_MESSAGES),
         ("3", "render chat.json", "MessageError: messages"),
         ("[3]", "view chat.json", "MessageError: messages"),
-        (None, "render chat.json --image-backend cuda", NO_BACKEND),
+        (None, "render chat.json --image-backend cuda", "ProcessorError: "),
         (chat_about("/outside/red.png"), "render chat.json", BLOCKED),
         (chat_about("half.png"), "render chat.json", "MediaDecodeError: messages[0].content[0]: "),
         (None, "parity MODEL --images none", "InputError: none: no such folder"),

@@ -190,7 +190,7 @@ def test_doctor_says_who_begins_a_prompt(tiny_model, tmp_path):
         settings["post_processor"] = {"type": "TemplateProcessing", **parts}
 
     plain = diagnose(Renderer.from_pretrained(tiny_model, image_backend="pil"))
-    assert plain["tokenizer"]["beginning of a prompt"] == "nothing but what the template writes"
+    assert plain["tokenizer"]["beginning of a prompt"] == "only the template's own text"
     directory = rewritten(tiny_model, tmp_path, add_bos)
     findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"))
     written = "<|endoftext|>, written by the tokenizer's post-processor"
@@ -212,7 +212,7 @@ def test_doctor_compares_with_the_tokenizer_that_transformers_builds(tiny_model,
     settings["tokenizer_class"] = "Qwen2Tokenizer"
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     findings = diagnose(Renderer.from_pretrained(directory, image_backend="pil"), directory)
-    found = findings["problems"]["Transformers reads it alike"]
-    assert found.startswith("no: Qwen2Tokenizer gives [")
+    found = findings["problems"]["equals the Transformers tokenizer"]
+    assert found.startswith("no: Qwen2Tokenizer encodes 'Hello world' as [")
     honest = diagnose(Renderer.from_pretrained(tiny_model, image_backend="pil"), tiny_model)
-    assert honest["tokenizer"]["Transformers reads it alike"] is True
+    assert honest["tokenizer"]["equals the Transformers tokenizer"] is True
