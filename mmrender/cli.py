@@ -19,7 +19,7 @@ from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
-    from mmrender.client.generation import BackendName
+    from mmrender.client.resolve import BackendName
     from mmrender.testing.parity import ParityReport
     from mmrender.tokens.rendered import RenderedTokens
     from mmrender.view import Page
@@ -426,7 +426,7 @@ def serve(
 
 
 def _engine(name: str) -> "BackendName":
-    from mmrender.client.generation import resolve_backend
+    from mmrender.client.resolve import resolve_backend
 
     resolve_backend(cast("BackendName", name), "")  # raises for an unknown name
     return cast("BackendName", name)

@@ -16,7 +16,7 @@ import blake3
 import pybase64
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
-from mmrender.client.generation import as_transport
+from mmrender.client.resolve import as_transport
 from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Server
 from mmrender.client.vllm_images import ServedImage, render_image

@@ -148,8 +148,7 @@ class DynamoBackend(HTTPBackend):
 
 def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body of a chat request whose prompt, without images, is `nvext.token_data`."""
-    missing = "how long a completion may be is then the worker's choice"
-    spelled = spell(request.sampling_params, "dynamo", without_max_tokens=missing)
+    spelled, _ = spell(request.sampling_params, "dynamo")
     if "token_data" in nvext:
         raise InputError(
             "the prompt is the request's own",
@@ -174,7 +173,7 @@ def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any
         "messages": [{"role": "user", "content": ""}],
         "stream": False,
         "logprobs": True,
-        **spelled.sampling,
+        **spelled,
         "nvext": merged,
     }
 

@@ -11,11 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from mmrender.client.sampling import MAX_BIAS
 from mmrender.client.types import EngineRequest, EngineResponse
 from mmrender.trajectory.engine_data import AllowedTokens
 
-FORBIDDING_BIAS: Final = -100.0
-"""The most that `logit_bias` takes from a logit, in every engine."""
 _MOST_REPORTED: Final = 19
 """Tokens whose log-probabilities vLLM reports besides the sampled one's without `--max-logprobs`."""
 _MOST_FORBIDDEN: Final = math.log(0.999)
@@ -33,7 +32,7 @@ def forbidding(params: Mapping[str, Any] | None, token_ids: Sequence[int]) -> di
     """Return sampling parameters with a bias against tokens, which every engine follows."""
     given = dict(params or {})
     if token_ids:
-        bias = dict.fromkeys(map(str, token_ids), FORBIDDING_BIAS)
+        bias = dict.fromkeys(map(str, token_ids), -MAX_BIAS)
         given["logit_bias"] = {
             **{str(key): value for key, value in (given.get("logit_bias") or {}).items()},
             **bias,

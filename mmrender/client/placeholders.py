@@ -4,12 +4,13 @@
 the vocabulary, ranges that hold exactly the tokens of their items, no image without a range.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
+from mmrender.caching import cached_property
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineMismatchError, EngineUnsupportedError, InputError, PlaceholderError
 from mmrender.sidecar import (
@@ -198,32 +199,53 @@ class KnownTokens(TypedDict):
     eos_token_ids: Sequence[int] | None
 
 
-def known_tokens(renderer: Any, data: MultiModalData) -> KnownTokens:
-    """Return what a renderer, or None, knows of the model's tokens, for the items of a prompt."""
-    media: Any = getattr(renderer, "media", None)
-    tokenizer: Any = getattr(renderer, "tokenizer", None)
-    stops = getattr(renderer, "get_stop_token_ids", None)
-    placeholders: dict[str, int] = {}
-    tokens: dict[str, int] = {}
-    if tokenizer is not None and data:
-        written = media.processor.placeholder if media is not None else {}
-        items = (item for items in data.mm_items.values() for item in items)
+class ModelTokens:
+    """The model's tokens, as far as a renderer, or None, knows them; each is looked up once."""
+
+    def __init__(self, renderer: Any) -> None:
+        media: Any = getattr(renderer, "media", None)
+        self._renderer = renderer
+        self._tokenizer: Any = getattr(renderer, "tokenizer", None)
+        self._processor: Any = None if media is None or self._tokenizer is None else media.processor
+        self._ids: dict[str, int | None] = {}
+
+    @cached_property
+    def stop_ids(self) -> list[int] | None:
+        """Tokens on which the model itself ends a completion."""
+        stop_ids = getattr(self._renderer, "get_stop_token_ids", None)
+        return None if stop_ids is None else stop_ids()
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Tokens that stand for media."""
+        return frozenset(self._known(self._processor.placeholder_tokens if self._processor else ()).values())
+
+    @cached_property
+    def placeholder_ids(self) -> dict[str, int]:
+        """Token that the template writes for an item, by modality."""
+        texts = self._processor.placeholder if self._processor else {}
+        known = self._known(texts.values())
+        return {modality: known[text] for modality, text in texts.items() if text in known}
+
+    def fields(self, data: MultiModalData) -> KnownTokens:
+        """Return the fields of a request with these items."""
+        items = (
+            [] if self._tokenizer is None else [each for items in data.mm_items.values() for each in items]
+        )
         texts = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat)}
-        ids = {text: tokenizer.token_id(text) for text in {*written.values(), *texts}}
-        placeholders = {kind: ids[text] for kind, text in written.items() if ids[text] is not None}
-        tokens = {text: ids[text] for text in texts if ids[text] is not None}
-    return {
-        "vocab_size": getattr(renderer, "vocab_size", None),
-        "placeholder_ids": placeholders,
-        "media_token_ids": tokens,
-        "eos_token_ids": None if stops is None else stops(),
-    }
+        return {
+            "vocab_size": getattr(self._renderer, "vocab_size", None),
+            "placeholder_ids": self.placeholder_ids,
+            "media_token_ids": self._known(texts),
+            "eos_token_ids": self.stop_ids,
+        }
 
-
-def media_token_ids(renderer: Any) -> set[int]:
-    """Return the ids of all tokens that stand for media, as far as a renderer knows them."""
-    media: Any = getattr(renderer, "media", None)
-    tokenizer: Any = getattr(renderer, "tokenizer", None)
-    if media is None or tokenizer is None:
-        return set()
-    return {tokenizer.token_id(text) for text in media.processor.placeholder_tokens} - {None}
+    def _known(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return the ids of the texts that the tokenizer has as tokens."""
+        known: dict[str, int] = {}
+        for text in texts:
+            if text not in self._ids:
+                self._ids[text] = None if self._tokenizer is None else self._tokenizer.token_id(text)
+            if (token_id := self._ids[text]) is not None:
+                known[text] = token_id
+        return known

@@ -17,12 +17,20 @@ from msgspec import Meta
 from mmrender.errors import SamplingParameterError
 
 DEFAULT_MAX_TOKENS: Final = 1024
-"""`max_tokens` where neither the caller nor the engine's limit bounds a completion."""
+"""`max_tokens` if neither the caller nor the engine's limit bounds a completion."""
+MAX_BIAS: Final = 100.0
+"""Engines clamp `logit_bias` to this distance from 0."""
 
 EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo"]
-Spelling: TypeAlias = str | Callable[[Any], Mapping[str, Any]] | None
-"""An engine's name for a parameter, or a function of the value that gives members; None: unknown to it."""
+Spelling: TypeAlias = bool | str | Callable[[Any], Mapping[str, Any]]
+"""How an engine spells a parameter: by its own name, by vLLM's (True), or as members that a function of the
+value returns. False: the engine does not know it."""
 
+_WITHOUT_BUDGET: Final = {
+    "vllm": "vLLM would fill the context",
+    "sglang": "SGLang would stop after 128 tokens",
+    "dynamo": "how long a completion may be is then the worker's choice",
+}
 _MOST: Final = 2**31 - 1  # what every engine can hold
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]
 _Positive = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -36,19 +44,28 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One sampling parameter.
+    """One sampling parameter: a row of the table `PARAMETERS`.
 
     Attributes:
-        type: What msgspec converts a value to, strictly.
+        type: Type that msgspec converts a value to, strictly.
         sglang: SGLang's spelling.
         dynamo: Dynamo's spelling.
-        top_level: Whether SGLang takes it at the top level of the request, beside `sampling_params`.
+        local: Whether `LocalBackend` follows it.
+        memoryless: Whether it means the same after sampled tokens have been appended to the prompt, so that
+            an aborted completion can be continued. `max_tokens`, `min_tokens` and `seed` are adapted.
+        top_level: Whether SGLang takes it in the request instead of its `sampling_params`.
     """
 
     type: Any
-    sglang: Spelling = None
-    dynamo: Spelling = None
+    sglang: Spelling = False
+    dynamo: Spelling = False
+    local: bool = False
+    memoryless: bool = False
     top_level: bool = False
+
+    def spelling(self, engine: EngineName) -> Spelling:
+        """Return an engine's spelling; vLLM has every parameter under its own name."""
+        return True if engine == "vllm" else self.sglang if engine == "sglang" else self.dynamo
 
 
 def _listed(name: str) -> Callable[[Any], dict[str, Any]]:
@@ -103,45 +120,52 @@ def _structure(engine: str, kinds: _Structures) -> Callable[[Any], dict[str, Any
     return spell
 
 
+# fmt: off
 PARAMETERS: Final[Mapping[str, Parameter]] = {
+    #                              type                  SGLang  Dynamo  local  memoryless
     # Several completions of one prompt are several requests.
-    "n": Parameter(Annotated[int, Meta(ge=1, le=1)], "n", "n"),
-    "temperature": Parameter(Annotated[float, Meta(ge=0, le=2)], "temperature", "temperature"),
-    "top_p": Parameter(Annotated[float, Meta(gt=0, le=1)], "top_p", "top_p"),
-    # All tokens: 0 or -1 for vLLM, only -1 for SGLang.
-    "top_k": Parameter(_CountOrAll, lambda value: {"top_k": value or -1}, "top_k"),
-    "min_p": Parameter(Annotated[float, Meta(ge=0, le=1)], "min_p", "min_p"),
-    "presence_penalty": Parameter(_Penalty, "presence_penalty", "presence_penalty"),
-    "frequency_penalty": Parameter(_Penalty, "frequency_penalty", "frequency_penalty"),
-    "repetition_penalty": Parameter(_AboveZero, "repetition_penalty", "repetition_penalty"),
-    "seed": Parameter(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "sampling_seed", "seed"),
-    "max_tokens": Parameter(_Positive, "max_new_tokens", "max_completion_tokens"),
-    "min_tokens": Parameter(_Count, "min_new_tokens", "min_tokens"),
+    "n": Parameter(Annotated[int, Meta(ge=1, le=1)],       True,  True,  True,  True),
+    "temperature": Parameter(Annotated[float, Meta(ge=0, le=2)], True, True, True, True),
+    "top_p": Parameter(Annotated[float, Meta(gt=0, le=1)], True,  True,  True,  True),
+    # All tokens are 0 or -1 for vLLM, and only -1 for SGLang.
+    "top_k": Parameter(_CountOrAll, lambda value: {"top_k": value or -1}, True, True, True),
+    "min_p": Parameter(Annotated[float, Meta(ge=0, le=1)], True,  True,  True,  True),
+    "presence_penalty": Parameter(_Penalty,                True,  True,  True),
+    "frequency_penalty": Parameter(_Penalty,               True,  True,  True),
+    # It applies to prompt and output alike, so a longer prompt changes nothing.
+    "repetition_penalty": Parameter(_AboveZero,            True,  True,  True,  True),
+    "seed": Parameter(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "sampling_seed", True, True, True),
+    "max_tokens": Parameter(_Positive, "max_new_tokens", "max_completion_tokens", True, True),
+    "min_tokens": Parameter(_Count, "min_new_tokens",      True,  True,  True),
     "stop": Parameter(_Text | _Texts, _listed("stop"), _listed("stop")),
-    "stop_token_ids": Parameter(list[_Count], "stop_token_ids", "stop_token_ids"),
-    "include_stop_str_in_output": Parameter(bool, "no_stop_trim", "include_stop_str_in_output"),
-    "ignore_eos": Parameter(bool, "ignore_eos", "ignore_eos"),
+    "stop_token_ids": Parameter(list[_Count],              True,  True,  True,  True),
+    "include_stop_str_in_output": Parameter(bool, "no_stop_trim", True, False, True),
+    "ignore_eos": Parameter(bool,                          True,  True,  True,  True),
     "logprobs": Parameter(
         _CountOrAll,
         lambda value: {"return_logprob": True, "top_logprobs_num": value},
         lambda value: {"logprobs": True, "top_logprobs": value},
-        top_level=True,
+        True, True, top_level=True,
     ),
-    "prompt_logprobs": Parameter(_CountOrAll, dynamo="prompt_logprobs"),
+    "prompt_logprobs": Parameter(_CountOrAll,              False, True,  False, True),
     "prompt_logprob_start": Parameter(_Count),
     "prompt_logprob_token_ids": Parameter(list[list[int]]),
     "logprob_token_ids": Parameter(list[_Count]),
     "flat_logprobs": Parameter(bool),
-    "detokenize": Parameter(bool, dynamo="detokenize"),
-    "skip_special_tokens": Parameter(bool, "skip_special_tokens", "skip_special_tokens"),
-    "spaces_between_special_tokens": Parameter(bool, "spaces_between_special_tokens"),
-    "stream_interval": Parameter(_Positive, "stream_interval"),
+    # The local backend samples tokens, and these change only how an engine writes them as text.
+    "detokenize": Parameter(bool,                          False, True,  True,  True),
+    "skip_special_tokens": Parameter(bool,                 True,  True,  True,  True),
+    "spaces_between_special_tokens": Parameter(bool,       True,  False, True,  True),
+    "stream_interval": Parameter(_Positive,                True),
     "structured_outputs": Parameter(
-        dict[str, Any], _structure("sglang", _SGLANG_STRUCTURES), _structure("dynamo", _DYNAMO_STRUCTURES)
+        dict[str, Any],
+        _structure("sglang", _SGLANG_STRUCTURES),
+        _structure("dynamo", _DYNAMO_STRUCTURES),
+        True,
     ),
     # JSON has no integer keys, so the tokens may be text.
-    "logit_bias": Parameter(dict[_Count | _Digits, float], _logit_bias, _logit_bias),
-    "allowed_token_ids": Parameter(Annotated[list[_Count], Meta(min_length=1)], dynamo="allowed_token_ids"),
+    "logit_bias": Parameter(dict[_Count | _Digits, float], _logit_bias, _logit_bias, True, True),
+    "allowed_token_ids": Parameter(Annotated[list[_Count], Meta(min_length=1)], False, True, True, True),
     "bad_words": Parameter(_Texts),
     "extra_args": Parameter(dict[str, Any]),
     "skip_reading_prefix_cache": Parameter(bool),
@@ -150,6 +174,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "watermarking": Parameter(bool),
     "trace_decode_token_ids": Parameter(list[_Count]),
 }
+# fmt: on
 """Every known name. `SamplingParams` has a few more, which engines set for themselves."""
 
 _OTHER_NAMES: Final[Mapping[str, str]] = {
@@ -240,52 +265,62 @@ def _unknown(name: str) -> SamplingParameterError:
     return SamplingParameterError("unknown sampling parameter", where=where(name), remedy=remedy)
 
 
-@dataclass(frozen=True, slots=True)
-class Spelled:
-    """Parameters as one engine takes them.
+def token_budget(params: Mapping[str, Any], engine: str | None = None) -> int:
+    """Return `max_tokens`: the one check of the tokens that a completion may have.
 
-    Attributes:
-        sampling: Members of the request's `sampling_params`; for Dynamo, which has none, of the request.
-        request: Members of the top level of the request.
+    Raises:
+        SamplingParameterError: It is missing or not a positive integer, or `n` asks for several completions.
+            The error says how `engine` would go on.
     """
-
-    sampling: dict[str, Any]
-    request: dict[str, Any]
-
-
-def spell(params: Mapping[str, Any], engine: EngineName, *, without_max_tokens: str) -> Spelled:
-    """Check sampling parameters and spell them as an engine does.
-
-    Args:
-        params: In vLLM's names; `max_tokens` is required.
-        engine: Whose spelling.
-        without_max_tokens: What the engine would do without `max_tokens`, for the error.
-    """
-    checked = check_sampling_params(params)
-    if "max_tokens" not in checked:
+    budget = params.get("max_tokens")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        consequence = _WITHOUT_BUDGET.get(engine or "")
         raise SamplingParameterError(
-            f"is missing, and {without_max_tokens}",
+            "the token budget is missing or unusable" + ((consequence and f", and {consequence}") or ""),
             where=where("max_tokens"),
             expected="an integer of 1 or more",
+            got="none" if budget is None else repr(budget),
         )
-    spelled = Spelled({}, {})
+    if params.get("n") not in (None, 1):
+        raise SamplingParameterError(
+            "one prompt has one completion",
+            where=where("n"),
+            expected="1",
+            got=repr(params["n"]),
+            remedy="Use sample(), or repeat the prompt",
+        )
+    return budget
+
+
+def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check sampling parameters, given in vLLM's names, and spell them as an engine does.
+
+    Returns:
+        Members of the request's `sampling_params` (for Dynamo, which has none, of the request), and members
+        of the top level of the request.
+    """
+    checked = check_sampling_params(params)
+    token_budget(checked, engine)
+    sampling: dict[str, Any] = {}
+    request: dict[str, Any] = {}
     extra = checked.pop("extra", {})
     for name, value in checked.items():
-        parameter = PARAMETERS[name]
-        spelling: Spelling = name if engine == "vllm" else getattr(parameter, engine)
-        if spelling is None:
-            known = sorted(other for other, row in PARAMETERS.items() if getattr(row, engine) is not None)
+        spelling = PARAMETERS[name].spelling(engine)
+        if spelling is False:
+            known = sorted(other for other, row in PARAMETERS.items() if row.spelling(engine) is not False)
             raise SamplingParameterError(
                 f"{engine} has no such sampling parameter",
                 where=where(name),
                 remedy=f"It has: {', '.join(known)}. sampling_params['extra'] sends others unchecked",
             )
-        target = spelled.request if engine == "sglang" and parameter.top_level else spelled.sampling
-        target.update({spelling: value} if isinstance(spelling, str) else spelling(value))
-    if taken := sorted(extra.keys() & spelled.sampling.keys()):
+        target = request if engine == "sglang" and PARAMETERS[name].top_level else sampling
+        if callable(spelling):
+            target.update(spelling(value))
+        else:
+            target[name if spelling is True else spelling] = value
+    if taken := sorted(extra.keys() & sampling.keys()):
         raise SamplingParameterError("is set twice", where=f"{where('extra')}[{taken[0]!r}]")
-    spelled.sampling.update(extra)
-    return spelled
+    return sampling | extra, request
 
 
 def complete_sampling(

@@ -101,7 +101,7 @@ class SGLangBackend(HTTPBackend):
     async def _body(self, request: EngineRequest) -> dict[str, Any]:
         ids, spans = check_request(request)
         params = request.sampling_params
-        spelled = spell(params, "sglang", without_max_tokens="SGLang would stop after 128 tokens")
+        sampling, top_level = spell(params, "sglang")
         if params.get("seed") is not None and not self.deterministic:
             raise SamplingParameterError(
                 "SGLang ignores seeds unless it runs with --enable-deterministic-inference",
@@ -119,13 +119,13 @@ class SGLangBackend(HTTPBackend):
             "input_ids": ids.tolist(),
             "rid": request.request_id,
             "stream": False,
-            "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True, **spelled.sampling},
+            "sampling_params": {"skip_special_tokens": False, "no_stop_trim": True, **sampling},
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": 0,
             "return_text_in_logprobs": False,
             "return_prompt_token_ids": True,
-            **spelled.request,
+            **top_level,
         }
         if request.cache_salt is not None:
             body["cache_salt"] = request.cache_salt

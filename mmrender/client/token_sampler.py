@@ -13,19 +13,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from mmrender.client.sampling import check_sampling_params, where
+from mmrender.client.sampling import MAX_BIAS, PARAMETERS, check_sampling_params, token_budget, where
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import AllowedTokens
 
-_KNOWN: Final = frozenset(
-    {
-        "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "n",
-        "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "logprobs",
-        "allowed_token_ids", "logit_bias", "structured_outputs",
-        # How an engine would write the tokens as text; tokens and logprobs do not depend on these.
-        "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
-    }
-)  # fmt: skip
+_KNOWN: Final = frozenset(name for name, row in PARAMETERS.items() if row.local)
 _GREEDY_BELOW: Final = 1e-5
 
 
@@ -48,8 +40,7 @@ def checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
             where=where(min(unknown)),
             remedy=f"It has: {', '.join(sorted(_KNOWN))}",
         )
-    if "max_tokens" not in params:
-        raise SamplingParameterError("is missing", where=where("max_tokens"), expected="1 or more")
+    token_budget(params)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         outside = [token for token in map(int, params.get(name) or ()) if token >= vocab_size]
         if outside:
@@ -126,7 +117,7 @@ class TokenSampler:
         if params.get("logit_bias"):
             # vLLM clamps as OpenAI does.
             biases = [
-                [[int(token)], min(100.0, max(-100.0, float(bias)))]
+                [[int(token)], min(MAX_BIAS, max(-MAX_BIAS, float(bias)))]
                 for token, bias in params["logit_bias"].items()
             ]
             self._steps.append(logits_process.SequenceBiasLogitsProcessor(biases))

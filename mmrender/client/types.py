@@ -6,7 +6,7 @@ values: frozen, picklable, shared by all calls.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from mmrender.client.transport import Transport
 from mmrender.messages import Message
@@ -33,6 +33,29 @@ class Prompt:
     ids: list[int]
     data: MultiModalData
     attribution: RenderedTokens | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request besides its prompt and its sampling parameters.
+
+    Attributes:
+        cache_salt: Separates the prefix caches of requests that must not share one.
+        priority: Lower is served first, if the engine schedules by priority.
+        extra_headers: HTTP headers of this call.
+        extra_body: Members of the request body that this version does not know; sent unchecked.
+        routed_experts: Ask for router choices.
+        routed_experts_prompt_start: Ask for router choices from this position of the prompt on.
+        forbid_media_tokens: Never sample a token that stands for media, such as `<|image_pad|>`. Only
+            untrained models sample them, and a trainer cannot take them.
+    """
+
+    cache_salt: str | None
+    priority: int | None
+    extra_headers: Mapping[str, str] | None
+    extra_body: Mapping[str, Any] | None
+    routed_experts: bool
+    routed_experts_prompt_start: int | None
+    forbid_media_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,8 +263,8 @@ async def sample_tokens(
     `prompt` holds the members of the body for tokens and images. With `aborts` the server is asked to stop
     where the call is cancelled or times out.
     """
-    spelled = spell(request.sampling_params, "vllm", without_max_tokens="vLLM would fill the context")
-    params = {"logprobs": 0, **spelled.sampling}  # by default of the sampled token alone
+    spelled, _ = spell(request.sampling_params, "vllm")
+    params = {"logprobs": 0, **spelled}  # by default of the sampled token alone
     if request.routed_experts_prompt_start is not None:
         params["routed_experts_prompt_start"] = request.routed_experts_prompt_start
     body = {

@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from mmrender._version import __version__
 from mmrender.client import LocalBackend, RendererBackend
-from mmrender.client.generation import BackendName
+from mmrender.client.resolve import BackendName
 from mmrender.demo import proofs
 from mmrender.demo.conversation import SYSTEM, load_pictures, three_turns, user_turn
 from mmrender.errors import MissingDependencyError, MMRenderError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
-from mmrender.client.placeholders import known_tokens
+from mmrender.client.placeholders import ModelTokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.calls import Replica, answers, failures
@@ -157,7 +157,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         if self.renderer is not None:
             decode = self.renderer.decode
             if request.vocab_size is None:
-                request = replace(request, **known_tokens(self.renderer, request.multi_modal_data))
+                request = replace(request, **ModelTokens(self.renderer).fields(request.multi_modal_data))
         continuation = Continuation(request, decode, on_tokens)
         ask = partial(continuation.ask, session_id=session_id)
         work = self._pool.begin(session_id, f"a prompt of {len(request.prompt_ids)} tokens")

@@ -13,45 +13,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from mmrender.client.sampling import MAX_BIAS, PARAMETERS, token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
-from mmrender.engines.interface import InferenceEngineInterface, check_budget
+from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.errors import EngineReplyError, PromptTooLongError
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 Decode = Callable[[Sequence[int]], str]
 
-MEMORYLESS: Final = frozenset(
-    {
-        "allowed_token_ids",
-        "detokenize",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "n",
-        "prompt_logprobs",
-        # vLLM and SGLang apply it to prompt and output alike, so a longer prompt changes nothing.
-        "repetition_penalty",
-        "return_token_ids",
-        "seed",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "stop_token_ids",
-        "temperature",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-    }
-)
+MEMORYLESS: Final = frozenset(name for name, row in PARAMETERS.items() if row.memoryless)
 """Parameters that do not depend on where the prompt ends, or are carried over. So are `stop` and
 `frequency_penalty` within limits; with any other one, such as a grammar or `presence_penalty`, an aborted
 completion starts over."""
-
-_MAX_BIAS: Final = 100.0
-"""Engines clamp `logit_bias` to this range."""
 
 
 class Continuation:
@@ -72,7 +45,7 @@ class Continuation:
         self, request: EngineRequest, decode: Decode | None = None, listener: OnTokens | None = None
     ) -> None:
         self.request = request
-        self.budget = check_budget(request.sampling_params)
+        self.budget = token_budget(request.sampling_params)
         self.finished: FinishReason | None = None
         self._decode = decode
         self._listener = listener
@@ -109,7 +82,7 @@ class Continuation:
                 continue
             if name == "frequency_penalty":
                 largest = max(map(abs, self._carried_bias(params).values()), default=0.0)
-                if largest + more * abs(value) <= _MAX_BIAS:
+                if largest + more * abs(value) <= MAX_BIAS:
                     continue
             return False
         return True

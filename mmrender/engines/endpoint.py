@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
-from mmrender.client.generation import BackendName
+from mmrender.client.resolve import BackendName
 from mmrender.client.transport import check_number
 from mmrender.engines.callers import (
     CallerLeftError,

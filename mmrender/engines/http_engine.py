@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.generation import BackendName, as_transport, resolve_backend, server_root
-from mmrender.client.placeholders import known_tokens
+from mmrender.client.placeholders import ModelTokens
 from mmrender.client.reply import decode_as
+from mmrender.client.resolve import BackendName, as_transport, resolve_backend, server_root
 from mmrender.client.server_facts import prompt_limit
 from mmrender.client.transport import Server, Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
@@ -119,7 +119,7 @@ class HTTPEngine(InferenceEngineInterface):
         """Sample one completion; an abort is returned as such."""
         known: Mapping[str, Any] = {}
         if self.renderer is not None and request.vocab_size is None:
-            known = known_tokens(self.renderer, request.multi_modal_data)
+            known = ModelTokens(self.renderer).fields(request.multi_modal_data)
         headers = {**request.extra_headers, **_headers_of(session_id)}
         sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
         return await self.backend.generate(sent, self.transport, on_tokens=on_tokens)

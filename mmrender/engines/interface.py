@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequenc
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from mmrender.client.generation import render_prompt
+from mmrender.client.sampling import token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
-from mmrender.errors import EngineUnsupportedError, InputError, SamplingParameterError
+from mmrender.errors import EngineUnsupportedError, InputError
 from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
 
@@ -348,7 +349,7 @@ async def split_batch(
         )
     params = one_each("prompt", count, batch["sampling_params"], where="sampling_params")
     for each in params:
-        check_budget(each)
+        token_budget(each)
     if prompts is not None:
         if renderer is None:
             raise InputError(
@@ -392,31 +393,6 @@ def new_request(
 ) -> EngineRequest:
     """Build a request whose model and id the engine sets."""
     return EngineRequest("", prompt_ids, sampling_params, "", multi_modal_data=data or MultiModalData())
-
-
-def check_budget(params: Mapping[str, Any]) -> int:
-    """Return the `max_tokens` of one prompt.
-
-    Raises:
-        SamplingParameterError: It is missing or not a positive integer, or `n` asks for several completions.
-    """
-    budget = params.get("max_tokens")
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        raise SamplingParameterError(
-            "the token budget is missing or unusable",
-            where="sampling_params.max_tokens",
-            expected="an integer, 1 or more",
-            got="none" if budget is None else repr(budget),
-        )
-    if params.get("n") not in (None, 1):
-        raise SamplingParameterError(
-            "one prompt gives one completion",
-            where="sampling_params.n",
-            expected="1",
-            got=repr(params["n"]),
-            remedy="Use sample(), or repeat the prompt",
-        )
-    return budget
 
 
 def with_own_seeds(params: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:

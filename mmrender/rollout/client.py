@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from mmrender.bridge.bridge import History
-from mmrender.client.generation import BackendName, generate, render_prompt, resolve_backend
+from mmrender.client.engine import Engine
+from mmrender.client.generation import render_prompt
+from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
 from mmrender.client.types import Generation, RendererBackend
 from mmrender.content import normalize_messages
@@ -150,20 +152,20 @@ class RendererClient:
                 "unknown policy", where="overlong", expected=", ".join(policies), got=repr(overlong)
             )
         self.renderer = renderer
-        self.client: Server | None = None
-        if isinstance(client, InferenceEngineClient):
-            backend = client.as_backend()
-        else:
-            self.client = client
-        self.model = model
-        self.backend = resolve_backend(backend, model)
+        server = None if isinstance(client, InferenceEngineClient) else client
+        self.engine = Engine(
+            client.as_backend() if isinstance(client, InferenceEngineClient) else backend,
+            server,
+            model=model,
+            renderer=renderer,
+            max_prompt_len=max_prompt_len,
+        )
         self.overlong = overlong
         self.sampling_params = dict(sampling_params or {})
         self.template_arguments = dict(template_arguments or {})
         self.routed_experts = routed_experts
         self.forbid_media_tokens = forbid_media_tokens
         self._history_rule = history
-        self._max_prompt_len = max_prompt_len
         self._options: RequestOptions = request_options or {}
         self._histories: WeakKeyDictionary[Trajectory, dict[int, _History]] = WeakKeyDictionary()
 
@@ -201,20 +203,15 @@ class RendererClient:
         while True:
             again = prompt.parent if prompt.rendered is None else None
             try:
-                generation = await generate(
-                    client=self.client,
-                    renderer=self.renderer,
-                    model=self.model,
-                    backend=self.backend,
-                    max_prompt_len=self._max_prompt_len,
+                generation = await self.engine.turn(
+                    self.engine.prompt(attribution=prompt.rendered)
+                    if again is None
+                    else self.engine.prompt(again.prompt_ids, again.multi_modal_data),
+                    params,
+                    tools=tools,
                     template_arguments=self.template_arguments,
                     routed_experts=self.routed_experts,
                     forbid_media_tokens=self.forbid_media_tokens,
-                    prompt_ids=None if again is None else again.prompt_ids,
-                    multi_modal_data=None if again is None else again.multi_modal_data,
-                    prompt_attribution=prompt.rendered,
-                    tools=tools,
-                    sampling_params=params,
                     **options,
                 )
                 break

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer, generate
-from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
+from mmrender.client.resolve import resolve_backend
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
 from mmrender.client.server_facts import forget
 from mmrender.client.types import EngineRequest, EngineResponse, Usage

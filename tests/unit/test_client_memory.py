@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from mmrender.client.generation import as_transport, server_root
 from mmrender.client.http import HTTPTransport
+from mmrender.client.resolve import as_transport, server_root
 from mmrender.client.transport import RetryPolicy, Transport, TransportConfig
 from mmrender.errors import EngineConnectionError, EngineStatusError, EngineTimeoutError, InputError
 from mmrender.testing.memory_transport import Answer, MemoryTransport

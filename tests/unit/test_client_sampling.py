@@ -7,7 +7,6 @@ import pytest
 from mmrender.client.sampling import (
     PARAMETERS,
     EngineName,
-    Spelled,
     check_sampling_params,
     complete_sampling,
     spell,
@@ -15,17 +14,17 @@ from mmrender.client.sampling import (
 from mmrender.errors import SamplingParameterError
 
 
-def translate(params: dict[str, Any], engine: EngineName) -> Spelled:
+def translate(params: dict[str, Any], engine: EngineName) -> tuple[dict[str, Any], dict[str, Any]]:
     """Spell parameters, without the length that every request has."""
-    spelled = spell({"max_tokens": 9, **params}, engine, without_max_tokens="it would go on")
+    sampling, request = spell({"max_tokens": 9, **params}, engine)
     if "max_tokens" not in params:
         for name in ("max_tokens", "max_new_tokens", "max_completion_tokens"):
-            spelled.sampling.pop(name, None)
-    return spelled
+            sampling.pop(name, None)
+    return sampling, request
 
 
 def known_to(engine: EngineName) -> set[str]:
-    return {name for name, row in PARAMETERS.items() if engine == "vllm" or getattr(row, engine) is not None}
+    return {name for name, row in PARAMETERS.items() if row.spelling(engine) is not False}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -85,7 +84,7 @@ def test_values_are_taken_as_they_are_or_refused_by_name(name: str) -> None:
     good, bad = VALUES[name]
     for value in good:
         assert check_sampling_params({name: value}) == {name: value}
-        assert translate({name: value}, "vllm").sampling == {name: value}
+        assert translate({name: value}, "vllm") == ({name: value}, {})
     for value in bad:
         with pytest.raises(SamplingParameterError) as caught:
             check_sampling_params({name: value})
@@ -155,12 +154,12 @@ ONE_BY_ONE = [
 def test_engines_spell_differently() -> None:
     given = {name: value for params, _, _ in ONE_BY_ONE for name, value in params.items()} | {"logprobs": 2}
     sglang, dynamo = translate(given, "sglang"), translate(given, "dynamo")
-    assert sglang.sampling == {name: value for _, each, _ in ONE_BY_ONE for name, value in each.items()}
-    assert sglang.request == {"return_logprob": True, "top_logprobs_num": 2}
+    assert sglang[0] == {name: value for _, each, _ in ONE_BY_ONE for name, value in each.items()}
+    assert sglang[1] == {"return_logprob": True, "top_logprobs_num": 2}
     # Dynamo takes everything at the top level.
     logprobs = {"logprobs": True, "top_logprobs": 2}
-    assert dynamo.sampling == logprobs | {k: v for _, _, each in ONE_BY_ONE for k, v in each.items()}
-    assert dynamo.request == {}
+    assert dynamo[0] == logprobs | {k: v for _, _, each in ONE_BY_ONE for k, v in each.items()}
+    assert dynamo[1] == {}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +177,8 @@ def test_structures_are_spelled(
     asked: dict[str, Any], sglang: dict[str, Any], dynamo: dict[str, Any]
 ) -> None:
     params = {"structured_outputs": asked}
-    assert translate(params, "sglang").sampling == sglang
-    assert translate(params, "dynamo").sampling == dynamo
+    assert translate(params, "sglang")[0] == sglang
+    assert translate(params, "dynamo")[0] == dynamo
 
 
 def test_structures_that_an_engine_lacks_are_errors() -> None:

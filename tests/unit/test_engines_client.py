@@ -50,7 +50,7 @@ def client_of(*engines, **policy):
 
 BODY = "request_payload: the payload has no body - expected {'json': {...}, 'headers': {...}}, got keys ['messages']"
 FORMS = "prompts must be given in one form - expected exactly one of 'prompts' and 'prompt_token_ids', got "
-BUDGET = "sampling_params.max_tokens: the token budget is missing or unusable - expected an integer, 1 or more, got "
+BUDGET = "sampling_params['max_tokens']: the token budget is missing or unusable - expected an integer of 1 or more, got "
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ BUDGET = "sampling_params.max_tokens: the token budget is missing or unusable - 
          "prompts: conversations need a renderer. Give one to the engine or client, or pass prompt_token_ids"),
         (batch([[1]], {}), BUDGET + "none"),
         (batch([[1]], {"max_tokens": 0}), BUDGET + "0"),
-        (batch([[1]], {"max_tokens": 5, "n": 2}), "sampling_params.n: one prompt gives one completion - "
+        (batch([[1]], {"max_tokens": 5, "n": 2}), "sampling_params['n']: one prompt has one completion - "
          "expected 1, got 2. Use sample(), or repeat the prompt"),
     ],
 )  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 
 from engine_cases import in_loop, patient, sidecar
 from mmrender.client.dynamo import DynamoBackend
-from mmrender.client.generation import as_transport
 from mmrender.client.http import HTTPTransport
+from mmrender.client.resolve import as_transport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.client.vllm import VLLMBackend

@@ -13,8 +13,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrender.client.generation import resolve_backend
 from mmrender.client.local import LocalBackend
+from mmrender.client.resolve import resolve_backend
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, RendererBackend
@@ -494,7 +494,7 @@ def test_what_is_no_model(tmp_path):
         ({"structured_outputs": {"regex": "a+"}},
          "['structured_outputs']: the local backend has no such structured output - "
          "expected {'choice': [text, ...]}, got {'regex': 'a+'}"),
-        ({"max_tokens": None}, "['max_tokens']: is missing - expected 1 or more"),
+        ({"max_tokens": None}, "['max_tokens']: the token budget is missing or unusable - expected an integer of 1 or more, got none"),
         ({"bad_words": ["no"]},
          "['bad_words']: the local backend has no such sampling parameter. It has: "
          "allowed_token_ids, detokenize, frequency_penalty, ignore_eos, logit_bias, logprobs, max_tokens, "

@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from mmrender.client.server_facts import forget
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
 from mmrender.pool import RendererPool
@@ -202,6 +203,7 @@ def test_after_leaving_out_the_next_turn_is_bridged(renderer):
     first = talk.ask(conversation)
     conversation += [first.message, user(short, 2)]
     talk.backend.limit = len(first.step) + 5
+    forget(talk.client.engine.transport)  # the limit is remembered
     second = talk.ask(conversation)
     assert second.left_out == (1, 2)
     conversation += [second.message, user(short)]

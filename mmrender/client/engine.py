@@ -1,0 +1,234 @@
+"""`Engine`: one model on one server, as one renderer samples from it.
+
+It is made once. Its wire, its transport and the model's tokens are looked up then, and its limit at the first
+turn.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, Unpack
+
+import numpy as np
+
+from mmrender.caching import cached_property
+from mmrender.client.limits import forbidding
+from mmrender.client.placeholders import ModelTokens
+from mmrender.client.resolve import BackendName, as_transport, resolve_backend
+from mmrender.client.sampling import complete_sampling
+from mmrender.client.server_facts import prompt_limit
+from mmrender.client.transport import Server, Transport
+from mmrender.client.types import (
+    EngineRequest,
+    EngineResponse,
+    Generation,
+    OnTokens,
+    Prompt,
+    RendererBackend,
+    RequestOptions,
+)
+from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
+from mmrender.protocols import AsyncRenderer, ParseOptions, RendererProtocol
+from mmrender.sidecar import MultiModalData
+from mmrender.tokens.ids import TokenIds
+from mmrender.tokens.rendered import RenderedTokens
+
+
+class Engine:
+    """One model on one server, for one renderer. Making it asks the server nothing.
+
+    Args:
+        backend: The engine's wire: `"vllm"` (default), `"sglang"`, `"dynamo"`, `"local"`, or a backend
+            object.
+        server: The server, as for `as_transport`. None for a backend with a transport of its own, such as a
+            model in this process.
+        model: Name under which the server knows the model; for `"local"` its directory.
+        renderer: Knows the model's tokens, and parses completions.
+        max_prompt_len: The longest prompt; by default the server's limit.
+
+    Attributes:
+        backend: The engine's wire.
+        transport: The server.
+        model: Name of the model.
+        renderer: The renderer.
+
+    Raises:
+        InputError: The backend is unknown, or `server` cannot be used.
+    """
+
+    def __init__(
+        self,
+        backend: RendererBackend | BackendName | None = None,
+        server: Server | None = None,
+        *,
+        model: str = "",
+        renderer: RendererProtocol | None = None,
+        max_prompt_len: int | None = None,
+    ) -> None:
+        self.backend = resolve_backend(backend, model)
+        own: Transport | None = getattr(self.backend, "transport", None) if server is None else None
+        self.transport = as_transport(server) if own is None else own
+        self.model = model
+        self.renderer = renderer
+        self._max_prompt_len = max_prompt_len
+
+    @cached_property
+    def tokens(self) -> ModelTokens:
+        """The model's tokens, as far as the renderer knows them."""
+        return ModelTokens(self.renderer)
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the maximum length of a prompt; None if the server does not say."""
+        return await prompt_limit(self.backend, self.model, self.transport)
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> EngineResponse:
+        """Sample one completion. A call that is cancelled is aborted on the server.
+
+        Args:
+            prompt: The prompt.
+            sampling_params: In vLLM's names; see `generate`.
+            on_tokens: Called with tokens as they arrive; see `OnTokens`.
+            **options: Options of the request.
+
+        Raises:
+            PromptTooLongError: The prompt is too long: seen before sending, or reported by the server.
+            MMRenderError: As for `RendererBackend.generate`.
+        """
+        count = len(prompt.ids)
+        limit, room = self._max_prompt_len, None
+        if limit is None and (limit := await self.max_prompt_len()) is not None:
+            # The context holds prompt and completion, and a prompt leaves room for one token at least.
+            room = limit + 1 - count
+        if limit is not None and count > limit:
+            raise PromptTooLongError(count, limit, where="prompt")
+        known = self.tokens.fields(prompt.data)
+        forbidden = sorted(self.tokens.media_ids) if options.get("forbid_media_tokens") else []
+        start = options.get("routed_experts_prompt_start")
+        request = EngineRequest(
+            model=self.model,
+            prompt_ids=prompt.ids,
+            sampling_params=complete_sampling(
+                forbidding(sampling_params, forbidden), room=room, stop_token_ids=known["eos_token_ids"] or ()
+            ),
+            request_id=uuid.uuid4().hex,
+            multi_modal_data=prompt.data,
+            cache_salt=options.get("cache_salt"),
+            priority=options.get("priority"),
+            extra_headers=dict(options.get("extra_headers") or {}),
+            extra_body=dict(options.get("extra_body") or {}),
+            routed_experts=options.get("routed_experts", False) or start is not None,
+            routed_experts_prompt_start=start,
+            forbidden_token_ids=forbidden,
+            **known,
+        )
+        try:
+            return await self.backend.generate(request, self.transport, on_tokens=on_tokens)
+        except (EngineError, PromptTooLongError) as error:
+            has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None
+            if has_length or not self.backend.is_overflow_error(error):
+                raise
+            raise PromptTooLongError(count, limit, where="prompt") from error
+
+    async def turn(
+        self,
+        prompt: Prompt,
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        on_tokens: OnTokens | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generation:
+        """Sample one completion and parse it, as `sample`; the engine needs a renderer.
+
+        Args:
+            prompt: The prompt.
+            sampling_params: In vLLM's names; see `generate`.
+            tools: Tools that the model is offered.
+            template_arguments: Template variables that the prompt was rendered with.
+            on_tokens: Called with tokens as they arrive; see `OnTokens`.
+            **options: Options of the request.
+        """
+        renderer = self.renderer
+        if renderer is None:
+            raise InputError("a completion cannot be parsed without a renderer", where="renderer")
+        response = await self.sample(prompt, sampling_params, on_tokens=on_tokens, **options)
+        # Many replies may come at once. Other tasks have their turn between the parsing of each.
+        await asyncio.sleep(0)
+        parsing: ParseOptions = {
+            "tools": tools,
+            "prompt_ids": prompt.ids,
+            "chat_template_kwargs": template_arguments,
+        }
+        if is_async(renderer):
+            parsed = await renderer.aparse_response(response.completion_ids, **parsing)
+        else:
+            parsed = renderer.parse_response(response.completion_ids, **parsing)
+        structures = (sampling_params or {}).get("structured_outputs")
+        called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
+        return Generation(
+            prompt_ids=prompt.ids,
+            completion_ids=response.completion_ids,
+            logprobs=response.logprobs,
+            finish_reason="tool_calls"
+            if called and response.finish_reason == "stop"
+            else response.finish_reason,
+            usage=response.usage,
+            parsed=parsed,
+            message=parsed.to_message(),
+            multi_modal_data=prompt.data,
+            prompt_attribution=prompt.attribution,
+            response=response,
+            restricted=tuple(sorted(structures)) if structures and not response.allowed else (),
+        )
+
+    def prompt(
+        self,
+        ids: TokenIds | None = None,
+        data: MultiModalData | None = None,
+        attribution: RenderedTokens | None = None,
+    ) -> Prompt:
+        """Return a prompt of given tokens, such as a bridge returns it, or of `attribution` alone.
+
+        Raises:
+            InputError: The attribution belongs to other tokens than `ids`.
+            PlaceholderError: The tokens contain media, and there is no sidecar.
+        """
+        if attribution is not None:
+            # A rendering may be memoised, and the prompt's list is the caller's to change.
+            token_ids = list(attribution.token_ids)
+            if ids is not None and not np.array_equal(ids, token_ids):
+                raise InputError(
+                    "the attribution belongs to other tokens than the prompt's",
+                    where="prompt_attribution",
+                    expected=f"the {len(ids)} tokens of prompt_ids",
+                    got=f"{len(token_ids)} tokens",
+                )
+            return Prompt(token_ids, attribution.multi_modal_data if data is None else data, attribution)
+        token_ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids or ())
+        if data is None:
+            # Without a sidecar, an engine would answer as if no image were there.
+            media = self.tokens.media_ids
+            position = next((index for index, token in enumerate(token_ids) if token in media), None)
+            if position is not None:
+                raise PlaceholderError(
+                    "the prompt holds media tokens, but comes without a sidecar",
+                    where=f"prompt_ids[{position}]",
+                    expected="multi_modal_data",
+                    got=f"the token {token_ids[position]}",
+                    remedy="Pass the sidecar; an empty MultiModalData() says that the model itself "
+                    "sampled them",
+                )
+        return Prompt(token_ids, MultiModalData() if data is None else data, None)
+
+
+def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
+    """Whether a renderer works off the event loop; `isinstance` of a protocol takes far longer."""
+    return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")
