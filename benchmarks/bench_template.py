@@ -27,6 +27,7 @@ from transformers.utils.chat_template_utils import (  # noqa: E402
 )
 
 from mmrender.content import normalize_messages  # noqa: E402
+from mmrender.messages import RenderRequest  # noqa: E402
 from mmrender.model.files import ModelDir  # noqa: E402
 from mmrender.model.tokenizer import Tokenizer  # noqa: E402
 from mmrender.template.chat import ChatTemplate  # noqa: E402
@@ -65,9 +66,9 @@ def measure(directory: Path, rounds: int, runs: int) -> dict[str, Any]:
     ours, plain = ChatTemplate(source, special_tokens=tokens), _compile_jinja_template(source)
     form = Probes(ours, Tokenizer.load(model)).form
     messages = conversation(rounds)
-    canonical = normalize_messages(messages)
+    request = RenderRequest(normalize_messages(messages))
     contenders: list[Callable[[], str]] = [
-        lambda: ours.render(canonical, form=form),
+        lambda: ours.render(request, form),
         lambda: plain.render(messages=messages, tools=None, documents=None, **tokens),
         lambda: render_jinja_template([messages], chat_template=source, **tokens)[0][0],
     ]

@@ -1,11 +1,11 @@
-"""Messages: canonical ones, which every later stage relies on, and the shapes that callers may pass as dicts.
+"""Canonical messages, the request to render them, and the shapes that callers may pass as dicts.
 
-Canonical types are frozen and strict. `mmrender.content.normalize_messages` builds them from what OpenAI and
-Hugging Face users pass; nothing after it is tolerant. The typed dicts tell type checkers the usual keys.
+Canonical types are frozen and strict. `mmrender.content` builds them from the messages of OpenAI and Hugging
+Face users; nothing after it is tolerant. The typed dicts tell type checkers the usual keys.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, Required, TypeAlias, TypedDict, get_args
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, get_args
 
 import msgspec
 
@@ -115,6 +115,63 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.content, str):
             return bool(self.content.strip())
         return any(isinstance(part, TextPart) and part.text.strip() for part in self.content or ())
+
+
+class RequestMedia(NamedTuple):
+    """A media part of a request.
+
+    Attributes:
+        path: Its path, such as `messages[1].content[0]`, for errors.
+        message: Index of its message.
+        position: Index in the message's content.
+        role: Role of the message.
+        part: The part.
+        fingerprint: Key of its source; None if the source may change under the same key.
+    """
+
+    path: str
+    message: int
+    position: int
+    role: Role
+    part: ImagePart | VideoPart
+    fingerprint: Hashable | None
+
+    @property
+    def modality(self) -> Modality:
+        """Kind of the part."""
+        return "image" if isinstance(self.part, ImagePart) else "video"
+
+
+class RenderRequest(msgspec.Struct, frozen=True):
+    """A conversation and everything else that its rendering depends on.
+
+    `mmrender.content.request.read_request` makes and checks it; every later stage takes it whole.
+
+    Attributes:
+        messages: The conversation.
+        media: Its media parts, in order; empty if only text is rendered.
+        tools: Tool definitions, as the template prints them. None and an empty list differ to a template.
+        documents: Documents for templates that take them.
+        add_generation_prompt: Whether the text ends with the opening of the assistant's turn.
+        continued: Field of the last message that the text ends with, such as `"content"`, or None.
+        variables: Further template variables, such as `enable_thinking`.
+        where: Name of the messages in errors.
+    """
+
+    messages: Sequence[Message]
+    media: tuple[RequestMedia, ...] = ()
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = False
+    continued: str | None = None
+    variables: Mapping[str, Any] = {}
+    where: str = "messages"
+
+    def prompt_after(self, messages: Sequence[Message]) -> "RenderRequest":
+        """Return the request for the prompt after other messages."""
+        return msgspec.structs.replace(
+            self, messages=messages, media=(), add_generation_prompt=True, continued=None
+        )
 
 
 class FunctionCallDict(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 import contextvars
 import datetime
-import difflib
 import logging
 import os
 import weakref
@@ -13,22 +12,20 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_arg
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
-from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.messages import refuse_misspelt
-from mmrender.content.parts import attach_media
-from mmrender.content.tools import normalize_documents
-from mmrender.content.values import copy_containers, describe
+from mmrender.content.request import read_request, read_variables
+from mmrender.content.values import describe
 from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
-from mmrender.messages import ImagePart, Message, MessageLike, Part, Role, VideoPart
+from mmrender.messages import ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
-from mmrender.rendering import Rendering, Unprinted, conversation_key, from_memo, new_memo, to_memo
+from mmrender.rendering import Rendering, Unprinted, from_memo, new_memo, request_key, to_memo
 from mmrender.sidecar import MultiModalData
 from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.known import KnownTemplate, TemplateSet
@@ -396,37 +393,25 @@ class Renderer:
             PlaceholderError: The template drops an image, or writes one too many.
             SpecialTokenError: Content holds a special token, and its role is set to `error`.
         """
-        template_arguments = _merged(chat_template_kwargs, template_arguments)
-        conversation = normalize_messages(messages)
-        if images is not None or videos is not None:
-            conversation = attach_media(conversation, images, videos)
-        fingerprints = [
-            part_fingerprint(part)
-            for message in conversation
-            if type(message.content) is tuple
-            for _, part in message.media()
-        ]
-        key = None
-        if self._memo is not None:
-            options: tuple[Any, ...] = (tools, documents, add_generation_prompt, template_arguments)
-            if continue_final_message:
-                options += (continue_final_message,)
-            key = conversation_key(conversation, fingerprints, *options)
-            known = self._memo.get(key) if key is not None else None
-            recalled = None if known is None else from_memo(known, self.media)
-            if recalled is not None:
-                return recalled
-        template = self._known("render", tools is not None, template_arguments, chat_template_kwargs)
-        refuse_misspelt(conversation, template.template.source)
-        rendered = Rendering(template, self._writer, self.media, self._unprinted).render(
-            conversation,
-            tools=None if tools is None else normalize_tools(tools),
-            documents=normalize_documents(documents),
+        request = read_request(
+            messages,
+            tools=tools,
+            documents=documents,
+            images=images,
+            videos=videos,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            fingerprints=fingerprints,
+            variables=self._variables("render", chat_template_kwargs, template_arguments),
+            fingerprint=part_fingerprint,
         )
-        if self._memo is not None and key is not None and not template.template.reads_clock:
+        key = request_key(request) if self._memo is not None else None
+        if self._memo is not None and key is not None and (entry := self._memo.get(key)) is not None:
+            recalled = from_memo(entry, self.media)
+            if recalled is not None:
+                return recalled
+        rendering = self._rendering(request)
+        rendered = rendering.render(request)
+        if self._memo is not None and key is not None and not rendering.known.template.reads_clock:
             self._memo.put(key, to_memo(rendered))
         return rendered
 
@@ -448,19 +433,17 @@ class Renderer:
         **template_arguments: Any,
     ) -> TracedStr:
         """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
-        arguments = _merged(chat_template_kwargs, template_arguments)
-        known = self._known("render", tools is not None, arguments, chat_template_kwargs)
-        conversation = normalize_messages(messages)
-        if images is not None or videos is not None:
-            conversation = attach_media(conversation, images, videos)
-        refuse_misspelt(conversation, known.template.source)
-        return Rendering(known, self._writer, self.media, self._unprinted).text(
-            conversation,
-            tools=None if tools is None else normalize_tools(tools),
-            documents=normalize_documents(documents),
+        request = read_request(
+            messages,
+            tools=tools,
+            documents=documents,
+            images=images,
+            videos=videos,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            variables=self._variables("render", chat_template_kwargs, template_arguments),
         )
+        return self._rendering(request).text(request)
 
     def encode_text(
         self, text: str, *, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
@@ -483,10 +466,10 @@ class Renderer:
             *[ImagePart(one) for one in images or ()],
             *[VideoPart(one) for one in videos or ()],
         ]
-        known = self.templates.find({}, has_tools=False)
-        encoded, sidecar = Rendering(known, self._writer, self.media, self._unprinted).encode(
-            self._writer.lay_out(TracedStr(text)), [Message(role="user", content=tuple(parts))], where="text"
-        )
+        message = Message(role="user", content=tuple(parts))
+        request = read_request([message], where="text", fingerprint=part_fingerprint)
+        layout = self._writer.lay_out(TracedStr(text))
+        encoded, sidecar = self._rendering(request).encode(layout, request)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=tuple(encoded.spans),
@@ -496,24 +479,21 @@ class Renderer:
             _decode=self.decode,
         )
 
-    def _known(
-        self,
-        call: str,
-        has_tools: bool,
-        arguments: Mapping[str, Any],
-        in_mapping: Mapping[str, Any] | None = None,
-    ) -> KnownTemplate:
-        """Find the template with the findings about it; refuse arguments that nobody reads.
+    def _variables(self, call: str, mapping: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Template variables of a call, from `chat_template_kwargs` and its further keywords."""
+        return read_variables(
+            mapping,
+            keywords,
+            known=self.templates.arguments,
+            options=_KEYWORDS[call],
+            reserved={*GIVEN, *self.templates.special_tokens},
+        )
 
-        Those `in_mapping` came as `chat_template_kwargs`.
-        """
-        reads = self.templates.arguments
-        for name in arguments:
-            if name not in reads:
-                where = f"chat_template_kwargs.{name}" if name in (in_mapping or ()) else name
-                reserved = {*GIVEN, *self.templates.special_tokens}
-                raise _unread(name, where, reads, _KEYWORDS[call], reserved)
-        return self.templates.find(arguments, has_tools=has_tools)
+    def _rendering(self, request: RenderRequest) -> Rendering:
+        """Find the template for a request; refuse members of messages that it was probably meant to read."""
+        known = self.templates.find(request.variables, has_tools=request.tools is not None)
+        refuse_misspelt(request, known.template.source)
+        return Rendering(known, self._writer, self.media, self._unprinted)
 
     def bridge_to_next_turn(
         self,
@@ -560,7 +540,7 @@ class Renderer:
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
         """
-        template_arguments = _merged(chat_template_kwargs, template_arguments)
+        variables = self._variables("bridge", chat_template_kwargs, template_arguments)
         prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
         completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
         _check_option("history", history, get_args(History).__contains__, "'sampled' or 'template'")
@@ -568,17 +548,22 @@ class Renderer:
             _check_option("previous_roles", previous_roles, _are_roles, "a collection of roles")
         reason = None
         try:
-            messages = normalize_messages(new_messages, where="new_messages") if len(new_messages) else ()
-            if images is not None or videos is not None:
-                messages = attach_media(messages, images, videos, where="new_messages")
-            known = self._known("bridge", tools is not None, template_arguments, chat_template_kwargs)
-            refuse_misspelt(messages, known.template.source, "new_messages")
-            rendering = Rendering(known, self._writer, self.media, self._unprinted)
-            bridge = self._bridges.get_or_compute(known, lambda: Bridge(rendering))
+            request = read_request(
+                new_messages,
+                tools=tools,
+                images=images,
+                videos=videos,
+                variables=variables,
+                fingerprint=part_fingerprint,
+                where="new_messages",
+                allow_empty=True,
+            )
+            rendering = self._rendering(request)
+            bridge = self._bridges.get_or_compute(rendering.known, lambda: Bridge(rendering))
             return bridge.extend(
                 prompt,
                 completion,
-                messages,
+                request,
                 previous=MultiModalData() if previous_multi_modal_data is None else previous_multi_modal_data,
                 history=history,
                 roles=previous_roles,
@@ -641,8 +626,8 @@ class Renderer:
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
-        arguments = _merged(chat_template_kwargs, template_arguments)
-        known = self._known("parse", has_tools, arguments, chat_template_kwargs)
+        variables = self._variables("parse", chat_template_kwargs, template_arguments)
+        known = self.templates.find(variables, has_tools=has_tools)
         return self._parsers.get_or_compute(
             known, lambda: build_parser(known, grammar=self._tool_call_grammar)
         )
@@ -660,8 +645,8 @@ class Renderer:
         **template_arguments: Any,
     ) -> TemplateProfile:
         """Return the findings about the template for conversations with or without tools."""
-        arguments = _merged(chat_template_kwargs, template_arguments)
-        return self._known("profile", has_tools, arguments, chat_template_kwargs).profile
+        variables = self._variables("profile", chat_template_kwargs, template_arguments)
+        return self.templates.find(variables, has_tools=has_tools).profile
 
     def get_stop_token_ids(self) -> list[int]:
         """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
@@ -696,47 +681,3 @@ def _is_path(value: Any) -> bool:
 
 def _are_roles(value: Any) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and {*value} <= {*get_args(Role)}
-
-
-def _merged(given: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Template variables given in either way, apart from the caller's lists and dicts."""
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InputError(
-            "template variables come in a mapping",
-            where="chat_template_kwargs",
-            expected="a dict by name",
-            got=describe(given),
-        )
-    for name in keywords.keys() & given.keys():
-        raise InputError(
-            "the template variable is given twice", where=name, remedy="Leave it out of chat_template_kwargs"
-        )
-    return {name: copy_containers(value, name) for name, value in {**given, **keywords}.items()}
-
-
-def _unread(
-    name: str, where: str, reads: Sequence[str], keywords: Sequence[str], reserved: Collection[str]
-) -> InputError:
-    """Build the error for an argument that nobody reads; `reserved` are names that the library sets."""
-    if name == "chat_template":
-        return InputError(
-            "a renderer has one chat template",
-            where=where,
-            remedy="Open another renderer: Renderer.from_pretrained(..., chat_template=...)",
-        )
-    if name in reserved or name in keywords:
-        return InputError(
-            f"{name!r} is not for callers to set",
-            where=where,
-            remedy="Only variables of the chat template's own go here",
-        )
-    known = (*reads, *keywords)
-    near = difflib.get_close_matches(name, known, n=1)
-    return InputError(
-        "neither the renderer nor the chat template reads this argument",
-        where=where,
-        expected=f"one of {', '.join(known)}",
-        remedy=f"Did you mean {near[0]!r}?" if near else "Leave it out",
-    )

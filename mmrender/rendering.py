@@ -5,14 +5,13 @@ a whole prompt and for the tail of a bridge alike. Where the template's own loop
 placeholder belongs to, its item is that part's; otherwise placeholders and parts come in the same order.
 
 A conversation is often rendered again unchanged: for another sample of a group, for a count, for a retry.
-`conversation_key` and `new_memo` find it again. Images count by fingerprint; media that may change under the
+`request_key` and `new_memo` find it again. Images count by fingerprint; media that may change under the
 same name (a URL, an open file) are never memoised.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -26,21 +25,21 @@ from mmrender.errors import (
     TemplateError,
 )
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Modality, Role, TextPart, VideoPart
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    ImagePart,
+    Message,
+    RenderRequest,
+    RequestMedia,
+    TextPart,
+    VideoPart,
+)
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.tokens.sampled import Turn, assistant_turns, mark_sampled
-
-
-class Given(TypedDict, total=False):
-    """Inputs of a template besides the conversation."""
-
-    tools: Sequence[Mapping[str, Any]] | None
-    documents: Sequence[Mapping[str, Any]] | None
-
 
 Unprinted: TypeAlias = Literal["error", "allow"]
 
@@ -64,55 +63,36 @@ class Rendering:
     media: MediaResolver | None
     unprinted: Unprinted = "error"
 
-    def text(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        **given: Unpack[Given],
-    ) -> TracedStr:
+    def text(self, request: RenderRequest) -> TracedStr:
         """Run the template; each character is attributed.
 
         Raises:
             InputError: It does not print a tool, a document or a message's text.
             TemplateError: It refuses or fails.
         """
-        run = partial(
-            self._run,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        text = run(**given)
+        text = self.known.render(request)
         if self.unprinted == "error":
-            roles = [message.role for message in messages]
-            shape = (roles[:1], roles[-1:], sorted({*roles}), add_generation_prompt, continue_final_message)
-            self._refuse_unprinted("tools", text, run, given, shape)
-            self._refuse_unprinted("documents", text, run, given, shape)
-            self._refuse_unprinted_messages(
-                text,
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **given,
-            )
+            self._refuse_unprinted("tools", text, request)
+            self._refuse_unprinted("documents", text, request)
+            self._refuse_unprinted_messages(text, request)
         return text
 
+    def _differs(self, text: TracedStr, request: RenderRequest) -> bool:
+        """Whether the template writes another text than this, or refuses, for a request."""
+        try:
+            return plain(self.known.render(request)) != plain(text)
+        except TemplateError:
+            return True
+
     def _refuse_unprinted(
-        self,
-        kind: Literal["tools", "documents"],
-        text: TracedStr,
-        run: Callable[..., TracedStr],
-        given: Given,
-        shape: Any,
+        self, kind: Literal["tools", "documents"], text: TracedStr, request: RenderRequest
     ) -> None:
         """Raise for the first tool or document that has no part in a text.
 
         That the template reads each of them, though it prints none, is remembered for conversations of one
         shape. That it reads any is tried each time.
         """
-        values = given.get(kind) or ()
+        values = getattr(request, kind) or ()
         printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
         unprinted = [index for index in range(len(values)) if f"{kind}[{index}]" not in printed]
         if not unprinted:
@@ -121,10 +101,7 @@ class Rendering:
         def is_read(left_out: Sequence[int]) -> bool:
             """Whether the template writes other text without some values, having asked about them."""
             others = [value for index, value in enumerate(values) if index not in left_out]
-            try:
-                return plain(run(**{**given, kind: others or None})) != plain(text)
-            except TemplateError:
-                return True
+            return self._differs(text, msgspec.structs.replace(request, **{kind: others or None}))
 
         def find_unread() -> int:
             return next((index for index in unprinted if not is_read([index])), -1)
@@ -132,9 +109,11 @@ class Rendering:
         if len(unprinted) == 1 or not is_read(unprinted):
             unread = find_unread()
         else:
+            roles = [message.role for message in request.messages]
+            asks = request.add_generation_prompt, request.continued
             try:
-                about = ("unread", kind, plain_key((values, unprinted, shape)))
-                unread = self.known.findings.remember(about, find_unread)
+                shape = plain_key((values, unprinted, roles[:1], roles[-1:], sorted({*roles}), asks))
+                unread = self.known.findings.remember(("unread", kind, shape), find_unread)
             except NoKeyError:
                 unread = find_unread()
         if unread >= 0:
@@ -144,18 +123,12 @@ class Rendering:
                 remedy='Leave it out, or open the model with unprinted="allow" where the messages tell of it',
             )
 
-    def _refuse_unprinted_messages(
-        self, text: TracedStr, messages: Sequence[Message], **options: Any
-    ) -> None:
+    def _refuse_unprinted_messages(self, text: TracedStr, request: RenderRequest) -> None:
         """Raise for the first message whose text is not printed, and makes no difference to the template."""
+        messages = request.messages
         for index in unprinted_messages(text, messages):
-            others = list(messages)
-            others[index] = _reworded(messages[index])
-            try:
-                is_read = plain(self.known.render(others, **options)) != plain(text)
-            except TemplateError:
-                is_read = True
-            if not is_read:
+            others = (*messages[:index], _reworded(messages[index]), *messages[index + 1 :])
+            if not self._differs(text, msgspec.structs.replace(request, messages=others)):
                 raise InputError(
                     f"the chat template does not print this {messages[index].role} message",
                     where=f"messages[{index}]",
@@ -163,64 +136,19 @@ class Rendering:
                     'unprinted="allow" if it is to be left out',
                 )
 
-    def _run(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        **given: Unpack[Given],
-    ) -> TracedStr:
-        if add_generation_prompt and continue_final_message:
-            raise InputError(
-                "a prompt either opens the assistant's turn or continues it",
-                where="continue_final_message",
-                expected="add_generation_prompt=False",
-            )
-        return self.known.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **given,
-        )
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool | str,
-        fingerprints: Sequence[Hashable | None],
-        **given: Unpack[Given],
-    ) -> RenderedTokens:
-        """Render a conversation; errors as for `Renderer.render`.
-
-        Args:
-            messages: The conversation.
-            add_generation_prompt: Whether to open the assistant's turn.
-            continue_final_message: Whether to end with the last message's text.
-            fingerprints: That of each media part's source.
-            **given: Tool definitions and documents for the template.
-        """
-        profile = self.known.profile
-        text = self.text(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **given,
-        )
+    def render(self, request: RenderRequest) -> RenderedTokens:
+        """Render a conversation; errors as for `Renderer.render`."""
+        profile, messages = self.known.profile, request.messages
+        text = self.text(request)
         layout = self.writer.lay_out(text)
         roles = tuple([message.role for message in messages])
         turns: list[Turn] = []
         rewritten: list[int] = []
         if "assistant" in roles:
-            # A turn that is to be continued is prompt as far as it goes.
-            sampled = messages[:-1] if continue_final_message else messages
-            turns, rewritten = assistant_turns(text, sampled, profile, partial(self.known.render, **given))
+            turns, rewritten = assistant_turns(text, request, profile, self.known.render)
         encoded, sidecar = self.encode(
             layout,
-            messages,
-            fingerprints=fingerprints,
+            request,
             cuts=sorted(
                 {cut for turn in turns for cut in (turn.prompt_stop, turn.answer_start) if cut is not None}
             ),
@@ -251,26 +179,22 @@ class Rendering:
     def encode(
         self,
         layout: Layout,
-        messages: Sequence[Message],
+        request: RenderRequest,
         *,
-        fingerprints: Sequence[Hashable | None] | None = None,
         cuts: Sequence[int] = (),
         before: Sequence[int] = (),
         earlier: MultiModalData | None = None,
         skipped: int = 0,
-        where: str = "messages",
     ) -> tuple[Encoded, MultiModalData]:
         """Encode a rendered text, each placeholder widened to its media item.
 
         Args:
             layout: The text and its syntax.
-            messages: The messages whose media parts fill the placeholders.
-            fingerprints: That of each part's source, where the caller has taken them already.
+            request: The conversation, whose media parts fill the placeholders.
             cuts: Rising character positions whose token index is wanted.
             before: Tokens that the text is appended to.
             earlier: Sidecar of those tokens.
-            skipped: Number of messages that the template was given before `messages`.
-            where: Name of the messages in errors.
+            skipped: Number of messages that the template was given before the request's.
 
         Returns:
             The tokens of the text, and the sidecar of all tokens.
@@ -281,52 +205,40 @@ class Rendering:
             MediaError: A part has no source, or cannot be loaded or processed.
         """
         earlier = MultiModalData() if earlier is None else earlier
-        places = [
-            _MediaPlace(
-                f"{where}[{index}].content[{position}]",
-                index,
-                position,
-                "image" if isinstance(part, ImagePart) else "video",
-                part,
-                message.role,
-            )
-            for index, message in enumerate(messages)
-            if type(message.content) is tuple
-            for position, part in message.media()
-        ]
+        media = request.media
         items: Sequence[MediaItem | None] = ()
-        if places or layout.placeholders:
-            written = [
+        if media or layout.placeholders:
+            placeholders = [
                 replace(found, message=found.message - skipped)
                 if found.message >= skipped
                 else replace(found, message=-1, part=-1)
                 for found in layout.placeholders
             ]
-            if self.media is None and places:
+            if self.media is None and media:
                 raise ProcessorError(
                     "the model has no image processor",
-                    where=places[0].where,
+                    where=media[0].path,
                     expected="preprocessor_config.json or processor_config.json in the model directory",
                     got="a text-only model",
                     remedy="Use a vision-language model, or remove the image",
                 )
             if self.media is not None:
                 # The parts of a probe stay unexpanded placeholders.
-                is_probe = any(place.part.source is UNKNOWN_SOURCE for place in places)
-                if places and not is_probe:
-                    self.media.require_processor(places[0].where)
-                order = _order(places, written, self.known.profile.image_roles, where=where)
-                images = sum(place.modality == "image" for place in places)
-                items = [None] * len(places)
+                is_probe = any(entry.part.source is UNKNOWN_SOURCE for entry in media)
+                if media and not is_probe:
+                    self.media.require_processor(media[0].path)
+                order = _order(request, placeholders, self.known.profile.image_roles)
+                items = [None] * len(media)
                 if not is_probe:
+                    images = sum(entry.modality == "image" for entry in media)
                     resolved = self.media.resolve(
-                        [(place.where, place.part) for place in places],
+                        [(entry.path, entry.part) for entry in media],
                         num_images=len(earlier.mm_hashes.get("image", ())) + images,
                         num_earlier=sum(map(len, earlier.mm_hashes.values())),
-                        fingerprints=fingerprints,
+                        fingerprints=[entry.fingerprint for entry in media],
                     )
                     items = [resolved[index] for index in order]
-                    videos = [place.where for place in places if place.modality == "video"]
+                    videos = [entry.path for entry in media if entry.modality == "video"]
                     if len(videos) + len(earlier.mm_hashes.get("video", ())) > 1:
                         self._require_several_videos(videos[-1:])
                     layout = self._covered(layout, items)
@@ -401,42 +313,29 @@ def _reworded(message: Message) -> Message:
     return msgspec.structs.replace(message, content=_OTHER_TEXT)
 
 
-class _MediaPlace(NamedTuple):
-    """A media part of the conversation, its path, and its place among messages and parts."""
-
-    where: str
-    message: int
-    position: int
-    modality: Modality
-    part: ImagePart | VideoPart
-    role: Role
-
-    def takes(self, found: Placeholder) -> bool:
-        """Whether a placeholder may be that of this part."""
-        return (
-            found.modality == self.modality
-            and found.message in (-1, self.message)
-            and found.part in (-1, self.position)
-        )
+def _takes(entry: RequestMedia, found: Placeholder) -> bool:
+    """Whether a placeholder may be that of a part."""
+    return (
+        found.modality == entry.modality
+        and found.message in (-1, entry.message)
+        and found.part in (-1, entry.position)
+    )
 
 
 def _order(
-    places: Sequence[_MediaPlace],
-    placeholders: Sequence[Placeholder],
-    image_roles: Collection[str],
-    *,
-    where: str,
+    request: RenderRequest, placeholders: Sequence[Placeholder], image_roles: Collection[str]
 ) -> list[int]:
     """Return the index of the part of each placeholder: one placeholder for each part.
 
     Parts come in the order in which the template writes them. Where provenance says no more than the message,
     or nothing, those of a message or all of them come in the order of the conversation.
     """
+    places, where = request.media, request.where
     free = list(range(len(places)))
     order: list[int] = []
     strangers: list[Placeholder] = []
     for found in placeholders:
-        index = next((index for index in free if places[index].takes(found)), None)
+        index = next((index for index in free if _takes(places[index], found)), None)
         if index is None:
             strangers.append(found)
         else:
@@ -452,7 +351,7 @@ def _order(
             remedy += ', or open the model with tool_images="user", which does so'
         raise PlaceholderError(
             f"the chat template drops this {dropped.modality}",
-            where=dropped.where,
+            where=dropped.path,
             expected=f"{len(places)} placeholders, one for each media part",
             got=f"{len(placeholders)}",
             remedy=remedy,
@@ -469,23 +368,16 @@ def _order(
     missed = places[free[0]]
     raise PlaceholderError(
         "the chat template writes a placeholder of something else in place of this part's",
-        where=missed.where,
+        where=missed.path,
         expected=f"{missed.modality} of {where}[{missed.message}]",
         got=f"{extra.modality} of {where}[{extra.message}]",
         remedy="A template that repeats some media and drops others cannot be rendered with them",
     )
 
 
-def conversation_key(
-    messages: Sequence[Message], fingerprints: Sequence[Hashable | None], *options: Any
-) -> Hashable | None:
-    """Return a hashable that equal conversations share, or None if some value has no key.
-
-    Args:
-        messages: The conversation.
-        fingerprints: That of each media part's source, in order; None for one that may change.
-        *options: Tool definitions and whatever else the rendering depends on.
-    """
+def request_key(request: RenderRequest) -> Hashable | None:
+    """Return a hashable that equal requests share, or None if some value has no key."""
+    fingerprints = [entry.fingerprint for entry in request.media]
     if None in fingerprints:
         return None
     media = iter(fingerprints)
@@ -495,9 +387,13 @@ def conversation_key(
                 (message.role, message.content, message.reasoning_content, message.name, message.tool_call_id)
                 if type(message.content) is not tuple and not message.tool_calls and not message.extra
                 else _message_key(message, media)
-                for message in messages
+                for message in request.messages
             ],
-            *[None if option is None else plain_key(option) for option in options],
+            plain_key(request.tools),
+            plain_key(request.documents),
+            request.add_generation_prompt,
+            request.continued,
+            plain_key(request.variables),
         )
     except NoKeyError:
         return None

@@ -14,7 +14,7 @@ from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
 from mmrender.bridge.proof import Objection, Proof, TailProver
 from mmrender.bridge.tail import NotBridged, ReasoningState, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, Role
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr, plain
@@ -53,7 +53,7 @@ class Bridge:
         self,
         prompt: Sequence[int],
         completion: Sequence[int],
-        new_messages: Sequence[Message],
+        request: RenderRequest,
         *,
         previous: MultiModalData,
         history: History,
@@ -64,7 +64,7 @@ class Bridge:
         Args:
             prompt: Token ids of the previous prompt.
             completion: Token ids sampled after it.
-            new_messages: The extension.
+            request: The extension.
             previous: Sidecar of the prompt.
             history: Whether earlier turns may differ from what the template would write now.
             roles: Roles of the conversation so far, or None where they are not known.
@@ -76,17 +76,14 @@ class Bridge:
             SpecialTokenError: New content holds a special token, and its role is set to `error`.
             MediaError: A new image cannot be loaded or processed.
         """
+        new_messages = request.messages
         if not new_messages:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in new_messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
         if not prompt:
             raise NotBridged("the previous prompt is empty")
-        if (
-            any(any(message.media()) for message in new_messages)
-            and self._has_lone_image(prompt, previous)
-            and self._counts_images()
-        ):
+        if request.media and self._has_lone_image(prompt, previous) and self._counts_images():
             raise NotBridged("the processor treats an image differently when more of them follow")
         previous.spans(len(prompt), where="previous_multi_modal_data")
         first = _SHORTEST
@@ -102,11 +99,10 @@ class Bridge:
         sampled = [*prompt, *completion]
         encoded, sidecar = self._rendering.encode(
             layout,
-            new_messages,
+            request,
             before=sampled,
             earlier=previous,
             skipped=first,
-            where="new_messages",
         )
         base = len(sampled)
         spans = [TokenSpan(0, len(prompt), -1, "prompt", False)]

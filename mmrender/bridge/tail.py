@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.bridge.histories import ProbeHistory
 from mmrender.errors import TemplateError
-from mmrender.messages import Message
+from mmrender.messages import Message, RenderRequest
 from mmrender.template.known import KnownTemplate
 from mmrender.template.probes import WORD, with_reasoning
 from mmrender.template.text import Span, TracedStr, plain
@@ -124,10 +124,13 @@ class Tails:
         messages = history.messages[:-1] if unanswered else history.messages
         try:
             return self._known.render(
-                [*messages, *following],
-                tools=history.tools,
-                documents=history.documents,
-                add_generation_prompt=unanswered or bool(following),
+                RenderRequest(
+                    (*messages, *following),
+                    tools=history.tools,
+                    documents=history.documents,
+                    add_generation_prompt=unanswered or bool(following),
+                    variables=self._known.arguments,
+                )
             )
         except TemplateError as error:
             error.where = place_of_new(error.where, len(messages))

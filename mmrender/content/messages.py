@@ -33,6 +33,7 @@ from mmrender.messages import (
     ImagePart,
     Message,
     Part,
+    RenderRequest,
     Role,
     TextPart,
     ThinkingPart,
@@ -188,20 +189,19 @@ def _extra(fields: dict[Any, Any], where: str) -> dict[str, Any]:
     return extra
 
 
-def refuse_misspelt(messages: Sequence[Message], template: str, where: str = "messages") -> None:
-    """Refuse a member that a chat template cannot read, if another member was probably meant.
+def refuse_misspelt(request: RenderRequest, template: str) -> None:
+    """Refuse a member of a message that a chat template cannot read, if another member was probably meant.
 
     Other members that are not part of any standard, such as a row's `weight`, may stay.
 
     Args:
-        messages: The conversation.
+        request: The conversation.
         template: Jinja text of the chat template.
-        where: Start of the paths in errors.
 
     Raises:
         MessageError: The member resembles a standard one, or stands in a message without any content.
     """
-    for index, message in enumerate(messages):
+    for index, message in enumerate(request.messages):
         is_empty = message.content is None and not message.tool_calls and message.reasoning_content is None
         for key in message.extra:
             near = difflib.get_close_matches(key, _MEMBERS, n=1, cutoff=_MISSPELT)
@@ -209,7 +209,7 @@ def refuse_misspelt(messages: Sequence[Message], template: str, where: str = "me
                 continue
             raise MessageError(
                 "neither the renderer nor the chat template reads this member",
-                where=member(f"{where}[{index}]", key),
+                where=member(f"{request.where}[{index}]", key),
                 expected=one_of(_MEMBERS),
                 remedy=f"Did you mean {near[0]!r}?" if near else "Write what the message says as its content",
             )

@@ -26,7 +26,17 @@ from mmrender.errors import (
     TemplateSecurityError,
     TemplateSyntaxError,
 )
-from mmrender.messages import ImagePart, Message, Part, Role, TextPart, ThinkingPart, ToolCall, VideoPart
+from mmrender.messages import (
+    ImagePart,
+    Message,
+    Part,
+    RenderRequest,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    VideoPart,
+)
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.compiler import names_printed, names_read
 from mmrender.template.environment import FailedRun, OwnedDict, RefusedByTemplate, TracingEnvironment, run
@@ -146,28 +156,12 @@ class ChatTemplate:
         """Variables among `arguments` whose text, unless empty, makes no difference but to be printed."""
         return frozenset(names_printed(self.syntax_tree).intersection(self.arguments))
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        form: ViewForm | None = None,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> TracedStr:
-        """Render canonical messages, each character attributed.
+    def render(self, request: RenderRequest, form: ViewForm | None = None) -> TracedStr:
+        """Render a request, each character attributed.
 
         Args:
-            messages: The conversation.
-            tools: Tool definitions, as the template is to print them.
-            documents: Documents for templates that take them.
-            add_generation_prompt: Whether to open the assistant's turn.
-            continue_final_message: Whether to end with the last message's text, or the name of the field to
-                end with.
+            request: The conversation, and the variables of the template.
             form: Shapes that this template takes.
-            arguments: Further template variables, such as `enable_thinking`.
 
         Raises:
             MessageError: The last message has no text to continue.
@@ -177,20 +171,18 @@ class ChatTemplate:
             TemplateSecurityError: It reached for something outside the sandbox.
             TemplateLimitError: It ran too long, recursed too deep or wrote too much.
         """
-        form = form or ViewForm()
-        views = _views(messages, form)
+        views = _views(request.messages, form or ViewForm())
         prefill = None
-        if continue_final_message:
-            field = continue_final_message if isinstance(continue_final_message, str) else "content"
-            prefill = Prefill.of(views[-1], views[-1]._owner, field)
+        if request.continued is not None:
+            prefill = Prefill.of(views[-1], views[-1]._owner, request.continued)
         variables: dict[str, Any] = {
             **self.special_tokens,
             "messages": views,
-            "tools": None if tools is None else _listed(tools, "tools"),
-            "documents": None if documents is None else _listed(documents, "documents"),
-            "add_generation_prompt": add_generation_prompt,
+            "tools": _listed(request.tools, "tools"),
+            "documents": _listed(request.documents, "documents"),
+            "add_generation_prompt": request.add_generation_prompt,
         }
-        for key, value in (arguments or {}).items():
+        for key, value in request.variables.items():
             # Numbers and flags stay as they are: what they print is never syntax.
             is_plain = value is None or type(value) in (bool, int, float)
             variables[key] = value if is_plain else traced(value, Origin(-1, None, "documents", key))
@@ -356,6 +348,10 @@ def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
     return view
 
 
-def _listed(values: Sequence[Mapping[str, Any]], kind: Literal["tools", "documents"]) -> list[Any]:
+def _listed(
+    values: Sequence[Mapping[str, Any]] | None, kind: Literal["tools", "documents"]
+) -> list[Any] | None:
     """Tool definitions or retrieved documents for the template; each is of one origin, `tools[k]`."""
+    if values is None:
+        return None
     return [traced(value, Origin(-1, None, kind, f"{kind}[{index}]")) for index, value in enumerate(values)]

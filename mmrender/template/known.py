@@ -20,7 +20,7 @@ from blake3 import blake3
 from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, cached_property, digest_of_code
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import RenderError
-from mmrender.messages import Message
+from mmrender.messages import RenderRequest
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.processes import BoundedProcesses
@@ -121,30 +121,14 @@ class KnownTemplate:
         probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-    ) -> TracedStr:
-        """Render with the arguments and in the form found; arguments and errors as for `ChatTemplate.render`.
+    def render(self, request: RenderRequest) -> TracedStr:
+        """Render a request in the form found; errors as for `ChatTemplate.render`.
 
         A generation prompt that the template writes inside its loop belongs to the coming turn, so it is
         attributed to no message.
         """
-        text = self.template.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            form=self.profile.form,
-            arguments=self.arguments,
-        )
-        if not add_generation_prompt:
+        text = self.template.render(request, self.profile.form)
+        if not request.add_generation_prompt:
             return text
         cut = len(text) - len(self.profile.generation_prompt_of(text))
         if cut == len(text) or any(stop > cut and origin.is_content for _, stop, origin in text.spans):

@@ -16,6 +16,7 @@ from mmrender.messages import (
     UNKNOWN_SOURCE,
     ImagePart,
     Message,
+    RenderRequest,
     Role,
     TextPart,
     ThinkingPart,
@@ -121,13 +122,10 @@ class Probes:
     ) -> TracedStr | None:
         """Render a conversation, with the generation prompt if asked; None where the template refuses it."""
         try:
-            return self.template.render(
-                messages,
-                tools=tools,
-                add_generation_prompt=prompt,
-                form=form or self.form,
-                arguments=self.arguments,
+            request = RenderRequest(
+                messages, tools=tools, add_generation_prompt=prompt, variables=self.arguments
             )
+            return self.template.render(request, form or self.form)
         except TemplateError:
             return None
 

@@ -5,16 +5,16 @@ not cross, since no template reads them.
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
 from mmrender.errors import InputError, TemplateLimitError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, VideoPart
 from mmrender.processes import BoundedProcesses
-from mmrender.template.chat import ChatTemplate
+from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.text import Spans, TracedStr, plain
 
 
@@ -35,10 +35,11 @@ class IsolatedTemplate(ChatTemplate):
     def _compile(self) -> None:
         self.arguments = self._ask(_arguments, self._recipe)
 
-    def render(self, messages: Sequence[Message], **options: Any) -> TracedStr:
+    def render(self, request: RenderRequest, form: ViewForm | None = None) -> TracedStr:
         """Render in a process; see `ChatTemplate.render`."""
-        given = _pickled(([_without_media(message) for message in messages], options), "chat_template_kwargs")
-        text, spans = self._ask(_rendered, self._recipe, given)
+        messages = tuple([_without_media(message) for message in request.messages])
+        request = msgspec.structs.replace(request, messages=messages, media=())
+        text, spans = self._ask(_rendered, self._recipe, _pickled((request, form), "chat_template_kwargs"))
         return TracedStr(text, spans)
 
     def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -79,6 +80,5 @@ def _arguments(recipe: bytes) -> tuple[str, ...]:
 
 
 def _rendered(recipe: bytes, given: bytes) -> tuple[str, Spans]:
-    messages, options = pickle.loads(given)  # noqa: S301
-    text = _template(recipe).render(messages, **options)
+    text = _template(recipe).render(*pickle.loads(given))  # noqa: S301
     return plain(text), text.spans

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from mmrender.errors import TemplateError
-from mmrender.messages import Message, TextPart, ThinkingPart
+from mmrender.messages import Message, RenderRequest, TextPart, ThinkingPart
 from mmrender.template.profile import ReasoningFormat, TemplateProfile
 from mmrender.template.text import Span, TracedStr, plain
 from mmrender.tokens.encode import Encoded
@@ -43,8 +43,8 @@ class Turn(NamedTuple):
     answer_start: int | None
 
 
-_Render: TypeAlias = Callable[..., TracedStr]
-"""Renders messages; takes `add_generation_prompt`."""
+_Render: TypeAlias = Callable[[Sequence[Message]], TracedStr]
+"""Renders the prompt after messages."""
 
 
 class Sampled(NamedTuple):
@@ -63,19 +63,20 @@ class Sampled(NamedTuple):
 
 def assistant_turns(
     text: TracedStr,
-    messages: Sequence[Message],
+    request: RenderRequest,
     profile: TemplateProfile,
-    render: _Render,
+    render: Callable[[RenderRequest], TracedStr],
 ) -> tuple[list[Turn], list[int]]:
     """Find the assistant turns that the model writes, and the messages whose turns are rewritten.
 
     Args:
         text: The rendered conversation.
-        messages: The conversation.
+        request: The conversation. A turn that it continues is prompt as far as it goes.
         profile: Says what the generation prompt is. Where it depends on the conversation, or where the
             template rewrites history, prompts are rendered.
-        render: Renders messages; takes `add_generation_prompt`.
+        render: Renders requests.
     """
+    messages = request.messages if request.continued is None else request.messages[:-1]
     body = plain(text)
     spans_of: defaultdict[int, list[Span]] = defaultdict(list)
     for span in text.spans:
@@ -116,16 +117,19 @@ def assistant_turns(
         elif begins or index in alone or not is_fixed:
             asked.append(index)
 
+    def prompt_after(messages: Sequence[Message]) -> TracedStr:
+        return render(request.prompt_after(messages))
+
     def whole(index: int) -> Turn:
         try:
-            return turn_after(index, plain(render(messages[:index], add_generation_prompt=True)))
+            return turn_after(index, plain(prompt_after(messages[:index])))
         except TemplateError:
             return turn_after(index, None)
 
     found: dict[int, Turn] = {}
     if len(asked) > _CHECKED:
         known = opening if is_fixed else None
-        rounds = _prompts_by_rounds(body, messages, asked, starts=starts, opening=known, render=render)
+        rounds = _prompts_by_rounds(body, messages, asked, starts=starts, opening=known, render=prompt_after)
         found = {index: turn_after(index, prompt) for index, prompt in rounds}
         if len(found) < len(asked) or any(whole(index) != found[index] for index in _checked(found, asked)):
             found = {}
@@ -162,7 +166,7 @@ def _prompts_by_rounds(
         starts: Where each message begins in the text.
         opening: The generation prompt: one rendering then shows all prompts of a round. None where it depends
             on the conversation.
-        render: Renders messages.
+        render: Renders the prompt after messages.
     """
     head = next((index for index, message in enumerate(messages) if message.role != "system"), 0)
     wanted, first = {*asked}, -1
@@ -176,7 +180,7 @@ def _prompts_by_rounds(
             rounds[-1][1].append(index)
     for first, (*earlier, last) in rounds:
         try:
-            shown = render([*messages[:head], *messages[first:last]], add_generation_prompt=True)
+            shown = render([*messages[:head], *messages[first:last]])
         except TemplateError:
             continue
         begins: dict[int, int] = {}

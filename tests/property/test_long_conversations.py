@@ -1,7 +1,7 @@
 """Long conversations: the sampled turns are those that follow their prompt, found in time that grows with the length."""
 
 import random
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from mmrender import Renderer
 from mmrender.content import normalize_messages
 from mmrender.errors import TemplateError
-from mmrender.messages import Message
+from mmrender.messages import Message, RenderRequest
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import plain
@@ -65,18 +65,19 @@ def test_turns_of_long_conversations_are_those_that_whole_prompts_show(
     for kinds in ("", "r", "t", "rt", "rt"):
         messages = conversation(source, 9, kinds)
         try:
-            text = known.render(messages)
+            text = known.render(RenderRequest(messages))
         except TemplateError:
             continue
-        turns, rewritten = assistant_turns(text, messages, known.profile, known.render)
+        turns, rewritten = assistant_turns(text, RenderRequest(messages), known.profile, known.render)
         with monkeypatch.context() as patch:
             patch.setattr(sampled, "_CHECKED", len(messages))
-            assert assistant_turns(text, messages, known.profile, known.render) == (turns, rewritten), (
-                messages
-            )
+            assert assistant_turns(text, RenderRequest(messages), known.profile, known.render) == (
+                turns,
+                rewritten,
+            ), messages
         for turn in turns:
             if turn.prompt_stop is not None:
-                prompt = known.render(messages[: turn.message], add_generation_prompt=True)
+                prompt = known.render(RenderRequest(messages[: turn.message], add_generation_prompt=True))
                 assert plain(prompt) == plain(text)[: turn.prompt_stop]
         asked = {index for index, message in enumerate(messages) if message.role == "assistant"}
         assert {*rewritten} == asked - {turn.message for turn in turns}
@@ -91,15 +92,15 @@ def test_turns_are_found_in_time_that_grows_with_the_conversation(name, kinds, s
     rendered = []
     run = ChatTemplate.render
 
-    def counting(self, messages, **options):
-        rendered.append(len(messages))
-        return run(self, messages, **options)
+    def counting(self, request, *form):
+        rendered.append(len(request.messages))
+        return run(self, request, *form)
 
     assert known.profile.prefix_stable is False
     monkeypatch.setattr(ChatTemplate, "render", counting)
     for rounds in (50, 100):
         messages = conversation(random.Random(1), rounds, kinds)
-        text = known.render(messages)
+        text = known.render(RenderRequest(messages))
         rendered.clear()
-        assistant_turns(text, messages, known.profile, partial(known.render))
+        assistant_turns(text, RenderRequest(messages), known.profile, known.render)
         assert sum(rendered) <= 16 * len(messages)

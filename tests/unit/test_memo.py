@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrender.content import normalize_messages
-from mmrender.content.parts import attach_media
-from mmrender.media.resolve import MediaCache, source_fingerprint
+from mmrender.content.request import read_request
+from mmrender.media.resolve import MediaCache, part_fingerprint
 from mmrender.renderer import Renderer
-from mmrender.rendering import conversation_key, new_memo
+from mmrender.rendering import new_memo, request_key
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -30,10 +29,16 @@ JSON = st.recursive(
 )
 
 
-def key_of(messages, *options, images=None):
-    conversation = attach_media(normalize_messages(messages), images, None) if messages else ()
-    sources = [part.source for message in conversation for _, part in message.media()]
-    return conversation_key(conversation, [source_fingerprint(source) for source in sources], *options)
+def key_of(messages, variable=None, *, images=None):
+    return request_key(
+        read_request(
+            messages,
+            images=images,
+            variables={"x": variable},
+            fingerprint=part_fingerprint,
+            allow_empty=True,
+        )
+    )
 
 
 def user(*parts):

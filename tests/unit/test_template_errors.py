@@ -13,7 +13,7 @@ from mmrender.errors import (
     TemplateSecurityError,
     TemplateSyntaxError,
 )
-from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCall
+from mmrender.messages import ImagePart, Message, RenderRequest, TextPart, ThinkingPart, ToolCall
 from mmrender.template.chat import GIVEN, ChatTemplate, ViewForm
 from mmrender.template.limits import TemplateLimits
 from small_models import TEMPLATES
@@ -85,7 +85,7 @@ TRUSTED = ". If you trust the template, pass larger TemplateLimits"
 )  # fmt: skip
 def test_a_template_that_fails_says_where_and_why(source, kind, line, message):
     with pytest.raises(kind) as error:
-        ChatTemplate(source, limits=TemplateLimits(max_seconds=60)).render(USER)
+        ChatTemplate(source, limits=TemplateLimits(max_seconds=60)).render(RenderRequest(USER))
     assert type(error.value) is kind
     place = "messages[0], " if "m in messages" in source else ""
     assert str(error.value).startswith(f"{place}chat template 'default', line {line}: {message}"), str(
@@ -95,17 +95,17 @@ def test_a_template_that_fails_says_where_and_why(source, kind, line, message):
 
 def test_limits_can_be_raised_and_lowered():
     source = "{% for a in range(100) %}{% for b in range(100) %}x{% endfor %}{% endfor %}"
-    assert len(ChatTemplate(source).render(USER)) == 10_000
+    assert len(ChatTemplate(source).render(RenderRequest(USER))) == 10_000
     for limits, what in (
         (TemplateLimits(max_steps=1000), "steps - expected at most 1,000 loop iterations"),
         (TemplateLimits(max_seconds=0.0), "time - expected at most 0 s of processor time, got more"),
         (TemplateLimits(max_characters=9_999), "text - expected at most 9,999 characters, got 10,000"),
     ):
         with pytest.raises(TemplateLimitError) as error:
-            ChatTemplate(source, limits=limits).render(USER)
+            ChatTemplate(source, limits=limits).render(RenderRequest(USER))
         assert what in str(error.value)
     raised = TemplateLimits(max_characters=9_000_000)
-    assert len(ChatTemplate("{{ 'x' * 9000000 }}", limits=raised).render(USER)) == 9_000_000
+    assert len(ChatTemplate("{{ 'x' * 9000000 }}", limits=raised).render(RenderRequest(USER))) == 9_000_000
 
 
 def test_variables_that_a_caller_may_set_are_those_looked_up():
@@ -147,9 +147,9 @@ def test_arguments_are_what_may_be_read_before_it_is_assigned(source):
 def test_no_other_variable_makes_a_difference(source):
     template = ChatTemplate(source, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
     messages = [*USER, Message(role="assistant", content="<think>a</think>b", reasoning_content="r"), *USER]
-    expected = outcome(template.render, messages)[0]
+    expected = outcome(template.render, RenderRequest(messages))[0]
     for name in {node.name for node in template.syntax_tree.find_all(nodes.Name)} - GIVEN:
-        render = partial(template.render, messages, arguments={name: "qwertz"})
+        render = partial(template.render, RenderRequest(messages, variables={name: "qwertz"}))
         assert name in template.arguments or outcome(render)[0] == expected, name
 
 
@@ -157,14 +157,14 @@ def test_the_clock_is_the_callers():
     day = datetime.datetime(2026, 7, 6, tzinfo=datetime.UTC)
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", clock=lambda: day)
     assert template.reads_clock
-    assert template.render(USER) == "06 Jul 2026"
+    assert template.render(RenderRequest(USER)) == "06 Jul 2026"
     assert not ChatTemplate("{{ messages }}").reads_clock
 
 
 def test_special_tokens_are_variables_and_arguments_override_them():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}|", special_tokens={"bos_token": "<s>"})
-    assert template.render(USER) == "<s>|"
-    assert template.render(USER, arguments={"bos_token": "", "eos_token": "!"}) == "!|"
+    assert template.render(RenderRequest(USER)) == "<s>|"
+    assert template.render(RenderRequest(USER, variables={"bos_token": "", "eos_token": "!"})) == "!|"
 
 
 def test_messages_look_as_those_of_transformers():
@@ -175,7 +175,7 @@ def test_messages_look_as_those_of_transformers():
         Message(role="tool", content="out", name="f", tool_call_id="c1", extra={"weight": 0.5}),
     ]
     show = ChatTemplate("{{ messages }}")
-    assert show.render(messages) == str(
+    assert show.render(RenderRequest(messages)) == str(
         [
             {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "t"}, {"type": "image"}]},
             {
@@ -192,19 +192,19 @@ def test_messages_look_as_those_of_transformers():
         ]
     )  # fmt: skip
     form = ViewForm(none_content="empty", arguments="json", image="image_url")
-    shown = show.render(messages, form=form)
+    shown = show.render(RenderRequest(messages), form)
     assert "'content': ''" in shown
     assert "'arguments': '{\"x\": 1, \"y\": null}'" in shown
     assert "{'type': 'image_url', 'image_url': {}}" in shown
     parts = [Message(role="user", content=(TextPart("a"), TextPart("b")))]
-    flat = show.render(parts, form=ViewForm(content="text"))
+    flat = show.render(RenderRequest(parts), ViewForm(content="text"))
     assert flat == "[{'role': 'user', 'content': 'ab'}]"
 
 
 def test_paths_name_the_value():
     messages = [Message(role="user", content=(TextPart("a"), TextPart("b")), name="n")]
     template = ChatTemplate("{{ messages[0].content[1].text }}{{ messages[0].name }}{{ tools[0].k }}")
-    text = template.render(messages, tools=[{"k": "v"}])
+    text = template.render(RenderRequest(messages, tools=[{"k": "v"}]))
     assert [(start, stop, origin.path, origin.kind) for start, stop, origin in text.spans] == [
         (0, 1, "messages[0].content[1].text", "content"),
         (1, 2, "messages[0].name", "name"),

@@ -13,7 +13,7 @@ import pytest
 
 from mmrender import Renderer, RendererPool
 from mmrender.errors import InputError, PoolClosedError, TemplateError, TemplateLimitError
-from mmrender.messages import Message, ToolCall
+from mmrender.messages import Message, RenderRequest, ToolCall
 from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.processes import IsolatedTemplate
@@ -192,7 +192,7 @@ def attack(processes, source):
         _, read, _ = processes.ask("ran", TemplateLimitError, spent)
         assert read - started < SECONDS + 0.2
         started = read
-        found = template.render(MESSAGES)
+        found = template.render(RenderRequest(MESSAGES))
     except TemplateError as error:
         found = error
     if isinstance(found, TemplateError) and "was ended" in str(found):
@@ -239,7 +239,7 @@ def test_spending_too_much_is_refused(processes, source, kinds):
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_looks_dangerous_and_is_not_renders(processes, name):
     source, expected = HARMLESS[name]
-    assert ChatTemplate(source).render(MESSAGES) == expected
+    assert ChatTemplate(source).render(RenderRequest(MESSAGES)) == expected
     assert attack(processes, source) == expected
 
 
@@ -266,7 +266,7 @@ def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
         template = IsolatedTemplate(busy, processes=processes)
         first, started, _ = processes.ask("ran", TemplateLimitError, spent)
         while started < 5:
-            template.render(MESSAGES)
+            template.render(RenderRequest(MESSAGES))
             process, started, _ = processes.ask("ran", TemplateLimitError, spent)
         assert process == first
         child = processes._executor._processes[process]
@@ -289,13 +289,13 @@ def test_what_ends_a_process_ends_one_call():
     with BoundedProcesses(cpu_seconds=1) as processes:
         template = IsolatedTemplate(slow, processes=processes)
         with pytest.raises(TemplateLimitError) as caught:
-            template.render([Message(role="user", content="x")])
+            template.render(RenderRequest([Message(role="user", content="x")]))
         assert str(caught.value) == (
             "the process that ran the chat template was ended - expected at most 1,073,741,824 bytes of memory and "
             "1 s of processor time, got more. If you trust it, pass larger limits to BoundedProcesses"
         )
-        assert template.render([Message(role="user", content="y")]) == "fine"
+        assert template.render(RenderRequest([Message(role="user", content="y")])) == "fine"
         with pytest.raises(InputError, match="chat_template_kwargs: this value cannot be sent"):
-            template.render(MESSAGES, arguments={"helper": lambda: 1})
+            template.render(RenderRequest(MESSAGES, variables={"helper": lambda: 1}))
     with pytest.raises(PoolClosedError):
-        template.render(MESSAGES)
+        template.render(RenderRequest(MESSAGES))

@@ -1,0 +1,144 @@
+"""From the arguments of a call to one checked `RenderRequest`."""
+
+import difflib
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any
+
+from mmrender.content.messages import normalize_messages
+from mmrender.content.parts import attach_media
+from mmrender.content.tools import normalize_documents, normalize_tools
+from mmrender.content.values import copy_containers, describe
+from mmrender.errors import InputError
+from mmrender.messages import ImagePart, RenderRequest, RequestMedia, VideoPart
+
+
+def read_request(
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    images: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool | str = False,
+    variables: Mapping[str, Any] | None = None,
+    fingerprint: Callable[[ImagePart | VideoPart], Hashable | None] | None = None,
+    where: str = "messages",
+    allow_empty: bool = False,
+) -> RenderRequest:
+    """Read the arguments of a rendering, in any accepted form; those of `Renderer.render`.
+
+    Args:
+        messages: The conversation.
+        tools: Tool definitions, or Python functions.
+        documents: Documents.
+        images: Sources for the image parts that have none, in order.
+        videos: The same for video parts.
+        add_generation_prompt: Whether to open the assistant's turn.
+        continue_final_message: Whether to end with the last message's content, or the field to end with.
+        variables: Template variables, from `read_variables`.
+        fingerprint: Takes the fingerprint of a media part; without it `media` is empty.
+        where: Name of the messages in errors.
+        allow_empty: Whether there may be no messages.
+
+    Raises:
+        InputError: The prompt is to open a turn and to continue one.
+        MessageError: A message, tool, document or part is malformed.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise InputError(
+            "a prompt either opens the assistant's turn or continues it",
+            where="continue_final_message",
+            expected="add_generation_prompt=False",
+        )
+    conversation = () if allow_empty and not len(messages) else normalize_messages(messages, where=where)
+    if images is not None or videos is not None:
+        conversation = attach_media(conversation, images, videos, where=where)
+    media: tuple[RequestMedia, ...] = ()
+    if fingerprint is not None:
+        media = tuple([
+            RequestMedia(
+                f"{where}[{index}].content[{place}]", index, place, message.role, part, fingerprint(part)
+            )
+            for index, message in enumerate(conversation)
+            if type(message.content) is tuple
+            for place, part in message.media()
+        ])  # fmt: skip
+    continued = continue_final_message if isinstance(continue_final_message, str) else "content"
+    return RenderRequest(
+        conversation,
+        media,
+        normalize_tools(tools),
+        normalize_documents(documents),
+        bool(add_generation_prompt),
+        continued if continue_final_message else None,
+        variables or {},
+        where,
+    )
+
+
+def read_variables(
+    mapping: Any,
+    keywords: Mapping[str, Any],
+    *,
+    known: Collection[str],
+    options: Collection[str],
+    reserved: Collection[str],
+) -> dict[str, Any]:
+    """Merge template variables from `chat_template_kwargs` and from keywords; lists and dicts are copied.
+
+    Args:
+        mapping: `chat_template_kwargs`.
+        keywords: The keywords that are not options of the call.
+        known: Variables that the chat template reads.
+        options: The call's options.
+        reserved: Variables that the renderer sets.
+
+    Raises:
+        InputError: `mapping` is not a mapping by name, a variable comes both ways, or nobody reads it.
+    """
+    if mapping is None:
+        mapping = {}
+    if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
+        raise InputError(
+            "template variables come in a mapping",
+            where="chat_template_kwargs",
+            expected="a dict by name",
+            got=describe(mapping),
+        )
+    for name in keywords.keys() & mapping.keys():
+        raise InputError(
+            "the template variable is given twice", where=name, remedy="Leave it out of chat_template_kwargs"
+        )
+    variables = {name: copy_containers(value, name) for name, value in {**mapping, **keywords}.items()}
+    for name in variables:
+        if name not in known:
+            where = f"chat_template_kwargs.{name}" if name in mapping else name
+            raise _unread(name, where, known, options, reserved)
+    return variables
+
+
+def _unread(
+    name: str, where: str, known: Collection[str], options: Collection[str], reserved: Collection[str]
+) -> InputError:
+    """Build the error for an argument that nobody reads."""
+    if name == "chat_template":
+        return InputError(
+            "a renderer has one chat template",
+            where=where,
+            remedy="Open another renderer: Renderer.from_pretrained(..., chat_template=...)",
+        )
+    if name in reserved or name in options:
+        return InputError(
+            f"{name!r} is not for callers to set",
+            where=where,
+            remedy="Only variables of the chat template's own go here",
+        )
+    names = (*known, *options)
+    near = difflib.get_close_matches(name, names, n=1)
+    return InputError(
+        "neither the renderer nor the chat template reads this argument",
+        where=where,
+        expected=f"one of {', '.join(names)}",
+        remedy=f"Did you mean {near[0]!r}?" if near else "Leave it out",
+    )
