@@ -2,30 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 
 Messages = Sequence[dict[str, Any]]
 REAL = ("glm4_5v", "idefics3", "internvl3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking")
-
-
-def renderer_of(name: str, request: pytest.FixtureRequest) -> Renderer:
-    """The renderer of a model of `shared/models`, or of the demonstration's, loaded once in a process."""
-    if name == "tiny":
-        return request.getfixturevalue("renderer")
-    return _loaded(request.getfixturevalue("shared_models") / name)
-
-
-@cache
-def _loaded(directory: Path) -> Renderer:
-    return Renderer.from_pretrained(directory, image_backend="pil")
 
 
 @dataclass

@@ -3,7 +3,10 @@
 import asyncio
 import inspect
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -68,11 +71,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def renderer(tiny_model: Path):
-    """The renderer of `tiny_model`."""
+def renderers(tiny_model: Path) -> Callable[[str], Any]:
+    """Renderers by the name of their model, each opened once: "tiny", a small model, or a folder of `shared_models`."""
     from mmrender.renderer import Renderer
+    from small_models import MODELS
 
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
+    @cache
+    def opened(name: str) -> Renderer:
+        if name in MODELS:
+            return MODELS[name].renderer()
+        directory = tiny_model if name == "tiny" else _shared("models") / name
+        return Renderer.from_pretrained(directory, image_backend="pil")
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def renderer(renderers: Callable[[str], Any]) -> Any:
+    """The renderer of `tiny_model`."""
+    return renderers("tiny")
 
 
 @pytest.fixture

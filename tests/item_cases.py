@@ -4,8 +4,8 @@ import io
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from kit import noise
 from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage, load_image
@@ -28,14 +28,7 @@ PROCESSOR = PatchProcessor(
 
 
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> LoadedImage:
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return load_image(Image.fromarray(pixels, "RGB"))
-
-
-def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, fmt, **options)
-    return out.getvalue()
+    return load_image(noise(seed, width, height))
 
 
 class Unseekable(io.RawIOBase):

@@ -6,6 +6,7 @@ from typing import Any
 
 from PIL import Image
 
+from kit import text
 from mmrender.client.local import NullTransport
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.errors import EngineConnectionError, PromptTooLongError
@@ -19,10 +20,6 @@ TOOLS = [{"type": "function", "function": LOOK}]
 def shown(number: int) -> dict[str, Any]:
     picture = Image.new("RGB", (64, 64), (number * 37 % 256, number * 91 % 256, 120))
     return {"type": "image", "image": picture}
-
-
-def text(content: str) -> dict[str, Any]:
-    return {"type": "text", "text": content}
 
 
 def call(at: int) -> str:

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 import mmcodecs
+from kit import free_port
 from mmrender.shipping import Receiver, Sender
 from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT, tls_contexts
@@ -369,12 +370,6 @@ def wait(process: int, name: str, trouble: Callable[[], str | None], *ways: int)
             raise SystemExit(found)
         time.sleep(0.005)
     raise SystemExit(f"{name} does not end")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def survey(kills: int, seed: int, transport: str) -> tuple[int, int, Counter[str]]:

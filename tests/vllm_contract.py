@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
+from kit import blocks
 from mmcodecs.vllm import encode_mm_kwargs_item
 from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.client.types import EngineRequest
@@ -28,12 +29,6 @@ GREEDY = {"temperature": 0.0, "max_tokens": 4}
 ALTERNATIVES = {**GREEDY, "logprobs": 2}
 LONGEST_TEXT = 1000
 LAYOUT = layout_of("Qwen3VLForConditionalGeneration")
-
-
-def blocks(seed: int, width: int = 128, height: int = 128) -> Image.Image:
-    """A picture of sixteen colours, the same for equal arguments."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
-    return Image.fromarray(coarse, "RGB").resize((width, height), Image.Resampling.NEAREST)
 
 
 def text_prompt(renderer: Renderer) -> RenderedTokens:

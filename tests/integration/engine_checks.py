@@ -1,8 +1,6 @@
 """What the tiers of all engines do alike, and compare with: the engine's own chat route, and Transformers."""
 
 import asyncio
-import base64
-import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -15,6 +13,7 @@ import pytest
 from PIL import Image
 
 from integration.engine_server import EngineServer
+from kit import data_url, user
 from mmrender import generate
 from mmrender.client.http import HTTPTransport
 from mmrender.client.types import EngineRequest, EngineResponse, Generation
@@ -38,12 +37,6 @@ def picture(seed: int, width: int, height: int) -> Image.Image:
     )
     noise = rng.integers(-30, 31, big.shape, np.int16)
     return Image.fromarray(np.clip(big + noise, 0, 255).astype(np.uint8), "RGB")
-
-
-def user(text: str, *images: Image.Image) -> dict[str, Any]:
-    """A user message: images, then text."""
-    parts = [{"type": "image", "image": image} for image in images]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if images else text}
 
 
 def conversations() -> dict[str, list[dict[str, Any]]]:
@@ -70,12 +63,6 @@ def _content(content: Any) -> Any:
         else part
         for part in content
     ]
-
-
-def data_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def chat_answer(server: EngineServer, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:

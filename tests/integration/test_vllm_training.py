@@ -1,7 +1,6 @@
 """A real vLLM at both ends of training: what it samples, and what its render route makes of images."""
 
 import asyncio
-import io
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from end_to_end import (
 )
 from integration.engine_checks import MODEL, conversations, picture, user
 from integration.engine_server import needs_tier, start_vllm
+from kit import encoded
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import EngineMismatchError
 from mmrender.remote import EncodedTextChunk, ImageChunk, ModelInput, VLLMRenderer
@@ -62,10 +62,8 @@ def in_chunks(rendered, images):
     """A rendered prompt as chunks: its text, and in place of each range the encoded image."""
     chunks, start = [], 0
     for found, image in zip(rendered.multi_modal_data.mm_placeholders["image"], images, strict=True):
-        out = io.BytesIO()
-        image.save(out, "PNG")
         chunks.append(EncodedTextChunk(rendered.token_ids[start : found.offset]))
-        chunks.append(ImageChunk(out.getvalue(), "png", expected_tokens=found.length))
+        chunks.append(ImageChunk(encoded(image), "png", expected_tokens=found.length))
         start = found.offset + found.length
     return ModelInput([*chunks, EncodedTextChunk(rendered.token_ids[start:])])
 

@@ -1,10 +1,7 @@
 """OpenAI's Agents SDK through the endpoint: a picture in, a tool called, an answer out."""
 
 import asyncio
-import base64
-import io
 
-import numpy as np
 import openai
 import pytest
 from agents import (
@@ -15,8 +12,8 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from PIL import Image
 
+from kit import data_url, noise
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines import EngineServer, InferenceEngineClient, ServerSettings
 from mmrender.testing.scripted_engine import ScriptedEngine
@@ -45,10 +42,8 @@ class Says(ScriptedEngine):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_an_agent_sees_a_picture_and_calls_a_tool(renderer, streamed):
-    picture = Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 90, 3), np.uint8))
-    content = io.BytesIO()
-    picture.save(content, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    picture = noise(3, 90, 70)
+    url = data_url(picture)
     looked = []
 
     @function_tool

@@ -22,7 +22,6 @@ from integration.test_engines_vllm import PARAMS, conversation, generate_some_at
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.engines.interface import new_request
-from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.timeout(1200)
@@ -61,11 +60,6 @@ def fleet(tiny_model, tmp_path_factory):
         command += ["--cb-timeout-duration-secs", "1"]
         urls = [server.base_url for server in servers]
         yield servers, stack.enter_context(start_router(command, urls, logs / "router.log"))
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """TRL's own trainers on mmrender's batches and rollouts."""
 
 import asyncio
-import base64
-import io
 
 import datasets
 import pytest
@@ -11,7 +9,8 @@ import trl
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
-from mmrender import Renderer, Trajectory, TrajectoryError, generate
+from kit import data_url
+from mmrender import Trajectory, TrajectoryError, generate
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
@@ -33,24 +32,16 @@ def picture(index):
     return Image.new("RGB", (64 + 32 * (index % 3), 64), (40 * index % 255, 99, 199))
 
 
-def url(index):
-    buffer = io.BytesIO()
-    picture(index).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_sft_of_images_trains_with_rows_packed_or_not(renderer, tiny_model, tmp_path, packed):
     rows = [
         [
             {
                 "role": "user",
-                "content": [{"type": "image", "image": url(index)}, {"type": "text", "text": "?"}],
+                "content": [
+                    {"type": "image", "image": data_url(picture(index))},
+                    {"type": "text", "text": "?"},
+                ],
             },
             {"role": "assistant", "content": [{"type": "text", "text": f"Answer {index}."}]},
         ]

@@ -2,15 +2,15 @@
 
 import pytest
 
-from bridge_cases import REAL, renderer_of
+from bridge_cases import REAL
 from mmrender.testing import bridge_parity
 from mmrender.testing.bridge_parity import check_bridge
 from small_models import MODELS
 
 
 @pytest.mark.parametrize("name", ["tiny", *REAL, *sorted(MODELS)])
-def test_bridges_of_generated_conversations_equal_the_rendering(request, name):
-    renderer = MODELS[name].renderer() if name in MODELS else renderer_of(name, request)
+def test_bridges_of_generated_conversations_equal_the_rendering(renderers, name):
+    renderer = renderers(name)
     cases = 10 if name in MODELS else 20
     report = check_bridge(renderer, name, cases=cases, seed=3)
     assert report.mismatches == []
@@ -21,8 +21,8 @@ def test_bridges_of_generated_conversations_equal_the_rendering(request, name):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_vl"])
-def test_a_wrong_bridge_is_found(request, monkeypatch, name):
-    renderer = renderer_of(name, request)
+def test_a_wrong_bridge_is_found(renderers, monkeypatch, name):
+    renderer = renderers(name)
     bridge = bridge_parity.Renderer.bridge_to_next_turn
 
     def without_its_last_message(self, prompt, completion, new_messages, **options):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from item_cases import encoded
+from kit import encoded
 from mmrender.media.load import load_image
 
 transformers = pytest.importorskip("transformers")

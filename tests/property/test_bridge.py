@@ -17,7 +17,6 @@ from bridge_cases import (
     assert_tail_equals,
     bridged,
     extensions,
-    renderer_of,
     sampled_ids,
 )
 from mmrender.errors import MMRenderError
@@ -50,11 +49,11 @@ class Subject(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["tiny", *REAL, *sorted(MODELS)])
-def subject(request: pytest.FixtureRequest) -> Subject:
+def subject(request: pytest.FixtureRequest, renderers: Any) -> Subject:
     name = request.param
     if name in MODELS:
-        return Subject(MODELS[name].renderer(), not MODELS[name].spec.alternating, REFUSED.get(name))
-    return Subject(renderer_of(name, request))
+        return Subject(renderers(name), not MODELS[name].spec.alternating, REFUSED.get(name))
+    return Subject(renderers(name))
 
 
 def conversation(

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image
 
-from item_cases import Unseekable, encoded
+from item_cases import Unseekable
+from kit import encoded
 from mmrender.errors import MediaError
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bridge_cases import assert_tail_equals, bridged, extensions, renderer_of
+from bridge_cases import assert_tail_equals, bridged, extensions
 from mmrender.errors import MMRenderError, PlaceholderError, RenderError
 from mmrender.renderer import Renderer
 from mmrender.template.known import TemplateSet
@@ -27,7 +27,7 @@ def moving(name: str, request: pytest.FixtureRequest) -> tuple[Renderer, Rendere
     """A renderer as it is by default, and one that moves."""
     if name in MODELS:
         return MODELS[name].renderer(), MODELS[name].renderer(tool_images="user")
-    plain = renderer_of(name, request)
+    plain = request.getfixturevalue("renderers")(name)
     directory = request.getfixturevalue("shared_models") / name
     return plain, Renderer.from_pretrained(directory, image_backend="pil", tool_images="user")
 

@@ -6,8 +6,6 @@ through the first stop token after what the message says, is what a model sample
 
 import random
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +25,9 @@ MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")
 PICTURES = sample_images(random.Random(7), 3, largest=120)
 
 
-@cache
-def renderer_of(path: Path) -> Renderer:
-    return Renderer.from_pretrained(path, image_backend="pil")
-
-
 @pytest.fixture(scope="module", params=MODELS)
-def renderer(request: pytest.FixtureRequest, shared_models: Path) -> Renderer:
-    return renderer_of(shared_models / request.param)
+def renderer(request: pytest.FixtureRequest, renderers: Any) -> Renderer:
+    return renderers(request.param)
 
 
 def drawn(renderer: Renderer, seed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:

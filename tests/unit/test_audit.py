@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import audit_faults  # noqa: F401 - registers them
 from audit_cases import FAULTS, judge, scene
+from kit import blocks
 from mmrender.audit import TrainerModel, audit, inspect_sample
 from mmrender.audit.causes import GROUPS
 from mmrender.audit.computed import whole_in
@@ -19,23 +19,11 @@ from mmrender.audit.report import sampled_runs
 from mmrender.audit.trial import ChangedItem
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
-from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 
 TOLERANCE = 1e-3
-
-
-def picture(seed, size=(160, 128)):
-    rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (8, 8, 3), np.uint8)
-    return Image.fromarray(small).resize(size, Image.Resampling.NEAREST)
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +37,8 @@ def samples(tiny_model, renderer):
     backend = LocalBackend(tiny_model)
 
     async def rollout(seed):
-        user = {"role": "user", "content": [{"type": "image", "image": picture(seed)}, "What is it?"]}
-        more = {"role": "user", "content": [{"type": "image", "image": picture(seed + 50)}, "And this?"]}
+        user = {"role": "user", "content": [{"type": "image", "image": blocks(seed)}, "What is it?"]}
+        more = {"role": "user", "content": [{"type": "image", "image": blocks(seed + 50)}, "And this?"]}
         first = renderer.render([user], add_generation_prompt=True)
         one = await complete(backend, first, 2 * seed)
         bridged = renderer.bridge_to_next_turn(

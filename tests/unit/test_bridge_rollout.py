@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bridge_cases import REAL, assert_tail_equals, renderer_of
+from bridge_cases import REAL, assert_tail_equals
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
@@ -63,8 +63,8 @@ def _extension(turn: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["tiny", *REAL])
-def test_long_rollout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    renderer = renderer_of(name, request)
+def test_long_rollout(renderers: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    renderer = renderers(name)
     sampled = [*renderer.tokenizer.encode(ANSWER), _stop_before_user(renderer)]
     current = renderer.render([{"role": "user", "content": "Begin."}], add_generation_prompt=True)
     for turn in range(2):  # prove both shapes of extension

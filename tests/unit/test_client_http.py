@@ -6,7 +6,6 @@ import inspect
 import os
 import pickle
 import random
-import socket
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ import msgspec
 import pytest
 
 from client_server import StubServer, stub_server
+from kit import free_port
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import LONG_TEXT, JSONText, RetryPolicy, Transport, TransportConfig
@@ -50,13 +50,6 @@ def with_server(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     _, *others = inspect.signature(test).parameters.values()
     run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
     return run
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def gone_from(server: StubServer, path: str) -> None:

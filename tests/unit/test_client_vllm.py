@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from client_server import StubServer, stub_server
+from kit import blocks
 from mmcodecs.arrays import RawTensor
 from mmcodecs.vllm import (
     BatchedField,
@@ -37,12 +38,10 @@ from mmrender.errors import (
 )
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Floats, Levels, PixelArithmetic
-from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 from vllm_contract import (
     LAYOUT,
-    blocks,
     completion,
     contract_request,
     info,
@@ -56,11 +55,6 @@ GENERATE = f"POST {GENERATE_PATH}"
 RENDER = f"POST {RENDER_PATH}"
 ABORT = f"POST {ABORT_PATH}"
 INFO = "GET /server_info"
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.fixture(scope="module")

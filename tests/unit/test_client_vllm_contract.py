@@ -11,7 +11,6 @@ from mmrender.client.types import Usage
 from mmrender.client.vllm import GENERATE_PATH, VLLMBackend
 from mmrender.client.vllm_images import RENDER_PATH
 from mmrender.errors import EngineStatusError, EngineUnsupportedError, PromptTooLongError
-from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData
 from mmrender.testing.memory_transport import Answer, MemoryTransport
 from vllm_contract import (
@@ -28,11 +27,6 @@ from vllm_contract import (
 BASE = "http://memory"
 WHERE = f"{BASE}{GENERATE_PATH}"
 THREE_TOKENS = SimpleNamespace(token_ids=[5, 6, 7], multi_modal_data=MultiModalData())
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 def replaying(exchanges):

@@ -5,16 +5,10 @@ import io
 import pytest
 from PIL import Image
 
-from mmrender import Renderer
 from mmrender.errors import PlaceholderError
 from mmrender.media.item import encoded_image
 
 SIZES = ((30, 50), (224, 224), (97, 300))
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 def question(*sizes):

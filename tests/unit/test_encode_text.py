@@ -3,13 +3,7 @@
 import pytest
 from PIL import Image
 
-from mmrender import Renderer
 from mmrender.errors import PlaceholderError
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

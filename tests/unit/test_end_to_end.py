@@ -1,7 +1,6 @@
 """Rolled out in this process, shipped to another, batched there: training sees what was sampled."""
 
 import asyncio
-import io
 from dataclasses import replace
 
 import msgspec
@@ -11,12 +10,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
+from kit import encoded, noise, user
 from mmrender.audit.run import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.media.item import ReferenceItem
-from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import Trajectory, save_trajectories
@@ -31,8 +30,7 @@ CAUSES = {
 
 
 @pytest.fixture(scope="module")
-def trajectories(tiny_model):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+def trajectories(tiny_model, renderer):
     client = RendererClient(
         renderer, backend=LocalBackend(tiny_model), sampling_params=no_placeholders(renderer)
     )
@@ -82,15 +80,13 @@ def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_pat
     )
 
 
-def test_the_command_processes_images_by_reference_again(tiny_model, tmp_path):
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    out = io.BytesIO()
-    picture(7).save(out, "PNG")
-    message = {"role": "user", "content": [{"type": "image", "image": out.getvalue()}, "What is it?"]}
+def test_the_command_processes_images_by_reference_again(tiny_model, renderer, tmp_path):
+    data = encoded(picture(7))
+    message = user("What is it?", data)
     prompt = renderer.render([message], add_generation_prompt=True)
     (item,) = prompt.multi_modal_data.mm_items["image"]
     (place,) = prompt.multi_modal_data.mm_placeholders["image"]
-    reference = ReferenceItem.of(item, out.getvalue(), place.length)
+    reference = ReferenceItem.of(item, data, place.length)
     trajectory = Trajectory("by-reference")
     sidecar = MultiModalData.of([(place, reference)])
     response = asyncio.run(complete(LocalBackend(tiny_model), prompt))
@@ -105,16 +101,14 @@ def test_the_command_processes_images_by_reference_again(tiny_model, tmp_path):
     assert report.tokens == len(response.completion_ids)
 
 
-def test_the_command_finds_the_images_that_messages_kept(tiny_model, tmp_path):
+def test_the_command_finds_the_images_that_messages_kept(tiny_model, renderer, tmp_path):
     """A sampler that resized otherwise is named by the image as it was before."""
-    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    picture_bytes = io.BytesIO()
-    Image.effect_noise((150, 133), 90).convert("RGB").save(picture_bytes, "PNG")
-    message = {"role": "user", "content": [{"type": "image", "image": picture_bytes.getvalue()}, "And?"]}
+    picture = noise(7, 150, 133)
+    message = user("And?", encoded(picture))
     prompt = renderer.render([message], add_generation_prompt=True)
     (item,) = prompt.multi_modal_data.mm_items["image"]
     height, width = item.frames.shape[-2:]
-    other = np.asarray(Image.open(picture_bytes).resize((width, height), Image.Resampling.BILINEAR))
+    other = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR))
     seen = msgspec.structs.replace(item, frames=np.ascontiguousarray(other.transpose(2, 0, 1)[None]))
     places = prompt.multi_modal_data.mm_placeholders["image"]
     saw = replace(prompt, multi_modal_data=MultiModalData.of([(places[0], seen)]))

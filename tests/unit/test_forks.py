@@ -132,11 +132,6 @@ LOCKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
-
-
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_that_another_thread_holds_is_free_in_the_child(name, renderer):
     shade = 60 + list(LOCKS).index(name)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
-from item_cases import encoded
+from kit import encoded
 from mmrender.errors import MediaError
 from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
 from mmrender.media.load import load_image

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from item_cases import encoded
+from kit import encoded
 from mmrender.errors import MediaBlockedError, MediaError, MediaFetchError, MediaLimitError
 from mmrender.media import fetch as fetching
 from mmrender.media.fetch import fetch, printable_url

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from item_cases import Unseekable, encoded
+from item_cases import Unseekable
+from kit import encoded, noise
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
@@ -24,11 +25,7 @@ from mmrender.media.sources import read_source
 WHERE = "messages[0].content[1]"
 
 
-def picture(height: int = 6, width: int = 9) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(7).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-PIXELS = picture()
+PIXELS = np.array(noise(7, 9, 6))
 PNG = encoded(Image.fromarray(PIXELS))
 BASE64 = base64.b64encode(PNG).decode()
 
@@ -203,7 +200,7 @@ def test_the_callers_image_is_never_changed() -> None:
 def test_lazily_opened_image_shared_by_threads() -> None:
     exif = Image.Exif()
     exif[0x0112] = 8
-    data = encoded(Image.fromarray(picture(400, 300)), exif=exif)
+    data = encoded(noise(7, 300, 400), exif=exif)
     expected = load_image(data).array
     gate = threading.Barrier(8)
 
@@ -289,7 +286,7 @@ def test_pillows_own_limit_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> Non
      ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("BMP", {})],
 )  # fmt: skip
 def test_truncated_images_are_errors(fmt: str, options: dict[str, Any]) -> None:
-    data = encoded(Image.fromarray(picture(120, 90)), fmt, **options)
+    data = encoded(noise(7, 90, 120), fmt, **options)
     whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(load_image(data).array, whole)
     np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))).array, whole)
@@ -313,7 +310,7 @@ def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPa
 
 
 def test_damaged_pixel_data_stays_an_error() -> None:
-    data = bytearray(encoded(Image.fromarray(picture(120, 90))))
+    data = bytearray(encoded(noise(7, 90, 120)))
     data[2000:2040] = b"\xff\x00" * 20
     with pytest.raises(MediaDecodeError, match="the PNG is damaged or truncated"):
         load_image(bytes(data))
@@ -324,7 +321,7 @@ def test_damaged_pixel_data_stays_an_error() -> None:
 
 
 def test_percent_encoded_urls_cost_a_few_times_their_size() -> None:
-    data = encoded(Image.fromarray(picture(600, 700)))
+    data = encoded(noise(7, 700, 600))
     url = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     in_base64 = "data:image/png;base64," + "".join(f"%{byte:02x}" for byte in base64.b64encode(data))
     for source in (url, in_base64):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from kit import until
 from mmrender import Renderer, is_multimodal
 from mmrender.errors import InputError, PoolClosedError, PoolFullError
 from mmrender.pool import RendererPool
@@ -50,11 +51,6 @@ def gated(tiny_model: Path) -> Any:
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, timeout=30))
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from item_cases import encoded
+from kit import encoded
 from mmrender.errors import (
     MediaBlockedError,
     MediaDecodeError,

@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from kit import until
 from mmcodecs import Encoder, Limits, Shared, UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingProtocolError
 from mmrender.shipping import Receiver, Sender
@@ -51,12 +52,6 @@ def some_pair(request, tmp_path):
 @pytest.fixture
 def url(tmp_path):
     return f"unix://{tmp_path}/a"
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def take(receiver: Receiver, count: int) -> list:

@@ -3,15 +3,9 @@
 import numpy as np
 import pytest
 
-from mmrender import Renderer
 from mmrender.errors import InputError
 
 NEW = [{"role": "user", "content": "And now?"}]
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model):
-    return Renderer.from_pretrained(tiny_model, image_backend="pil")
 
 
 @pytest.fixture(scope="module")

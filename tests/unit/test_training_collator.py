@@ -1,18 +1,15 @@
 """One collator for Transformers' Trainer, TRL's SFTTrainer and a DataLoader."""
 
-import base64
-import io
 import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
+from kit import data_url, noise
 from mmrender import Renderer
 from mmrender.errors import BatchError, InputError
 from mmrender.training import Collator, ModelFamily, build_training_sample, collate
@@ -20,17 +17,13 @@ from mmrender.training.samples import with_row_arguments
 from training_cases import family_of
 
 
-def picture(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 60, 3), dtype=np.uint8), "RGB")
-
-
 def conversation(index: int) -> dict[str, Any]:
     """One example in each form: messages with the image in place or beside, a prompt and a completion."""
     parts: list[Any] = [{"type": "text", "text": f"Question {index}?"}]
-    image = {"type": "image"} if index % 3 == 1 else {"type": "image", "image": picture(index)}
+    image = {"type": "image"} if index % 3 == 1 else {"type": "image", "image": noise(index, 60, 40)}
     user = {"role": "user", "content": parts if index % 4 == 3 else [image, *parts]}
     answer = {"role": "assistant", "content": f"Answer {index}."}
-    images = [picture(index)] if index % 3 == 1 and index % 4 != 3 else None
+    images = [noise(index, 60, 40)] if index % 3 == 1 and index % 4 != 3 else None
     if index % 2:
         return {"prompt": [user], "completion": [answer], "images": images}
     return {"messages": [user, answer], "images": images, "tools": None}
@@ -157,9 +150,7 @@ def stored(datasets: Any) -> Any:
     """Conversations as Arrow keeps them, which gives every part the keys of all, None where it has none."""
     examples = []
     for index in range(8):
-        buffer = io.BytesIO()
-        picture(index).save(buffer, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        url = data_url(noise(index, 60, 40))
         parts = [{"type": "image", "image": url}, {"type": "text", "text": f"Question {index}?"}]
         answer = [{"type": "text", "text": f"Answer {index}."}]
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
@@ -217,9 +208,11 @@ def test_an_example_without_a_label_is_refused(collator: Collator) -> None:
 
 
 @pytest.mark.parametrize("model_name", ["qwen3_5", "qwen3_vl_thinking", "qwen3_vl"])
-def test_data_without_reasoning_trains_models_that_reason(shared_models: Path, model_name: str) -> None:
+def test_data_without_reasoning_trains_models_that_reason(
+    renderers: Any, shared_models: Path, model_name: str
+) -> None:
     """As the page on TRL has it: both forms of an example, packed unless the family is recurrent."""
-    renderer = Renderer.from_pretrained(shared_models / model_name, image_backend="pil")
+    renderer = renderers(model_name)
     family = ModelFamily.from_config(shared_models / model_name)
     collator = Collator(family, 0, renderer, packed=not family.recurrent)
     ask, answer = {"role": "user", "content": "Moo?"}, {"role": "assistant", "content": "A cow."}

@@ -1,6 +1,5 @@
 """Items that come from servers: vLLM's base64 ones, and those by reference."""
 
-import io
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import mmcodecs
+from kit import encoded, noise
 from mmcodecs.vllm import BatchedField, FieldElem, FlatField, SharedField
 from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
@@ -25,19 +24,21 @@ from training_cases import PAD_ID, PROCESSOR, family_of, patch_item, sample, til
 QWEN = layout_of("Qwen3VLForConditionalGeneration")
 
 
-def encoded(items: Any) -> list[str]:
+def vllm_items(items: Any) -> list[str]:
     return [mmcodecs.encode_mm_kwargs_item(item) for item in items]
 
 
 def of_qwen(*items: MediaItem) -> list[str]:
-    return encoded(collate_items(QWEN, [item.tensors() for item in items]))
+    return vllm_items(collate_items(QWEN, [item.tensors() for item in items]))
 
 
 def test_all_fields_of_all_modalities() -> None:
     image, video = [patch_item(16, 16), patch_item(16, 24, seed=1)], patch_item(24, 16, seed=2)
     tensors = video.tensors()
     as_video = {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
-    kwargs = decode_mm_kwargs({"image": of_qwen(*image), "video": encoded(collate_items(QWEN, [as_video]))})
+    kwargs = decode_mm_kwargs(
+        {"image": of_qwen(*image), "video": vllm_items(collate_items(QWEN, [as_video]))}
+    )
     expected = collate_mm_kwargs([sample(image)], family_of("qwen3_vl"))
     assert sorted(kwargs) == ["image_grid_thw", "pixel_values", "pixel_values_videos", "video_grid_thw"]
     for name, values in expected.items():
@@ -50,7 +51,7 @@ def test_all_fields_of_all_modalities() -> None:
 def test_levels_are_normalised_or_refused(count: int) -> None:
     items = [patch_item(16, 24, seed=seed) for seed in range(count)]
     inputs = [{**item.tensors(), "pixel_values": item.levels()} for item in items]
-    entries = encoded(collate_items(QWEN, inputs))
+    entries = vllm_items(collate_items(QWEN, inputs))
     kwargs = decode_mm_kwargs({"image": entries}, arithmetic=items[0].arithmetic, dtype=torch.bfloat16)
     expected = torch.cat([item.tensors("bfloat16", framework="torch")["pixel_values"] for item in items])
     assert torch.equal(kwargs["pixel_values"], expected)
@@ -75,7 +76,7 @@ def test_each_kind_of_field(count: int) -> None:
         }
         for grid, tile in zip(grids, tiles, strict=True)
     ]
-    kwargs: Any = decode_mm_kwargs({"image": encoded(items)})
+    kwargs: Any = decode_mm_kwargs({"image": vllm_items(items)})
     assert kwargs["grid"].tolist() == [grid.tolist() for grid in grids]
     assert kwargs["tiles"].tolist() == np.concatenate(tiles).tolist()
     assert int(kwargs["token"]) == 7
@@ -110,7 +111,7 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
             "Ask the server to process the image anew, or turn its cache of processed images off",
         ),
         (
-            lambda: {"image": encoded([{"pixel_values": FieldElem(None, BatchedField())}])},
+            lambda: {"image": vllm_items([{"pixel_values": FieldElem(None, BatchedField())}])},
             "kwargs_data.image: items cannot be joined - got $[0].pixel_values: each item of a batch must have data for the same fields",
         ),
         (
@@ -130,7 +131,7 @@ def grids_of(*grids: list[int]) -> list[str]:
     items = collate_items(QWEN, [patch_item(16, 16).tensors() for _ in grids])
     for item, grid in zip(items, grids, strict=True):
         item["image_grid_thw"] = FieldElem(np.array(grid), item["image_grid_thw"].field)
-    return encoded(items)
+    return vllm_items(items)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) ->
     (item,) = collate_items(QWEN, [patch_item(16, 16).tensors()])
     del item["image_grid_thw"]
     with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": encoded([item])})
+        decode_mm_kwargs({"image": vllm_items([item])})
     assert str(caught.value) == (
         "kwargs_data.image.image_grid_thw: the grids are not those of the patches - "
         "expected (t, h, w) of each item, 16 patches in all, got None"
@@ -158,7 +159,7 @@ def test_grids_are_held_to_each_item() -> None:
     grids = [item["image_grid_thw"] for item in items]
     items[0]["image_grid_thw"], items[1]["image_grid_thw"] = grids[::-1]
     with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": encoded(items)})
+        decode_mm_kwargs({"image": vllm_items(items)})
     assert str(caught.value) == (
         "kwargs_data.image[0].image_grid_thw: the grids are not those of the patches - "
         "expected (t, h, w) of each item, 16 patches in all, got 24 patches"
@@ -171,7 +172,7 @@ def test_slices_beyond_the_rows_are_refused(lost: int) -> None:
     pixels = items[1]["pixel_values"]
     items[1]["pixel_values"] = FieldElem(pixels.data[:-lost], pixels.field)
     with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": encoded(items)})
+        decode_mm_kwargs({"image": vllm_items(items)})
     assert str(caught.value) == (
         "kwargs_data.image[1].pixel_values: an item does not have the rows that its slices name - "
         f"expected 16 or 24, got {24 - lost}"
@@ -182,7 +183,7 @@ def test_slices_beyond_the_rows_are_refused(lost: int) -> None:
 def test_values_that_are_not_finite_are_refused_where_asked(value: float) -> None:
     tensors = patch_item(16, 16).tensors()
     tensors["pixel_values"][7, 3] = value
-    entries = {"image": encoded(collate_items(QWEN, [tensors]))}
+    entries = {"image": vllm_items(collate_items(QWEN, [tensors]))}
     assert not torch.isfinite(decode_mm_kwargs(entries)["pixel_values"]).all()
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs(entries, check_finite=True)
@@ -195,13 +196,6 @@ def test_values_that_are_not_finite_are_refused_where_asked(value: float) -> Non
 def test_what_is_no_item_is_named(entries: list[str]) -> None:
     with pytest.raises(BatchError, match=r"^kwargs_data\.image\[0\]: an item cannot be decoded - got "):
         decode_mm_kwargs({"image": entries})
-
-
-def picture(seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels, "RGB").save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def by_reference(made_of: bytes, **changed: Any) -> tuple[Any, MediaItem]:
@@ -222,7 +216,7 @@ def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatc
         return resolve(self, *args, **options)
 
     monkeypatch.setattr(ReferenceItem, "resolve", counted)
-    one, item = by_reference(picture())
+    one, item = by_reference(encoded(noise(0, 30, 20)))
     plain = sample([patch_item(16, 16)])
     resolved = resolve_references([one, plain, one], PROCESSOR)
     assert calls == [item.identity]
@@ -236,18 +230,18 @@ def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatc
 
 
 def test_references_must_be_resolved_and_become_what_they_were() -> None:
-    one, _ = by_reference(picture())
+    one, _ = by_reference(encoded(noise(0, 30, 20)))
     with pytest.raises(BatchError) as caught:
         collate([one], family_of("qwen3_vl"), pad_token_id=PAD_ID)
     message = "a.mm_placeholders['image'][0]: an item is by reference only. Process it again with resolve_references"
     assert str(caught.value) == message
-    stale, _ = by_reference(picture(), source=picture(1))
+    stale, _ = by_reference(encoded(noise(0, 30, 20)), source=encoded(noise(1, 30, 20)))
     with pytest.raises(MediaError, match="processing again gives another identity"):
         resolve_references([stale], PROCESSOR)
 
 
 def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, item = by_reference(picture())
+    one, item = by_reference(encoded(noise(0, 30, 20)))
     larger = patch_item(32, 32, seed=1)
     monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: larger)
     with pytest.raises(BatchError) as caught:
@@ -258,7 +252,7 @@ def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyP
         "Server and trainer process images differently; compare their settings"
     )
     tiled = tiled_item((1, 3, 6, 6), 4)  # text stands between its tokens
-    reference = ReferenceItem.of(tiled, picture(), 8)
+    reference = ReferenceItem.of(tiled, encoded(noise(0, 30, 20)), 8)
     range_ = PlaceholderRange(4, 7, ((2, 4), (5, 7)))
     other = replace(
         sample([item], text=8, name="b"), multi_modal_data=MultiModalData.of([(range_, reference)])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kit import assistant
 from mmrender import Renderer
 from mmrender.errors import InputError, MessageError, RenderError
 from mmrender.sidecar import MediaItem
-from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.training import build_training_sample
 from mmrender.trajectory.sample import TrainingSample
 
@@ -47,27 +47,13 @@ CALLS_DROP_CONTENT = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("samples") / "tiny", weights=False)
-
-
-@pytest.fixture(scope="module")
-def renderer(model: Path) -> Renderer:
-    return Renderer.from_pretrained(model, image_backend="pil")
-
-
-def variant(model: Path, template: str) -> Renderer:
+def variant(tiny_model: Path, template: str) -> Renderer:
     options: Any = {"image_backend": "pil", "unprinted": "allow"}
-    return Renderer.from_pretrained(model, chat_template=template, **options)
+    return Renderer.from_pretrained(tiny_model, chat_template=template, **options)
 
 
 def user(content: Any = "What now?") -> dict[str, Any]:
     return {"role": "user", "content": content}
-
-
-def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **fields}
 
 
 def step_of(renderer: Renderer, prompt: list[Any], completion: list[Any], **options: Any) -> TrainingSample:
@@ -199,10 +185,10 @@ def test_an_option_that_nobody_reads_names_the_nearest(renderer: Renderer, name:
     assert (caught.value.where, caught.value.remedy) == (name, f"Did you mean {nearest!r}?")
 
 
-def test_documents_reach_the_sample(model: Path) -> None:
+def test_documents_reach_the_sample(tiny_model: Path) -> None:
     source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     source += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    renderer = Renderer.from_pretrained(model, image_backend="pil", chat_template=source)
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=source)
     documents = [{"text": "Known."}]
     sample = build_training_sample(
         renderer, [user("a"), assistant("b")], documents=documents, final_stop=False
@@ -219,8 +205,8 @@ def test_an_image_without_a_source(renderer: Renderer) -> None:
     assert build_training_sample(renderer, messages, images=[PHOTO]).mm_token_type_ids.any()
 
 
-def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(model: Path) -> None:
-    renderer = variant(model, OPENERS_CLOSE)
+def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(tiny_model: Path) -> None:
+    renderer = variant(tiny_model, OPENERS_CLOSE)
     messages = [user(), assistant("This."), user(), assistant("That.")]
     plain = renderer.render(messages)
     sample = build_training_sample(renderer, messages)
@@ -232,36 +218,38 @@ def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(model: Pa
     assert trained(renderer, plain.token_ids, open_ended.loss_mask) == ["This.<|im_start|>", "That."]
 
 
-def test_the_stop_token_depends_on_whether_tools_were_called(shared_models: Path) -> None:
-    renderer = Renderer.from_pretrained(shared_models / "glm4_5v", image_backend="pil")
+def test_the_stop_token_depends_on_whether_tools_were_called(renderers: Any) -> None:
+    renderer = renderers("glm4_5v")
     answered = build_training_sample(renderer, [user(), assistant("This.")])
     called = build_training_sample(renderer, [user(), assistant("", tool_calls=[CALL])], tools=TOOLS)
     assert renderer.decode(answered.token_ids[-1:]) == "<|user|>"
     assert renderer.decode(called.token_ids[-1:]) == "<|observation|>"
 
 
-def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(model: Path) -> None:
-    renderer = variant(model, OPENERS_CLOSE)
+def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(tiny_model: Path) -> None:
+    renderer = variant(tiny_model, OPENERS_CLOSE)
     messages = [user(), assistant("This."), user()]
     assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
 
 
-def test_a_turn_ends_with_its_first_stop_token_under_every_policy(model: Path) -> None:
+def test_a_turn_ends_with_its_first_stop_token_under_every_policy(tiny_model: Path) -> None:
     conversation = [user(), assistant("a<|im_end|>b"), user(), assistant("x<|im_end|>y")]
-    rewritten = build_training_sample(variant(model, FORGETS_REASONING), conversation, on_rewritten="content")
-    assert trained(variant(model, FORGETS_REASONING), rewritten.token_ids, rewritten.loss_mask) == [
+    rewritten = build_training_sample(
+        variant(tiny_model, FORGETS_REASONING), conversation, on_rewritten="content"
+    )
+    assert trained(variant(tiny_model, FORGETS_REASONING), rewritten.token_ids, rewritten.loss_mask) == [
         "a<|im_end|>",
         "\n</think>\n\nx<|im_end|>",
     ]
-    renderer = variant(model, OPENERS_CLOSE)
+    renderer = variant(tiny_model, OPENERS_CLOSE)
     ended = build_training_sample(renderer, conversation)
     assert trained(renderer, ended.token_ids, ended.loss_mask) == ["a<|im_end|>", "x<|im_end|>"]
     empty = build_training_sample(renderer, [user(), assistant("")])
     assert trained(renderer, empty.token_ids, empty.loss_mask) == ["<|im_start|>"]
 
 
-def test_a_stop_token_that_nothing_proves(model: Path) -> None:
-    renderer = variant(model, NOTHING_CLOSES)
+def test_a_stop_token_that_nothing_proves(tiny_model: Path) -> None:
+    renderer = variant(tiny_model, NOTHING_CLOSES)
     with pytest.raises(RenderError) as caught:
         build_training_sample(renderer, [user(), assistant()])
     assert str(caught.value) == (
@@ -280,9 +268,9 @@ TWO_THOUGHTS = [
 ]
 
 
-def test_a_rewritten_turn_is_an_error(model: Path) -> None:
+def test_a_rewritten_turn_is_an_error(tiny_model: Path) -> None:
     with pytest.raises(RenderError) as caught:
-        build_training_sample(variant(model, FORGETS_REASONING), TWO_THOUGHTS)
+        build_training_sample(variant(tiny_model, FORGETS_REASONING), TWO_THOUGHTS)
     assert str(caught.value) == (
         "messages[1]: the template writes this turn differently than it asks the model for it - expected "
         "the turn as the model writes it, after its generation prompt. Pass the template arguments that the "
@@ -299,15 +287,15 @@ def test_a_rewritten_turn_is_an_error(model: Path) -> None:
         ({"select": [3]}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
     ],
 )
-def test_policies_for_rewritten_turns(model: Path, options: dict[str, Any], expected: list[str]) -> None:
-    renderer = variant(model, FORGETS_REASONING)
+def test_policies_for_rewritten_turns(tiny_model: Path, options: dict[str, Any], expected: list[str]) -> None:
+    renderer = variant(tiny_model, FORGETS_REASONING)
     sample = build_training_sample(renderer, TWO_THOUGHTS, **options)
     assert sample.rewritten.keys() == {1}
     assert trained(renderer, sample.token_ids, sample.loss_mask) == expected
 
 
-def test_reasoning_that_the_template_drops(model: Path) -> None:
-    renderer = variant(model, EMPTY_REASONING)
+def test_reasoning_that_the_template_drops(tiny_model: Path) -> None:
+    renderer = variant(tiny_model, EMPTY_REASONING)
     messages = [user(), assistant("This.", reasoning_content="What else?"), user(), assistant("That.")]
     with pytest.raises(RenderError) as caught:
         build_training_sample(renderer, messages)
@@ -327,12 +315,12 @@ def test_reasoning_that_the_template_drops(model: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "dropped"), [(CALLS_DROP_CONTENT, "content"), (EMPTY_REASONING, "tool calls")]
 )
-def test_content_or_calls_that_the_template_drops(model: Path, template: str, dropped: str) -> None:
+def test_content_or_calls_that_the_template_drops(tiny_model: Path, template: str, dropped: str) -> None:
     with pytest.raises(
         RenderError, match=rf"^messages\[1\]: the template drops this assistant message's {dropped}"
     ):
         build_training_sample(
-            variant(model, template), [user(), assistant("Let me look.", tool_calls=[CALL])]
+            variant(tiny_model, template), [user(), assistant("Let me look.", tool_calls=[CALL])]
         )
 
 
@@ -343,9 +331,9 @@ CONTENT_AFTER_RESULTS = """{% for m in messages if m.role != 'tool' %}<|im_start
 {% endif %}"""
 
 
-def test_content_that_the_template_writes_behind_the_results_of_its_calls(model: Path) -> None:
+def test_content_that_the_template_writes_behind_the_results_of_its_calls(tiny_model: Path) -> None:
     """As Gemma 4's template does: the model ends its turn with the calls, so it never samples the text."""
-    renderer = variant(model, CONTENT_AFTER_RESULTS)
+    renderer = variant(tiny_model, CONTENT_AFTER_RESULTS)
     messages = [user(), assistant("Let me look.", tool_calls=[CALL]), tool(), user(), assistant("That.")]
     problem = "the template writes this message's content after the end of its turn"
     with pytest.raises(RenderError, match=rf"^messages\[1\]: {problem}"):
@@ -361,9 +349,9 @@ def test_content_that_the_template_writes_behind_the_results_of_its_calls(model:
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [call, "That.<|im_end|>"]
 
 
-def test_a_template_without_a_trainable_turn_says_so(model: Path) -> None:
+def test_a_template_without_a_trainable_turn_says_so(tiny_model: Path) -> None:
     """Also where another message holds the same short text."""
-    renderer = variant(model, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    renderer = variant(tiny_model, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     messages = [user("Yes."), assistant("Yes.")]
     options: dict[str, Any] = {"final_stop": False}
     problem = "the template writes this turn differently than it asks the model for it"
@@ -401,10 +389,10 @@ WITHOUT_REASONING = [
     [("qwen3_5", {}), ("qwen3_5", {"enable_thinking": False}), ("qwen3_vl_thinking", {})],
 )
 def test_without_reasoning_the_answers_are_trained_on(
-    shared_models: Path, model_name: str, arguments: dict[str, Any]
+    renderers: Any, model_name: str, arguments: dict[str, Any]
 ) -> None:
     """Where the prompt opens reasoning: no token of a block, which a prompt writes, and every stop token."""
-    renderer = Renderer.from_pretrained(shared_models / model_name, image_backend="pil")
+    renderer = renderers(model_name)
     sample = build_training_sample(renderer, WITHOUT_REASONING, tools=TOOLS, **arguments)
     assert sample.token_ids.tolist() == renderer.render_ids(WITHOUT_REASONING, tools=TOOLS, **arguments)
     first, call, *others = trained(renderer, sample.token_ids, sample.loss_mask)
@@ -428,9 +416,9 @@ def test_without_reasoning_the_answers_are_trained_on(
         assert text.startswith(WITHOUT_REASONING[prompt_length]["content"])
 
 
-def test_reasoning_that_history_leaves_out_is_still_an_error(shared_models: Path) -> None:
+def test_reasoning_that_history_leaves_out_is_still_an_error(renderers: Any) -> None:
     """Also where it stands in the content, and where only an earlier turn had it in its prompt."""
-    renderer = Renderer.from_pretrained(shared_models / "qwen3_5", image_backend="pil")
+    renderer = renderers("qwen3_5")
     within = assistant("<think>\nIt moos.\n</think>\n\nA cow.")
     calling = assistant("", tool_calls=[CALL], reasoning_content="I look.")
     for turns, rewritten in (
@@ -455,8 +443,8 @@ def test_a_weight_is_a_number(renderer: Renderer, weight: Any) -> None:
         build_training_sample(renderer, messages)
 
 
-def test_a_prompt_that_is_not_the_beginning_of_the_whole(model: Path) -> None:
-    renderer = variant(model, FORGETS_REASONING)
+def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model: Path) -> None:
+    renderer = variant(tiny_model, FORGETS_REASONING)
     prompt, completion = TWO_THOUGHTS[:1], TWO_THOUGHTS[1:]
     with pytest.raises(RenderError) as caught:
         step_of(renderer, prompt, completion)
@@ -485,9 +473,9 @@ def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
 
 
 @pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
-def test_types_are_those_of_the_reference_processors(shared_models: Path, name: str, pad: str) -> None:
+def test_types_are_those_of_the_reference_processors(renderers: Any, name: str, pad: str) -> None:
     """The reference marks the image token's ids, which without typed pads is the same set of tokens."""
-    renderer = Renderer.from_pretrained(shared_models / name, image_backend="pil")
+    renderer = renderers(name)
     messages = [user([{"type": "image", "image": PHOTO}, {"type": "text", "text": "Look."}]), assistant()]
     sample = build_training_sample(renderer, messages)
     expected = sample.token_ids == renderer.tokenizer.token_id(pad)

@@ -1,0 +1,76 @@
+"""What tests of every room share: pictures, messages, errors and waiting."""
+
+import asyncio
+import base64
+import io
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def noise(seed: int = 0, width: int = 96, height: int = 64) -> Image.Image:
+    """A picture whose every pixel differs, the same for equal arguments."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels, "RGB")
+
+
+def blocks(seed: int = 0, width: int = 128, height: int = 128) -> Image.Image:
+    """A picture of sixteen colours with edges, the same for equal arguments."""
+    return noise(seed, 4, 4).resize((width, height), Image.Resampling.NEAREST)
+
+
+def encoded(image: Image.Image, fmt: str = "PNG", **options: Any) -> bytes:
+    """The bytes of an image file."""
+    out = io.BytesIO()
+    image.save(out, fmt, **options)
+    return out.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    """A `data:` URL of the picture as PNG."""
+    return "data:image/png;base64," + base64.b64encode(encoded(image)).decode()
+
+
+def text(content: str) -> dict[str, Any]:
+    """A part of text."""
+    return {"type": "text", "text": content}
+
+
+def shown(image: Any) -> dict[str, Any]:
+    """A part with an image, from any source."""
+    return {"type": "image", "image": image}
+
+
+def user(words: str, *images: Any) -> dict[str, Any]:
+    """A user's message: images, then text. A message without images has a string as its content."""
+    return {"role": "user", "content": [*map(shown, images), text(words)] if images else words}
+
+
+def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
+    """A message of the assistant."""
+    return {"role": "assistant", "content": content, **fields}
+
+
+def error_of(kind: type[BaseException], call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The sentence of the error that a call raises."""
+    with pytest.raises(kind) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until a condition of this event loop holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
