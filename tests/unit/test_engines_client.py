@@ -48,46 +48,42 @@ def client_of(*engines, **policy):
     return InferenceEngineClient(engines, **patient(**policy))
 
 
-BODY = "request_payload: the payload has no body - expected {'json': {...}, 'headers': {...}}, got keys ['messages']"
-FORMS = "prompts must be given in one form - expected exactly one of 'prompts' and 'prompt_token_ids', got "
-BUDGET = "sampling_params['max_tokens']: the token budget is missing or unusable - expected an integer of 1 or more, got "
+REFUSED = {
+    "neither form": {},
+    "both forms": {"prompts": [[]], "prompt_token_ids": [[1]]},
+    "unknown field": {"prompt_ids": [[1]]},
+    "a single prompt": batch([1, 2]),
+    "no parameters": batch([[1]], None),
+    "empty prompt": batch([[]]),
+    "too few sessions": batch([[1], [2]]) | {"session_ids": ["a"]},
+    "no renderer": {"prompts": [[{"role": "user", "content": "hi"}]], "sampling_params": PARAMS},
+    "no budget": batch([[1]], {}),
+    "budget of 0": batch([[1]], {"max_tokens": 0}),
+    "several completions": batch([[1]], {"max_tokens": 5, "n": 2}),
+}
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({}, FORMS + "neither"),
-        ({"prompts": [[]], "prompt_token_ids": [[1]]}, FORMS + "both"),
-        ({"prompt_ids": [[1]]}, "prompt_ids: unknown field - expected one of multi_modal_data, "),
-        (batch([1, 2]), "prompt_token_ids: expected a list of prompts, got a single one. Write [prompt]"),
-        (batch([[1]], None), "sampling_params: sampling parameters are missing. Give at least {'max_tokens': N}"),
-        (batch([[]]), "prompt_token_ids[0]: the prompt is empty"),
-        (batch([[1], [2]]) | {"session_ids": ["a"]},
-         "session_ids: must have one entry for each prompt - expected 2, got 1"),
-        ({"prompts": [[{"role": "user", "content": "hi"}]], "sampling_params": PARAMS},
-         "prompts: conversations need a renderer. Give one to the engine or client, or pass prompt_token_ids"),
-        (batch([[1]], {}), BUDGET + "none"),
-        (batch([[1]], {"max_tokens": 0}), BUDGET + "0"),
-        (batch([[1]], {"max_tokens": 5, "n": 2}), "sampling_params['n']: one prompt has one completion - "
-         "expected 1, got 2. Use sample(), or repeat the prompt"),
-    ],
-)  # fmt: skip
-def test_input_that_is_refused(batch, message):
-    case = setup()
+@pytest.mark.parametrize("case", REFUSED)
+def test_input_that_is_refused(case, sentence):
+    engines = setup()
     with pytest.raises((InputError, SamplingParameterError)) as caught:
-        run(case.client.generate(batch))
-    assert str(caught.value).startswith(message)
-    assert not case.journal
+        run(engines.client.generate(REFUSED[case]))
+    assert str(caught.value) == sentence
+    assert not engines.journal
 
 
-def test_what_makes_no_client_and_no_payload():
-    with pytest.raises(InputError, match=r"^engines: two engines have one name - got 'a'. Name them apart$"):
-        client_of(ScriptedEngine("a"), ScriptedEngine("a"))
-    with pytest.raises(InputError, match=r"^engines: there is no engine - expected one or more$"):
-        client_of()
+CLIENTS = {
+    "two of one name": lambda: client_of(ScriptedEngine("a"), ScriptedEngine("a")),
+    "no engine": lambda: client_of(),
+    "no body": lambda: run(setup().client.chat_completion({"messages": []})),
+}
+
+
+@pytest.mark.parametrize("case", CLIENTS)
+def test_clients_and_payloads_that_are_refused(case, sentence):
     with pytest.raises(InputError) as caught:
-        run(setup().client.chat_completion({"messages": []}))
-    assert str(caught.value) == BODY
+        CLIENTS[case]()
+    assert str(caught.value) == sentence
 
 
 def test_a_client_is_an_engine_so_clients_nest():
@@ -144,14 +140,11 @@ def test_attempts_are_bounded(kind):
     assert len(case.journal) == 4
 
 
-def test_aborts_without_end_are_an_error():
+def test_aborts_without_end_are_an_error(sentence):
     case = setup([Fault("abort", 0)] * 90, policy=patient(max_idle_aborts=5))
     with pytest.raises(EngineUnavailableError) as caught:
         run(case.client.generate(batch([[1, 2]])))
-    assert str(caught.value) == (
-        "engines aborted a request 5 times in a row without a token, and are not paused - "
-        "expected at most 5 such aborts. Look for whoever aborts on the servers besides this client"
-    )
+    assert str(caught.value) == sentence
 
 
 class AbortsWhilePaused(ScriptedEngine):
@@ -217,18 +210,14 @@ async def test_work_that_waits_for_another_clients_pause_can_be_ended():
     assert asyncio.get_running_loop().time() < 110
 
 
-def test_no_engine_left():
+def test_no_engine_left(sentence):
     case = setup(count=2, policy=patient(attempts=2))
     case.engines[0].alive = case.engines[1].alive = False
     with pytest.raises((EngineUnavailableError, EngineConnectionError)):
         run(case.client.generate(batch([[1]])))
     with pytest.raises(EngineUnavailableError) as caught:
         run(case.client.check_health())
-    assert str(caught.value) == (
-        "no healthy engine is left - "
-        "got engine0: engine0: the server was not reached; engine1: engine1: the server was not reached. "
-        "Start one, and check that its URL is right"
-    )
+    assert str(caught.value) == sentence
 
 
 @in_loop
@@ -399,27 +388,28 @@ def test_work_of_a_failing_engine_moves_to_each_of_the_others():
 
 
 @in_loop
-async def test_pausing_twice_and_resuming_unpaused_are_errors():
+async def test_pausing_twice_and_resuming_unpaused_are_errors(sentence):
     client = setup().client
-    expected = r"^the client is {} - expected a client that is {}, got {}$".format
-    with pytest.raises(EngineStateError, match=expected("not paused", "paused", "open")):
+    with pytest.raises(EngineStateError) as caught:
         await client.resume_generation()
+    assert str(caught.value) == sentence
     await client.pause_generation("keep")
     assert client.is_paused
-    with pytest.raises(EngineStateError, match=expected("paused already", "open", "paused")):
+    with pytest.raises(EngineStateError) as caught:
         await client.pause_generation("abort")
+    assert str(caught.value) == sentence
     await client.resume_generation()
     assert not client.is_paused
 
 
 @in_loop
-async def test_a_pause_that_an_engine_cannot_do_pauses_nothing():
+async def test_a_pause_that_an_engine_cannot_do_pauses_nothing(sentence):
     able, unable = ScriptedEngine("able"), ScriptedEngine("unable", pause_modes=("abort",))
     client = client_of(able, unable)
     assert client.pause_modes == {"abort", "wait"}
     with pytest.raises(EngineUnsupportedError) as caught:
         await client.pause_generation("keep")
-    assert str(caught.value) == "unable: the engine cannot freeze requests. Pause with 'abort' or 'wait'"
+    assert str(caught.value) == sentence
     assert able.paused is None
     assert not client.is_paused
     await client.generate(batch([[2, 5]]))
@@ -584,20 +574,19 @@ async def test_control_calls_reach_every_engine():
     weights = ["init_weight_update_communicator {'master_port': 1}", f"update_named_weights {update}"]
     for engine in case.engines:
         assert engine.controls == [*before, *weights, "set_weight_version v4"]
-    expected = r"^init_info: must have one entry for each engine - expected 2, got 1$"
-    with pytest.raises(InputError, match=expected):
+    with pytest.raises(InputError, match="one entry for each engine"):
         await client.init_weight_update_communicator([{}])
 
 
 @in_loop
-async def test_teardown_ends_everything_and_says_so():
+async def test_teardown_ends_everything_and_says_so(sentence):
     case = setup(policy=patient(attempt_timeout=None))
     generating = asyncio.create_task(case.client.generate(batch([LONG], {"max_tokens": 190})))
     await turns(10)
     await case.client.teardown()
-    expected = r"^the client was torn down. Make another one, or a copy by pickling$"
-    with pytest.raises(EngineStateError, match=expected):
+    with pytest.raises(EngineStateError) as caught:
         await generating
+    assert str(caught.value) == sentence
     assert not any(engine.running for engine in case.engines)
     await case.client.teardown()
     assert [engine.controls for engine in case.engines] == [["teardown"]] * 3
@@ -738,7 +727,7 @@ async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled(monkeypatch
 
 
 @on_fake_clock
-async def test_a_pause_that_waits_ends_at_its_deadline():
+async def test_a_pause_that_waits_ends_at_its_deadline(sentence):
     """A request without end holds up nobody: the error names it, and everything goes on."""
     script = iter([Fault("stall", 1)])
     stalling, good = ScriptedEngine("stalling", faults=lambda: next(script, None)), ScriptedEngine("good")
@@ -751,11 +740,7 @@ async def test_a_pause_that_waits_ends_at_its_deadline():
             await client.pause_generation("wait", **options)
         begun, took = asyncio.get_running_loop().time(), asyncio.get_running_loop().time() - begun
         assert took == pytest.approx(seconds)
-        assert str(caught.value) == (
-            f"pause_generation: requests did not end within {seconds} s, so nothing was paused - got stalling: "
-            f"a prompt of 2 tokens, session {session_at('stalling')!r}. "
-            "Pause with 'abort', after which they are continued, or give a longer deadline"
-        )
+        assert str(caught.value) == sentence
         assert (client.is_paused, good.paused, stalling.paused) == (False, None, None)
         assert (await client.generate(batch([[1, 2]])))["response_ids"] == wholes([[1, 2]])
     assert not endless.done()

@@ -183,25 +183,33 @@ FLUSH = "POST /flush_cache"
 BOOM = MemoryTransport({"POST /engine/flush_cache": {"status": "error", "message": "boom"}})
 
 
-@pytest.mark.parametrize(
-    ("kind", "routes", "call", "error", "message"),
-    [
-        ("vllm", {}, lambda e: e.sleep(tags=["weights"]), EngineUnsupportedError, "e.sleep.tags: vllm does not know this argument of sleep - got ['weights']"),
-        ("sglang", {}, lambda e: e.sleep(level=2), EngineUnsupportedError, "e.sleep.level: sglang does not know this argument of sleep - got 2"),
-        ("vllm", {"POST /reset_prefix_cache": {"success": False}}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got {'success': False}. Pause first"),
-        ("sglang", {FLUSH: Answer("Flush cache failed.", status=400)}, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: cached prefixes are in use - got Flush cache failed.. Pause first"),
-        ("vllm", {}, lambda e: e.pause_generation("abort"), EngineUnsupportedError, "e.pause_generation: the server has no route /pause. Start vLLM with VLLM_SERVER_DEV_MODE=1, which opens its control routes"),
-        ("dynamo", BOOM, lambda e: e.reset_prefix_cache(), EngineStateError, "e.reset_prefix_cache: the engine refused - got boom. Pause first"),
-        ("dynamo", {}, lambda e: e.pause_generation("keep"), EngineUnsupportedError, "e.pause_generation: dynamo has this call on its worker only. Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)"),
-        ("sglang", {}, lambda e: e.update_named_weights({"names": [], "dtypes": []}), InputError, "request.shapes: a part of the weight update is missing"),
-    ],
-)  # fmt: skip
-def test_calls_that_are_refused(kind, routes, call, error, message):
+REFUSALS = {
+    "tags to vllm": ("vllm", {}, lambda e: e.sleep(tags=["weights"])),
+    "level to sglang": ("sglang", {}, lambda e: e.sleep(level=2)),
+    "vllm refuses": (
+        "vllm",
+        {"POST /reset_prefix_cache": {"success": False}},
+        lambda e: e.reset_prefix_cache(),
+    ),
+    "sglang is busy": (
+        *("sglang", {FLUSH: Answer("Flush cache failed.", status=400)}),
+        lambda e: e.reset_prefix_cache(),
+    ),
+    "no route": ("vllm", {}, lambda e: e.pause_generation("abort")),
+    "dynamo refuses": ("dynamo", BOOM, lambda e: e.reset_prefix_cache()),
+    "no worker": ("dynamo", {}, lambda e: e.pause_generation("keep")),
+    "no shapes": ("sglang", {}, lambda e: e.update_named_weights({"names": [], "dtypes": []})),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_calls_that_are_refused(case, sentence):
+    kind, routes, call = REFUSALS[case]
     worker = routes if isinstance(routes, MemoryTransport) else None
     engine, _ = engine_of(kind, {} if worker else routes, worker=worker)
-    with pytest.raises(error) as caught:
+    with pytest.raises((EngineUnsupportedError, EngineStateError, InputError)) as caught:
         run(call(engine))
-    assert str(caught.value) == message
+    assert f"{type(caught.value).__name__}: {caught.value}" == sentence
 
 
 @in_loop
@@ -277,7 +285,7 @@ def test_all_requests_go_to_a_router_and_control_calls_to_the_engines():
     assert [replica.name for replica in client.replicas] == ["http://router", "http://one", "http://two"]
 
 
-def test_dynamo_without_known_ends_refuses_pauses_by_abort():
+def test_dynamo_without_known_ends_refuses_pauses_by_abort(sentence):
     """It reports an abort as a stop, so an aborted completion would be taken for a finished one."""
     worker = Agreeing()
     engine, _ = engine_of("dynamo", worker=worker)
@@ -285,10 +293,7 @@ def test_dynamo_without_known_ends_refuses_pauses_by_abort():
     assert not engine_of("dynamo")[0].pause_modes  # without its worker the client alone holds requests
     with pytest.raises(EngineUnsupportedError) as caught:
         run(engine.pause_generation("abort"))
-    assert str(caught.value) == (
-        "e.pause_generation: dynamo cannot be paused this way - expected keep or wait, got 'abort'. "
-        "Give a renderer, or DynamoBackend(eos_token_ids=...)"
-    )
+    assert str(caught.value) == sentence
     assert not worker.asked
     for backend, known in ((DynamoBackend(), Knowing()), (DynamoBackend(eos_token_ids=(2,)), None)):
         able = HTTPEngine(backend, MemoryTransport(), model="m", control=Agreeing(), renderer=known)
@@ -431,7 +436,7 @@ class Knowing:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested):
+def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested, sentence):
     """An id that the model has no embedding for kills the engine; only the client has the renderer."""
     engine, transport = engine_of("vllm", {GENERATE: sse(CHUNKS)})
     inner = InferenceEngineClient([engine], **patient()) if nested else engine
@@ -439,9 +444,7 @@ def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nest
     for bad in (100, 5000):
         with pytest.raises(InputError) as caught:
             run(client.complete(new_request([1, bad], PARAMS)))
-        assert str(caught.value) == (
-            f"prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got {bad}"
-        )
+        assert str(caught.value) == sentence
     assert not transport.asked
 
 

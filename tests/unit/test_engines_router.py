@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from syrupy.assertion import SnapshotAssertion
 
 from client_engines import IDS, LOGPROBS, PROMPT, vllm_reply
 from engine_cases import patient
@@ -145,15 +146,12 @@ def test_sessions_stay_control_reaches_the_servers_and_a_dead_one_costs_nothing(
     asyncio.run(scenario())
 
 
-def test_a_url_needs_engines_that_say_how_it_is_asked() -> None:
+def test_a_url_needs_engines_that_say_how_it_is_asked(sentence: SnapshotAssertion) -> None:
     first, other = (
         HTTPEngine("vllm", MemoryTransport(base_url=f"http://{name}"), model=name) for name in "ab"
     )
     with pytest.raises(InputError) as caught:
         InferenceEngineClient([first, other], router="http://r")
-    assert str(caught.value) == (
-        "router: a router's URL does not say how these engines are asked - expected HTTPEngine objects of one "
-        "backend and model, got vllm a, vllm b. Give router=HTTPEngine(...)"
-    )
+    assert str(caught.value) == sentence
     with pytest.raises(InputError, match="got InferenceEngineClient"):
         InferenceEngineClient([InferenceEngineClient([first])], router="http://r")
