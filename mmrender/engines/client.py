@@ -10,7 +10,6 @@ from typing import Any, Literal, Self
 from mmrender.client.placeholders import ModelTokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
-from mmrender.engines.calls import Replica, answers, failures
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
 from mmrender.engines.interface import (
@@ -25,12 +24,14 @@ from mmrender.engines.interface import (
     one_each,
 )
 from mmrender.engines.openai import TokenAPI
-from mmrender.engines.replicas import ReplicaPool, Work
+from mmrender.engines.replicas import HEALTH_TIMEOUT, Action, Replica, ReplicaPool, Work
 from mmrender.errors import (
+    EngineConnectionError,
     EngineError,
     EngineStateError,
     EngineTimeoutError,
     EngineUnavailableError,
+    EngineUnsupportedError,
     InputError,
     PromptTooLongError,
 )
@@ -42,34 +43,32 @@ Chunk = dict[str, Any]
 class InferenceEngineClient(InferenceEngineInterface):
     """Many engines that act as one: it retries, fails over and pauses.
 
-    Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause, and
-    work on a failing engine goes to the next. Sessions are hashed to an engine; other work goes to the
-    engines in turn. To balance load, give a router. It may be used from several event loops and threads at
-    once. Pickled without a renderer, it arrives as a client of the same engines, not paused and without
-    requests.
+    Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause. Work
+    on a failing engine goes to the next. Sessions are hashed to an engine, other work goes to the engines in
+    turn. To balance load, pass a router. Control calls go to all engines at once.
 
-    Control calls go to all engines at once. `pause_generation` returns when no request of this client runs,
-    batches included; one that an engine refuses pauses nothing.
+    One event loop uses a client at a time; other threads call `asyncio.run_coroutine_threadsafe`. Pickled
+    without a renderer, it arrives as a client of the same engines, not paused and without requests.
 
     Args:
-        engines: Engines with different names; requests and control calls go to these.
-        router: Where all requests go instead: the URL of a router in front of `engines`, asked as they are,
-            or an engine of its own. Control calls go to `engines`.
-        renderer: Renders conversations and decodes completions. Without one only token ids are sampled from,
+        engines: Engines with different names, which get requests and control calls.
+        router: Target of all requests in their place: the URL of a router in front of `engines`, asked as
+            they are, or an engine of its own. Control calls go to `engines`.
+        renderer: Renders conversations and decodes completions. Without one, only token ids are sampled from,
             OpenAI requests go to the engines' own routes, and an abort is returned to their callers.
         retries: How often and how soon failed requests are repeated.
-        attempt_timeout: Seconds for one request, pauses not counted; None for no limit.
-        deadline: Seconds for a whole completion, with waiting, retries and pauses; None for no limit.
+        attempt_timeout: Seconds for one request, pauses not counted. None for no limit.
+        deadline: Seconds for a whole completion, with waiting, retries and pauses. None for no limit.
         pause_timeout: Seconds that engines may take to obey a pause or a short control call. Requests that
             still run that long after a pause are cancelled and asked again later.
         max_idle_aborts: Consecutive aborts without a token before giving up on an engine that says that it is
-            not paused. A paused engine is waited for, whichever client paused it; one that does not say is
+            not paused. A paused engine is waited for, whichever client paused it. One that does not say is
             asked again until the deadline.
-        name: Name of this client where it is an engine of another one.
+        name: Name of this client if it is an engine of another client.
 
     Raises:
-        InputError: There is no engine, or two have one name. A router's URL is given for engines that are no
-            `HTTPEngine`, or that differ in backend or model.
+        InputError: There is no engine, or two have the same name. A router's URL is passed for engines that
+            are no `HTTPEngine`, or that differ in backend or model.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.renderer = renderer
         self.engines = list(engines)
         self.router = router = _at_router(router, engines) if isinstance(router, str) else router
-        self._retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
         self._api = None if renderer is None else TokenAPI(self.as_backend(), renderer)
-        self._pool = ReplicaPool(engines, router, self._retries, attempt_timeout, pause_timeout)
+        retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
+        self._pool = ReplicaPool(engines, router, retries, attempt_timeout, pause_timeout)
         for engine in (*engines, router):
             if isinstance(engine, HTTPEngine) and engine.renderer is None:
                 engine.renderer = renderer
@@ -108,7 +107,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     @property
     def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
-        """`abort` and `wait`, and `keep` where every engine knows it."""
+        """`abort` and `wait`, and `keep` if every engine knows it."""
         able = all("keep" in engine.pause_modes for engine in self.engines)
         return frozenset({"abort", "wait", "keep"} if able else {"abort", "wait"})
 
@@ -119,12 +118,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Targets of requests, with what is in flight and why one is down; for metrics.
-
-        Where there is a router, it comes first, and the engines behind it follow.
-        """
-        pool = self._pool
-        return pool.targets if pool.targets is pool.replicas else [*pool.targets, *pool.replicas]
+        """A router if there is one, then the engines, with requests in flight and reasons of being down."""
+        return list(dict.fromkeys([*self._pool.targets, *self._pool.replicas]))
 
     def tp_size(self) -> int:
         """Ranks that share each layer, equal on all engines."""
@@ -143,10 +138,10 @@ class InferenceEngineClient(InferenceEngineInterface):
     async def complete(
         self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion, whatever pauses and failures occur meanwhile.
+        """Sample one completion through pauses and failures.
 
-        `on_tokens` receives tokens once they are final: as they arrive, or in whole pieces where the
-        completion may have to start over after an abort.
+        `on_tokens` receives tokens once they are final: as they arrive, or in whole pieces if the completion
+        may have to start over after an abort.
 
         Raises:
             SamplingParameterError: The token budget is missing or unusable.
@@ -178,13 +173,12 @@ class InferenceEngineClient(InferenceEngineInterface):
                     elif continuation.finished is None:
                         idle = await self._wait_idle(idle + 1, work)
         except TimeoutError as error:
-            raise EngineTimeoutError(
-                f"the completion was not finished within {self._deadline:g} s"
-            ) from error
+            problem = f"the completion was not finished within {self._deadline:g} s"
+            raise EngineTimeoutError(problem) from error
         return continuation.result()
 
     async def _wait_idle(self, aborts: int, work: Work) -> int:
-        """Wait before asking again after an abort that brought no token; return how many aborts count.
+        """Wait before asking again after an abort without a token; return the number of aborts that count.
 
         An engine that another client has paused is waited for.
         """
@@ -193,18 +187,18 @@ class InferenceEngineClient(InferenceEngineInterface):
             if self._pool.state == "closed" or self._pool.is_aborted(work):
                 return 0
             aborts = 0
-            await asyncio.sleep(self._retries.wait_before(next(waits)))
+            await asyncio.sleep(self._pool.retries.wait_before(next(waits)))
         if paused is False and aborts >= self._max_idle_aborts:
             raise EngineUnavailableError(
                 f"engines aborted a request {aborts} times in a row without a token, and are not paused",
                 expected=f"at most {self._max_idle_aborts} such aborts",
-                remedy="Look for whoever aborts on the servers besides this client",
+                remedy="Look for another client that aborts on the servers",
             )
-        await asyncio.sleep(self._retries.wait_before(aborts + 1))
+        await asyncio.sleep(self._pool.retries.wait_before(aborts + 1))
         return aborts
 
     async def max_prompt_len(self) -> int | None:
-        """Return the maximum length of a prompt on every engine that serves; None if no engine says."""
+        """Return the maximum length of a prompt on every engine that serves, or None if no engine says."""
         return await self._pool.max_prompt_len()
 
     def as_backend(self) -> RendererBackend:
@@ -214,9 +208,9 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- OpenAI requests ---
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> Chunk:
-        """Answer an OpenAI request: in tokens with a renderer (`completion`: where prompts are token ids).
+        """Answer an OpenAI request in tokens if there is a renderer and a prompt is no text.
 
-        All others go to an engine's own route.
+        Other requests go to an engine's own route.
         """
         body = _body_of(request_payload)
         if self._api is not None and self._api.takes(call, body):
@@ -225,7 +219,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         return reply
 
     def stream_openai(self, call: OpenAICall, request_payload: RequestPayload) -> AsyncGenerator[Chunk, None]:
-        """Answer an OpenAI request as chunks; a failure after the first one is the caller's to see."""
+        """Answer an OpenAI request as chunks; a failure after the first one is raised, not repeated."""
         body, api = _body_of(request_payload), self._api
         if api is not None and api.takes(call, body):
             return emitted(lambda emit: api.answer(call, body, emit))
@@ -264,8 +258,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     # --- control ---
 
-    async def control(self, call: Control, /, **arguments: Any) -> Any:
-        """Make a control call on all engines that serve; the first error is raised.
+    async def _ask_all(self, call: Control, **arguments: Any) -> dict[Replica, Any]:
+        """Make a control call on all engines that serve; return their answers, or raise the first error.
 
         Calls that move no memory are bounded by `pause_timeout`.
         """
@@ -274,110 +268,216 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise self._pool.unavailable()
         within = None if call in ("sleep", "wake_up") else self._pool.pause_timeout
         action = lambda engine: getattr(engine, call)(**arguments)  # noqa: E731
-        for _, error in await failures(replicas, action, within=within):
-            raise error
+        answers = await self._pool.answers(replicas, action, within=within)
+        for answer in answers.values():
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    async def control(self, call: Control, /, **arguments: Any) -> None:
+        """Make a control call on all engines that serve; the first error is raised."""
+        await self._ask_all(call, **arguments)
 
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, deadline: float | None = 3600.0
     ) -> None:
-        """Stop all engines. When it returns, no request of this client runs, batches included.
+        """Pause engines that support the mode; withhold requests from the rest.
+
+        When it returns, no request of this client runs, batches included.
 
         Args:
             mode: How running requests are paused.
-            clear_cache: Drop cached prefixes too, as new weights need; frozen requests keep theirs.
-            deadline: Seconds that requests may run on in the mode `wait`; None for no bound.
+            clear_cache: Drop cached prefixes too, as new weights need. Frozen requests keep theirs.
+            deadline: Seconds that requests may run on in the mode `wait`, or None for no limit.
 
         Raises:
             EngineStateError: It is paused already.
-            EngineTimeoutError: A request did not end by the deadline; the error says which and where. Nothing
-                is paused then.
+            EngineTimeoutError: A request did not end by the deadline. The error names it and its engine, and
+                nothing is paused.
             EngineUnsupportedError: An engine cannot freeze requests, or cannot clear its cache. Nothing is
-                paused then.
-            EngineError: An engine refused. Nothing is paused then.
+                paused.
+            EngineError: An engine refused. Nothing is paused.
         """
-        await self._pool.pause(mode, clear_cache, deadline)
+        pool = self._pool
+        pool.move("open", "pausing", "the client is paused already")
+        serving = pool.healthy()
+        able = [each for each in serving if mode in each.engine.pause_modes]
+        others = [each for each in serving if each not in able]
+        for each in pool.replicas:
+            each.halted = False
+        try:
+            if mode == "keep" and others:
+                problem, remedy = "the engine cannot freeze requests", "Pause with 'abort' or 'wait'"
+                raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
+            # Before engines pause: a request that reaches one after its pause would never end.
+            if mode == "wait" and not await pool.until_idle(deadline):
+                raise self._still_running(deadline)
+            for call in pool.calls():
+                call.set_time(None)
+            for each in able:
+                each.halted = True
+            pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
+            await self._reach(able, pausing)
+            if mode == "abort":
+                await pool.end_calls("paused")
+            if clear_cache:
+                await self._reach(others, lambda engine: engine.reset_prefix_cache())
+        except BaseException:
+            # Engines that have not answered are resumed too, since their pause may have reached the server.
+            # One that hangs must not hold up the caller, who may have been cancelled.
+            for replica, error in (
+                await self._resume_halted(min(pool.pause_timeout, HEALTH_TIMEOUT))
+            ).items():
+                if not isinstance(error, EngineStateError | EngineUnsupportedError):
+                    pool.take_down(replica, str(error))  # it may still be paused
+            pool.move("pausing", "open")
+            raise
+        pool.move("pausing", "paused")
+
+    def _still_running(self, deadline: float | None) -> EngineTimeoutError:
+        calls = [f"{each.name}: {call.about}" for each in self._pool.targets for call in each.calls]
+        more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
+        return EngineTimeoutError(
+            f"requests did not end within {deadline:g} s, so nothing was paused",
+            where="pause_generation",
+            got="; ".join(calls[:8]) + more,
+            remedy="Pause with 'abort', after which they are continued, or pass a longer deadline",
+        )
+
+    async def _reach(self, replicas: Sequence[Replica], action: Action) -> None:
+        """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
+        failed = await self._pool.failures(replicas, action, within=self._pool.pause_timeout)
+        refusals = []
+        for replica, error in failed.items():
+            if isinstance(error, EngineConnectionError | EngineTimeoutError):
+                replica.halted = False
+                self._pool.take_down(replica, str(error))
+            else:
+                refusals.append(error)
+        for error in refusals:
+            raise error
+
+    async def _resume_halted(self, within: float) -> dict[Replica, BaseException]:
+        """Resume the engines that were paused; return the errors of those that failed."""
+        halted = [each for each in self._pool.replicas if each.halted]
+        return await self._pool.failures(halted, lambda engine: engine.resume_generation(), within=within)
 
     async def resume_generation(self) -> None:
         """Resume all engines. One that does not resume gets no requests until it does.
 
         Raises:
             EngineStateError: It is not paused.
-            EngineUnavailableError: No engine resumes. Requests then fail, those that waited too; each asks
-                the engines again, and so does `check_health`.
+            EngineUnavailableError: No engine resumes. Requests then fail, waiting ones too. Each asks the
+                engines again, and so does `check_health`.
         """
-        await self._pool.resume()
+        pool = self._pool
+        pool.move("paused", "resuming", "the client is not paused")
+        try:
+            failed = await self._resume_halted(pool.pause_timeout)
+        except BaseException:
+            pool.move("resuming", "paused")
+            raise
+        for replica, error in failed.items():
+            pool.take_down(replica, f"it did not resume: {error}")
+        pool.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
+        if failed and not pool.healthy():
+            raise pool.unavailable() from next(iter(failed.values()))
 
     async def reports_pause(self) -> bool | None:
-        """Return whether this client or an engine of it is paused; None if an engine does not say."""
+        """Return whether this client or an engine of it is paused, or None if an engine does not say."""
         return self.is_paused or await self._pool.reports_pause()
 
     async def abort_generation(self) -> None:
-        """End all work, running and waiting: each piece returns what it has, with `abort`."""
+        """End all work, running and waiting: each piece returns its tokens so far, with `abort`."""
         await self._pool.abort()
 
-    async def init_weight_update_communicator(
-        self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Let all engines join the trainer's group; one mapping for all, or one each in their order."""
-        replicas = await self._pool.all_present()
-        infos = one_each("engine", len(replicas), init_info, where="init_info")
-        each_own = zip(replicas, infos, strict=True)
-        await gather_all([each.engine.init_weight_update_communicator(info) for each, info in each_own])
-
-    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Let all engines receive weights at once; all must be up, or the transfer would hang."""
-        replicas = await self._pool.all_present()
-        version = request.get("weight_version")
-        for error in await self._pool.update(
-            replicas, lambda engine: engine.update_named_weights(request), version
-        ):
-            raise error
-
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Let all engines read weights; one that fails gets no requests until it has read them too."""
-        replicas = self._pool.replicas
-        errors = await self._pool.update(
-            replicas, lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
-        )
-        if len(errors) == len(replicas):
-            raise errors[0]
-
-    async def weight_version(self) -> str | None:
-        """Return the name of the weights, equal on all engines.
-
-        Raises:
-            EngineStateError: Engines differ.
-            EngineTimeoutError: One does not answer within `pause_timeout`.
-        """
-        replicas, within = self._pool.healthy(), self._pool.pause_timeout
-        versions: list[Any] = await answers(replicas, lambda engine: engine.weight_version(), within=within)
-        for version in versions:
-            if isinstance(version, BaseException):
-                raise version
-        names = [each.name for each in replicas]
-        name: str | None = common("weights", dict(zip(names, versions, strict=True))) if replicas else None
-        return name
-
-    async def set_weight_version(self, version: str) -> None:
-        """Name the weights on all engines."""
-        await self.control("set_weight_version", version=version)
-        self._pool.version = version
-
     async def check_health(self) -> None:
-        """Return if any engine serves; those that are down are asked again.
+        """Return if any engine serves, after asking those that are down too.
 
         Raises:
-            EngineUnavailableError: None does.
+            EngineUnavailableError: No engine serves.
         """
         if not any(await asyncio.gather(*map(self._pool.look_at, self._pool.targets))):
             raise self._pool.unavailable()
 
     async def teardown(self, *, wait: float = 0.0) -> None:
         """Take no more work, let requests run for `wait` more seconds, end them, and close the engines."""
-        if await self._pool.close(wait):
-            closing = {*self._pool.replicas, *self._pool.targets}
-            for _, error in await failures(closing, lambda engine: engine.teardown()):
+        pool = self._pool
+        if await pool.close(wait):
+            closing = dict.fromkeys([*pool.replicas, *pool.targets])
+            for error in (await pool.failures(closing, lambda engine: engine.teardown())).values():
                 raise error
+
+    # --- weights ---
+
+    async def init_weight_update_communicator(
+        self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Let all engines join the trainer's group; one mapping for all, or one each in their order."""
+        engines = [each.engine for each in await self._all_present()]
+        infos = one_each("engine", len(engines), init_info, where="init_info")
+        pairs = zip(engines, infos, strict=True)
+        await gather_all([engine.init_weight_update_communicator(info) for engine, info in pairs])
+
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
+        """Let all engines receive weights at once. All must be up, or the transfer would hang."""
+        await self._all_present()
+        for error in await self._update(
+            lambda engine: engine.update_named_weights(request), request.get("weight_version")
+        ):
+            raise error
+
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
+        """Let all engines read weights; one that fails gets no requests until it has read them too."""
+        errors = await self._update(
+            lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
+        )
+        if len(errors) == len(self._pool.replicas):
+            raise errors[0]
+
+    async def _update(self, action: Action, version: str | None) -> list[BaseException]:
+        """Update all weights; an engine that fails gets no requests until a later update succeeds."""
+        pool = self._pool
+        failed = await pool.failures(pool.replicas, action)
+        if len(failed) < len(pool.replicas):
+            pool.version = version
+        for replica in pool.replicas:
+            replica.stale = replica in failed
+            if replica.stale:
+                pool.take_down(replica, f"it missed a weight update: {failed[replica]}")
+        return list(failed.values())
+
+    async def _all_present(self) -> list[Replica]:
+        """Return every engine, after those that are down have answered for their health.
+
+        Raises:
+            EngineUnavailableError: One does not serve.
+        """
+        down = [each for each in self._pool.replicas if each.down is not None]
+        failed = await self._pool.failures(down, lambda engine: engine.check_health(), within=HEALTH_TIMEOUT)
+        if failed:
+            raise EngineUnavailableError(
+                "weights are sent to all engines at once, and some are down",
+                got="; ".join(f"{each.name}: {error}" for each, error in failed.items()),
+                remedy="Bring them back, or make a client without them",
+            )
+        return self._pool.replicas
+
+    async def weight_version(self) -> str | None:
+        """Return the name of the weights, equal on all engines that serve.
+
+        Raises:
+            EngineStateError: Engines differ.
+            EngineTimeoutError: One does not answer within `pause_timeout`.
+        """
+        answers = await self._ask_all("weight_version")
+        name: str | None = common("weights", {each.name: version for each, version in answers.items()})
+        return name
+
+    async def set_weight_version(self, version: str) -> None:
+        """Name the weights on all engines."""
+        await self.control("set_weight_version", version=version)
+        self._pool.version = version
 
 
 def _at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEngine:
@@ -395,11 +495,11 @@ def _at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEng
     return servers[0].behind(url)
 
 
-def common(what: str, values: Mapping[str, Result]) -> Result:
-    """Return the value that all engines have, by their names."""
+def common(fact: str, values: Mapping[str, Result]) -> Result:
+    """Return the value of all engines, which `values` has by their names."""
     if len(set(values.values())) > 1:
         got = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise EngineStateError(f"engines have different {what}", got=got)
+        raise EngineStateError(f"engines have different {fact}", got=got)
     return next(iter(values.values()))
 
 
@@ -412,7 +512,7 @@ class _ClientBackend:
     """An `InferenceEngineClient` as a backend; a request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
-    transport: _NoServer = field(default_factory=_NoServer)  # beside which the prompt limit is kept
+    transport: _NoServer = field(default_factory=_NoServer)  # by which the prompt limit is remembered
     name: str = "engines"
 
     async def generate(
@@ -423,7 +523,7 @@ class _ClientBackend:
         return await self.engines.complete(request, session_id=session, on_tokens=on_tokens)
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int | None:
-        """Return the most tokens that every engine takes; asked again while no engine says."""
+        """Return the maximum prompt length of every engine; asked again while no engine says."""
         limit = await self.engines.max_prompt_len()
         if limit is None:
             raise EngineUnavailableError("no engine says how long a prompt may be")
@@ -449,7 +549,7 @@ def _body_of(payload: RequestPayload) -> Mapping[str, Any]:
 async def emitted(
     produce: Callable[[Callable[[Chunk], None]], Awaitable[object]],
 ) -> AsyncGenerator[Chunk, None]:
-    """Yield what a coroutine emits, as it emits it; ending the stream cancels the coroutine."""
+    """Yield the chunks of a coroutine as it emits them; ending the stream cancels the coroutine."""
     queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
     async def run() -> None:

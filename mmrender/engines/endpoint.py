@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, cast
@@ -29,10 +29,10 @@ from mmrender.engines.callers import (
     read_body,
     while_connected,
 )
-from mmrender.engines.calls import Replica
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
-from mmrender.engines.interface import OpenAICall
+from mmrender.engines.interface import OpenAICall, Result
+from mmrender.engines.replicas import Replica
 from mmrender.errors import (
     EngineError,
     EngineStateError,
@@ -317,6 +317,7 @@ class EngineServer:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self._url: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def url(self) -> str:
@@ -349,9 +350,13 @@ class EngineServer:
         if self._thread is not None:
             raise EngineStateError("the server is running already")
         serving, url = self._serve(*self._listen()), self.url
-        self._thread = threading.Thread(
-            target=asyncio.run, args=(serving,), name="mmrender-engines-server", daemon=True
-        )
+        loop = self._loop = asyncio.new_event_loop()  # at once, so that `run` finds it
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(serving)
+
+        self._thread = threading.Thread(target=run, name="mmrender-engines-server", daemon=True)
         self._thread.start()
         return url  # connections made before it accepts them wait in the socket's queue
 
@@ -363,6 +368,17 @@ class EngineServer:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._server = None
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Run a call of the client on the server's event loop, from another thread, and return its result.
+
+        Raises:
+            EngineStateError: The server does not run.
+        """
+        if self._loop is None:
+            call.close()
+            raise EngineStateError("the server is not running")
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     def __enter__(self) -> Self:
         self.start()
@@ -397,6 +413,7 @@ class EngineServer:
     async def _serve(
         self, listener: socket.socket, server: uvicorn.Server, started: Callable[[str], None] | None = None
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         with listener:
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             try:
@@ -408,7 +425,7 @@ class EngineServer:
                 await serving
                 raise
             finally:
-                self._url = None
+                self._url = self._loop = None
 
 
 def serve(

@@ -1,7 +1,7 @@
-"""`InferenceEngineInterface`: one inference engine, or many that act as one; its method names are SkyRL's.
+"""`InferenceEngineInterface`: one inference engine, or many that act as one. Its method names are SkyRL's.
 
-An engine implements `complete`, `control` for the control calls that it has, and `openai` where it answers
-OpenAI requests. Batches are split and merged here.
+An engine implements `complete`, `control` for its control calls, and `openai` if it answers OpenAI requests.
+Batches are split and merged here.
 """
 
 import asyncio
@@ -19,37 +19,27 @@ from mmrender.sidecar import MultiModalData
 Result = TypeVar("Result")
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
-"""Treatment of running requests by a pause: they return what they have, are frozen, or run to their end."""
+"""How a pause treats running requests: they return their tokens so far, are frozen, or run to their end."""
 
 Control: TypeAlias = Literal[
-    "pause_generation",
-    "resume_generation",
-    "abort_generation",
-    "reports_pause",
-    "sleep",
-    "wake_up",
-    "reset_prefix_cache",
-    "init_weight_update_communicator",
-    "update_named_weights",
-    "load_weights",
-    "weight_version",
-    "set_weight_version",
-    "check_health",
-]
+    "pause_generation", "resume_generation", "abort_generation", "reports_pause", "sleep", "wake_up",
+    "reset_prefix_cache", "init_weight_update_communicator", "update_named_weights", "load_weights",
+    "weight_version", "set_weight_version", "check_health",
+]  # fmt: skip
 """Control calls, by the names of their methods."""
 
 OpenAICall: TypeAlias = Literal["chat_completion", "completion"]
 
 
 class InferenceEngineInput(TypedDict, total=False):
-    """Prompts to sample from. Exactly one of `prompts` and `prompt_token_ids` is given.
+    """Prompts to sample from, as either `prompts` or `prompt_token_ids`.
 
     Attributes:
-        prompts: Conversations, each a list of messages; they need an engine that has a renderer.
-        prompt_token_ids: Prompts as token ids, placeholders widened.
+        prompts: Conversations, each a list of messages. They need an engine with a renderer.
+        prompt_token_ids: Prompts as token ids, with widened placeholders.
         multi_modal_data: With `prompt_token_ids`: the sidecar of each prompt, or None.
-        sampling_params: In vLLM's names, `max_tokens` among them: one mapping for all prompts, or one each.
-        session_ids: Prompts of one session go to one engine; None without a session.
+        sampling_params: In vLLM's names, including `max_tokens`: one mapping for all prompts, or one each.
+        session_ids: Prompts of one session go to one engine. None without a session.
         tools: With `prompts`: tool definitions of all conversations.
         template_arguments: With `prompts`: further template variables.
     """
@@ -64,13 +54,13 @@ class InferenceEngineInput(TypedDict, total=False):
 
 
 class InferenceEngineOutput(TypedDict):
-    """Sampled completions; every list has one entry for each prompt, in the order of the input.
+    """Sampled completions. Every list has one entry per prompt, in the order of the input.
 
     Attributes:
-        responses: Text of each completion, special tokens included; None where the engine has no renderer.
-        response_ids: Sampled tokens, with the stop token where the model sampled one.
+        responses: Text of each completion with special tokens, or None if the engine has no renderer.
+        response_ids: Sampled tokens, including a sampled stop token.
         stop_reasons: `stop`, `length` or `abort`.
-        response_logprobs: One finite number for each sampled token.
+        response_logprobs: One finite number per sampled token.
         engine_responses: Everything else that the engine reported, such as usage and weight versions.
     """
 
@@ -82,7 +72,7 @@ class InferenceEngineOutput(TypedDict):
 
 
 class RequestPayload(TypedDict, total=False):
-    """An OpenAI request: its body, which may hold `session_id` to route it, and headers to send with it."""
+    """An OpenAI request: its body, in which `session_id` routes it, and further headers."""
 
     json: Mapping[str, Any]
     headers: Mapping[str, str]
@@ -109,13 +99,13 @@ class NamedWeightsUpdate(TypedDict, total=False):
 class InferenceEngineInterface(ABC):
     """One engine, or many that act as one.
 
-    A call that an engine lacks raises `EngineUnsupportedError`, another failure another `EngineError`.
+    A call that an engine lacks raises `EngineUnsupportedError`, any other failure another `EngineError`.
     Cancelling the task that awaits a completion ends it on the engine.
 
     Attributes:
-        name: Name in errors, metrics and routing; unique among the engines of a client.
+        name: Name in errors, metrics and routing, unique among the engines of a client.
         pause_modes: Modes that the engine itself knows.
-        renderer: Renders conversations and decodes completions; None to sample from token ids alone.
+        renderer: Renders conversations and decodes completions. None samples from token ids alone.
         tp, pp, dp: Ranks that share each layer, pipeline stages, replicas.
     """
 
@@ -126,7 +116,7 @@ class InferenceEngineInterface(ABC):
     pp: int = 1
     dp: int = 1
 
-    # --- what an engine implements ---
+    # --- implemented by an engine ---
 
     @abstractmethod
     async def complete(
@@ -135,7 +125,7 @@ class InferenceEngineInterface(ABC):
         """Sample one completion of one prompt.
 
         Args:
-            request: What to sample; its `model` and `request_id` are the engine's to set.
+            request: The request. The engine sets its `model` and `request_id`.
             session_id: Requests of one session go to one engine.
             on_tokens: Called with tokens as they arrive, each once and in order.
         """
@@ -145,21 +135,21 @@ class InferenceEngineInterface(ABC):
         raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI request, as its JSON reply.
+        """Answer an OpenAI request with its JSON reply.
 
         Raises:
-            EngineStatusError: The engine refused; `status` and `body` are its own.
+            EngineStatusError: The engine refused, with its own `status` and `body`.
         """
         raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
 
     def stream_openai(
         self, call: OpenAICall, request_payload: RequestPayload
     ) -> AsyncIterator[dict[str, Any]]:
-        """Answer an OpenAI request as the chunks of its stream; errors as for `openai`."""
+        """Answer an OpenAI request with the chunks of its stream; errors as for `openai`."""
         raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.stream_{call}")
 
     async def max_prompt_len(self) -> int | None:
-        """Return the most tokens that a prompt may have; None if unknown."""
+        """Return the maximum number of tokens of a prompt, or None if unknown."""
         return None
 
     async def teardown(self) -> None:
@@ -169,11 +159,11 @@ class InferenceEngineInterface(ABC):
     # --- sampling ---
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Sample one completion for each prompt, concurrently; order is kept.
+        """Sample one completion for each prompt, concurrently and in order.
 
         Raises:
             InputError: The input is malformed; `where` names the field.
-            EngineError: A prompt could not be completed; the others are cancelled then.
+            EngineError: A prompt could not be completed. The others are cancelled then.
         """
         requests, sessions = await split_batch(input_batch, self.renderer)
         responses = await gather_all(
@@ -200,7 +190,7 @@ class InferenceEngineInterface(ABC):
         multi_modal_data: MultiModalData | None = None,
         session_id: Hashable | None = None,
     ) -> InferenceEngineOutput:
-        """Sample several independent completions of one prompt; a `seed` is raised by one for each."""
+        """Sample several independent completions of one prompt. A `seed` is raised by one for each."""
         return await self.generate(
             {
                 "prompt_token_ids": [prompt_token_ids] * num_samples,
@@ -219,11 +209,11 @@ class InferenceEngineInterface(ABC):
         return await self.openai("completion", request_payload)
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        """Answer an OpenAI chat request as the chunks of its stream."""
+        """Answer an OpenAI chat request with the chunks of its stream."""
         return self.stream_openai("chat_completion", request_payload)
 
     def stream_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
-        """Answer an OpenAI completion request as the chunks of its stream."""
+        """Answer an OpenAI completion request with the chunks of its stream."""
         return self.stream_openai("completion", request_payload)
 
     # --- control ---
@@ -233,7 +223,7 @@ class InferenceEngineInterface(ABC):
 
         Args:
             mode: How running requests are paused.
-            clear_cache: Drop cached prefixes too, as new weights need; frozen requests keep theirs.
+            clear_cache: Drop cached prefixes too, as new weights need. Frozen requests keep theirs.
 
         Raises:
             EngineStateError: It is paused already.
@@ -241,19 +231,15 @@ class InferenceEngineInterface(ABC):
         await self.control("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Resume generating.
-
-        Raises:
-            EngineStateError: It is not paused.
-        """
+        """Resume generating; `EngineStateError` if it is not paused."""
         await self.control("resume_generation")
 
     async def abort_generation(self) -> None:
-        """End every request in flight: each returns what it has, with the stop reason `abort`."""
+        """End every request in flight. Each returns its tokens so far, with the stop reason `abort`."""
         await self.control("abort_generation")
 
     async def reports_pause(self) -> bool | None:
-        """Return whether the engine is paused, by any client; None if it does not say."""
+        """Return whether any client has paused the engine, or None if it does not say."""
         try:
             paused: bool | None = await self.control("reports_pause")
         except EngineUnsupportedError:
@@ -261,23 +247,19 @@ class InferenceEngineInterface(ABC):
         return paused
 
     async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Free memory: `level` 1 keeps weights on the host, 2 drops them; or the parts `tags` names."""
+        """Free memory. `level` 1 keeps weights on the host, 2 drops them. `tags` names single parts."""
         await self.control("sleep", level=level, tags=tags)
 
     async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back; only the parts that `tags` names, such as `weights`."""
+        """Take the memory back, or only the parts that `tags` names, such as `weights`."""
         await self.control("wake_up", tags=tags)
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes.
-
-        Raises:
-            EngineStateError: They are in use.
-        """
+        """Drop cached prefixes; `EngineStateError` if they are in use."""
         await self.control("reset_prefix_cache")
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
-        """Join the group through which the trainer sends weights; fields in the engine's own names."""
+        """Join the group through which the trainer sends weights. Fields have the engine's own names."""
         await self.control("init_weight_update_communicator", init_info=init_info)
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
@@ -289,7 +271,7 @@ class InferenceEngineInterface(ABC):
         await self.control("load_weights", path=path, weight_version=weight_version)
 
     async def weight_version(self) -> str | None:
-        """Return the name of the weights; None if they have none."""
+        """Return the name of the weights, or None if they have none."""
         version = await self.control("weight_version")
         return None if version is None else str(version)
 
@@ -317,7 +299,7 @@ class InferenceEngineInterface(ABC):
 async def split_batch(
     batch: InferenceEngineInput, renderer: RendererProtocol | None = None
 ) -> tuple[list[EngineRequest], list[Hashable | None]]:
-    """Split a batch into requests and their sessions; conversations are rendered off the event loop.
+    """Split a batch into requests and their sessions. Conversations are rendered off the event loop.
 
     Raises:
         InputError: The batch is malformed; `where` names the field.
@@ -327,54 +309,48 @@ async def split_batch(
     known = InferenceEngineInput.__annotations__
     if unknown := sorted(set(batch) - set(known)):
         raise InputError("unknown field", where=unknown[0], expected=f"one of {', '.join(sorted(known))}")
-    ids, prompts = batch.get("prompt_token_ids"), batch.get("prompts")
-    given: Sequence[Any] | None = prompts if ids is None else ids
-    if given is None or (ids is not None and prompts is not None):
+    ids, conversations = batch.get("prompt_token_ids"), batch.get("prompts")
+    prompts: Sequence[Any] | None = conversations if ids is None else ids
+    if prompts is None or (ids is not None and conversations is not None):
         raise InputError(
-            "prompts must be given in one form",
-            expected="exactly one of 'prompts' and 'prompt_token_ids'",
-            got="neither" if given is None else "both",
+            "prompts must be passed in one form",
+            expected="either 'prompts' or 'prompt_token_ids'",
+            got="neither" if prompts is None else "both",
         )
     form = "prompts" if ids is None else "prompt_token_ids"
-    if given and isinstance(given[0], Mapping | int):
+    if prompts and isinstance(prompts[0], Mapping | int):
         raise InputError("expected a list of prompts, got a single one", where=form, remedy="Write [prompt]")
-    count = len(given)
-    sessions = one_each("prompt", count, batch.get("session_ids"), where="session_ids")
-    sidecars = one_each("prompt", count, batch.get("multi_modal_data"), where="multi_modal_data")
     if batch.get("sampling_params") is None:
-        raise InputError(
-            "sampling parameters are missing",
-            where="sampling_params",
-            remedy="Give at least {'max_tokens': N}",
-        )
-    params = one_each("prompt", count, batch["sampling_params"], where="sampling_params")
+        remedy = "Pass at least {'max_tokens': N}"
+        raise InputError("sampling parameters are missing", where="sampling_params", remedy=remedy)
+    params, sessions, sidecars = (
+        one_each("prompt", len(prompts), batch.get(name), where=name)
+        for name in ("sampling_params", "session_ids", "multi_modal_data")
+    )
     for each in params:
         token_budget(each)
-    if prompts is not None:
+    if ids is None:
         if renderer is None:
-            raise InputError(
-                "conversations need a renderer",
-                where="prompts",
-                remedy="Give one to the engine or client, or pass prompt_token_ids",
-            )
+            remedy = "Give the engine or client a renderer, or pass prompt_token_ids"
+            raise InputError("conversations need a renderer", where="prompts", remedy=remedy)
         options: RenderOptions = {
             "tools": batch.get("tools"),
             "chat_template_kwargs": batch.get("template_arguments"),
         }
         rendered = await gather_all([prompt_of(renderer, each, **options) for each in prompts])
-        given, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
-    for index, each in enumerate(given):
+        prompts, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
+    for index, each in enumerate(prompts):
         if not len(each):
             raise InputError("the prompt is empty", where=f"{form}[{index}]")
-    return [new_request(*each) for each in zip(given, params, sidecars, strict=True)], sessions
+    return [new_request(*each) for each in zip(prompts, params, sidecars, strict=True)], sessions
 
 
-def one_each(what: str, count: int, values: Any, *, where: str) -> list[Any]:
-    """Return a value for each of `count` prompts or engines: one mapping, or None, is for all."""
+def one_each(owner: str, count: int, values: Any, *, where: str) -> list[Any]:
+    """Return a value for each of `count` owners, such as prompts. One mapping, or None, is for all."""
     if values is None or isinstance(values, Mapping):
         return [values] * count
     if len(values) != count:
-        problem = f"must have one entry for each {what}"
+        problem = f"must have one entry for each {owner}"
         raise InputError(problem, where=where, expected=str(count), got=str(len(values)))
     return list(values)
 
@@ -384,19 +360,19 @@ async def prompt_of(
 ) -> Prompt:
     """Render a prompt off the event loop; options as for `render_prompt`."""
     rendered = await render_prompt(renderer, messages, in_thread=True, **options)
-    # A rendering may be memoised, and the prompt's list is the caller's to change.
+    # A rendering may be memoised, and the caller may change the prompt's list.
     return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 
 
 def new_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], data: MultiModalData | None = None
 ) -> EngineRequest:
-    """Build a request whose model and id the engine sets."""
+    """Build a request; the engine sets its model and id."""
     return EngineRequest("", prompt_ids, sampling_params, "", multi_modal_data=data or MultiModalData())
 
 
 def with_own_seeds(params: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
-    """Sampling parameters of several samples of one prompt: each has a seed of its own, and no `n`."""
+    """Return the sampling parameters of several samples of one prompt: each its own seed, and no `n`."""
     rest = {name: value for name, value in params.items() if name != "n"}
     seed = params.get("seed")
     return [rest if seed is None else {**rest, "seed": seed + index} for index in range(count)]

@@ -1,7 +1,6 @@
-"""`ReplicaPool`: the engines of a client as one state machine: requests, pauses, weight updates and health.
+"""`ReplicaPool`: which engine gets a request, the requests in flight, and which engines serve.
 
-A trainer pauses from its own event loop while an endpoint samples on another, so nothing here belongs to one
-loop.
+One event loop owns a pool at a time, so its state needs no locks.
 """
 
 import asyncio
@@ -9,19 +8,15 @@ import contextlib
 import hashlib
 import itertools
 import logging
-import threading
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight
 from mmrender.client.transport import RetryPolicy
-from mmrender.engines.calls import Action, Call, Condition, Ending, Replica, answers, failures
-from mmrender.engines.interface import InferenceEngineInterface, PauseMode, Result
+from mmrender.engines.interface import InferenceEngineInterface, Result
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -35,41 +30,132 @@ from mmrender.errors import (
 )
 
 State: TypeAlias = Literal["open", "pausing", "paused", "resuming", "closed"]
+Action: TypeAlias = Callable[[InferenceEngineInterface], Awaitable[Any]]
+Ending: TypeAlias = Literal["paused", "aborted", "down"]
+"""Reason for which the client itself ended a request."""
+
+HEALTH_TIMEOUT: Final = 5.0
+"""Seconds that an engine may take to answer for its health, its limit or a pause."""
 
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-_HEALTH_TIMEOUT: Final = 5.0
 
 _log = logging.getLogger("mmrender.engines")
 
 
-@dataclass(slots=True)
+class Condition:
+    """Like `asyncio.Condition`, without a lock, and for one event loop after another."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def notify_all(self) -> None:
+        """Wake all waiters; call after changing state."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `predicate()` is true; return False if `timeout` seconds pass before that."""
+        if predicate():
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not predicate():
+                    future = asyncio.get_running_loop().create_future()
+                    self._waiting.add(future)
+                    try:
+                        await future
+                    finally:
+                        self._waiting.discard(future)
+        return predicate()
+
+
 class Work:
-    """A completion, which may take several requests.
+    """A completion, which may take several requests, one after another.
 
     Attributes:
-        order: Replicas in the order in which they are asked.
         about: Its description in errors.
+        order: Replicas in the order in which they are asked.
         aborts: The pool's count of aborts when the work began.
+        limit: Seconds for one request, pauses not counted.
         last: The replica that had the last request.
         paused: Whether the client was paused during the last request.
     """
 
-    order: Sequence[Replica]
-    about: str
-    aborts: int
-    last: Replica | None = None
-    paused: bool = False
+    def __init__(self, about: str, order: "Sequence[Replica]", aborts: int, limit: float | None) -> None:
+        self.about, self.order, self.aborts, self.limit = about, order, aborts, limit
+        self.last: Replica | None = None
+        self.paused = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._ending: Ending | None = None
+        self._scope = asyncio.timeout(self.limit)
+
+    async def run(self, request: Awaitable[Result], name: str) -> Result | None:
+        """Await a request to an engine; return None if a pause or an abort ended it.
+
+        Raises:
+            EngineUnavailableError: It was ended because its engine is down.
+            EngineTimeoutError: It took too long.
+        """
+        self._renew()
+        try:
+            async with self._scope:
+                return await request
+        except TimeoutError as error:
+            if not self._scope.expired():
+                raise EngineTimeoutError("the engine timed out", where=name) from error
+            if self._ending == "down":
+                raise EngineUnavailableError("the engine does not answer", where=name) from error
+            if self._ending is None:
+                problem = f"the engine did not answer within {self.limit:g} s"
+                raise EngineTimeoutError(problem, where=name) from error
+            return None
+
+    def end(self, reason: Ending) -> None:
+        """End the request in flight."""
+        self._ending = self._ending or reason
+        self.set_time(0.0)
+
+    def set_time(self, seconds: float | None) -> None:
+        """Bound the seconds that the request may still take; None stops its clock."""
+        until = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._scope.reschedule(until)
+
+
+class Replica:
+    """One engine.
+
+    Attributes:
+        engine: The engine.
+        name: Its name.
+        calls: Work with a request in flight here.
+        down: Why it gets no requests, or None if it serves.
+        stale: Whether it missed a weight update, or failed within one.
+        halted: Whether the last pause paused it.
+    """
+
+    def __init__(self, engine: InferenceEngineInterface) -> None:
+        self.engine = engine
+        self.name = engine.name
+        self.calls: set[Work] = set()
+        self.down: str | None = None
+        self.stale = False
+        self.halted = False
 
 
 class ReplicaPool:
-    """Sends requests to engines: waits while the client is paused, and goes on to the next if one fails.
+    """Sends requests to engines. It waits while the client is paused, and asks the next engine if one fails.
 
     Pickled, it arrives open and without requests.
 
     Attributes:
-        replicas: The engines, which control calls go to.
-        targets: Where requests go: the engines, or the router.
+        replicas: The engines, to which control calls go.
+        targets: The targets of requests: the engines, or the router.
         state: Requests pass while it is `open`.
+        retries: How often and how soon failed requests are repeated.
         pause_timeout: Seconds that engines may take to obey a pause.
         version: Name of the weights since the last update.
     """
@@ -86,42 +172,73 @@ class ReplicaPool:
             raise InputError("there is no engine", where="engines", expected="one or more")
         (name, count), *_ = Counter(engine.name for engine in engines).most_common(1)
         if count > 1:
-            raise InputError(
-                "two engines have one name", where="engines", got=repr(name), remedy="Name them apart"
-            )
+            problem, remedy = "two engines have the same name", "Pass different names"
+            raise InputError(problem, where="engines", got=repr(name), remedy=remedy)
         self.replicas = [Replica(engine) for engine in engines]
         self.targets = self.replicas if router is None else [Replica(router)]
         self.state: State = "open"
         self.version: str | None = None
-        self._given = (engines, router, retries, attempt_timeout, pause_timeout)
-        self._retries = retries
-        self._attempt_timeout = attempt_timeout
+        self.retries = retries
         self.pause_timeout = pause_timeout
+        self._arguments = (engines, router, retries, attempt_timeout, pause_timeout)
+        self._attempt_timeout = attempt_timeout
         self._aborts = 0
-        self._halted: list[Replica] = []
-        """Engines that were asked to pause."""
-        self._clocks_stopped = False
-        self._resumed_at = 0.0
         self._turns = itertools.count()
         self.renew_after_fork()
         watch_forks(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplicaPool, self._arguments
+
     def renew_after_fork(self) -> None:
-        """Forget the requests in flight, which are the parent's."""
-        self._lock = threading.Lock()
-        self._changed = Condition()
-        self._ended = Condition()
+        """Forget the parent's event loop and its requests in flight."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed, self._ended = Condition(), Condition()
         self._looks: AsyncSingleFlight[Replica, bool] = AsyncSingleFlight()
         for target in self.targets:
             target.calls.clear()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReplicaPool, self._given
+    def enter(self) -> None:
+        """Let the running event loop own the pool.
+
+        Raises:
+            EngineStateError: Another event loop owns it and still runs.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise EngineStateError(
+                "the client is used by another event loop",
+                expected="one event loop at a time",
+                remedy="Call asyncio.run_coroutine_threadsafe(client.METHOD(...), loop) with that loop, or "
+                "make another client",
+            )
+        self.renew_after_fork()
+        self._loop = loop
+
+    def move(self, before: State, after: State, refusal: str = "the client changed state") -> None:
+        """Change state.
+
+        Raises:
+            EngineStateError: The state is not `before`, which `refusal` explains.
+        """
+        self.enter()
+        if self.state == "closed":
+            raise _torn_down()
+        if self.state != before:
+            raise EngineStateError(refusal, expected=f"a client that is {before}", got=self.state)
+        self.state = after
+        if after == "open":
+            for call in self.calls():
+                call.set_time(call.limit)
+        self._changed.notify_all()
 
     # --- requests ---
 
     def begin(self, session: Hashable | None, about: str) -> Work:
         """Begin a piece of work; `about` describes it in errors."""
+        self.enter()
         first, key = None, repr(session)
         if session is None:
             number = next(self._turns)
@@ -130,288 +247,161 @@ class ReplicaPool:
             about = f"{about}, session {session!r}"
 
         def rank(replica: Replica) -> tuple[bool, bytes]:
-            # Rendezvous hashing: if an engine is down, only its own work moves, to each of the others.
+            # Rendezvous hashing: if an engine is down, its work spreads over all others, and no other moves.
             return replica is first, hashlib.blake2b(f"{key}@{replica.name}".encode()).digest()
 
-        return Work(sorted(self.targets, key=rank, reverse=True), about, self._aborts)
+        order = sorted(self.targets, key=rank, reverse=True)
+        return Work(about, order, self._aborts, self._attempt_timeout)
 
     def is_aborted(self, work: Work) -> bool:
         """Whether all work was aborted since this one began."""
         return work.aborts != self._aborts
 
-    def calls(self) -> list[Call]:
-        """Requests in flight."""
-        return [call for target in self.targets for call in list(target.calls)]
+    def calls(self) -> list[Work]:
+        """Work with a request in flight."""
+        return [call for target in self.targets for call in target.calls]
 
     async def send(
         self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work
     ) -> Result | None:
-        """Ask an engine, and others after it where it fails; None where the client ended the request.
+        """Ask an engine, and the next ones if it fails; return None if the client ended the request.
 
         Raises:
             MMRenderError: An engine refused, or every attempt failed.
         """
-        avoided: set[Replica] = set()
+        failed: set[Replica] = set()
         for number in itertools.count(1):
             try:
-                return await self._attempt(ask, work, avoided)
+                return await self._attempt(ask, work, failed)
             except EngineError as error:
-                if number >= self._retries.attempts or not is_transient(error):
+                if number >= self.retries.attempts or not is_transient(error):
                     raise
-            if all(each.down is not None or each in avoided for each in self.targets):
-                avoided.clear()
-                await asyncio.sleep(self._retries.wait_before(number + 1))
+            if all(each.down is not None or each in failed for each in self.targets):
+                failed.clear()
+                await asyncio.sleep(self.retries.wait_before(number + 1))
         raise RuntimeError("unreachable: the last attempt returns or raises")
 
     async def _attempt(
-        self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work, avoided: set[Replica]
+        self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work, failed: set[Replica]
     ) -> Result | None:
         work.paused = False
         while True:
-            if self.state != "open":
-                await self._changed.wait_for(
-                    lambda: self.state in ("open", "closed") or self.is_aborted(work)
-                )
+            await self._changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(work))
             if self.state == "closed":
                 raise _torn_down()
             if self.is_aborted(work):
                 return None
-            replica = await self._choose(work, avoided)
-            call = Call(self._attempt_timeout, work.about)
-            with self._lock:  # so that a pause knows exactly which requests are in flight
-                if self.state == "open" and not self.is_aborted(work):
-                    replica.calls.add(call)
-                    break
+            replica = await self._choose(work, failed)
+            if self.state == "open" and not self.is_aborted(work):  # both may have changed meanwhile
+                break
+        replica.calls.add(work)
+        # Engines that are down are looked at while a request runs on another one, so that no request waits.
+        down = [each for each in (*self.targets, *self.replicas) if each.down is not None and not each.stale]
+        looks = [asyncio.ensure_future(self.look_at(each)) for each in dict.fromkeys(down)]
         try:
-            self._watch(call)
-            async with self._looking():
-                value = await call.run(ask(replica.engine), replica.name)
+            value = await work.run(ask(replica.engine), replica.name)
         except EngineError as error:
-            avoided.add(replica)
+            failed.add(replica)
             if isinstance(error, EngineConnectionError | EngineTimeoutError) and replica.down is None:
                 await self.look_at(replica)
             raise
         finally:
             work.paused = self.state != "open"
-            replica.calls.discard(call)
+            replica.calls.discard(work)
             self._ended.notify_all()
-        work.last = replica
-        return value
-
-    def _watch(self, call: Call) -> None:
-        """End a request that takes longer than its limit, counted from the end of the last pause."""
-        if call.limit is None:
-            return
-        left = max(call.begun, self._resumed_at) + call.limit - time.monotonic()
-        if self._clocks_stopped:
-            left = call.limit
-        if left <= 0:
-            call.end("late")
-        else:
-            call.clock = asyncio.get_running_loop().call_later(left, self._watch, call)
-
-    @contextlib.asynccontextmanager
-    async def _looking(self) -> AsyncIterator[None]:
-        """Look at engines that are down while a request runs on another one, so that nobody waits."""
-        down = [each for each in (*self.targets, *self.replicas) if each.down is not None and not each.stale]
-        looks = [asyncio.ensure_future(self.look_at(each)) for each in dict.fromkeys(down)]
-        try:
-            yield
-        finally:
             for look in looks:
                 look.cancel()
             await asyncio.gather(*looks, return_exceptions=True)
+        work.last = replica
+        return value
 
-    async def _choose(self, work: Work, avoided: Collection[Replica]) -> Replica:
+    async def _choose(self, work: Work, failed: Collection[Replica]) -> Replica:
         """Return the first replica of the work's order that serves and has not failed it."""
-        if self.targets is not self.replicas and not self.healthy():
-            # A router would pass requests on to engines that are paused, or that have other weights.
-            await asyncio.gather(*map(self.look_at, self.replicas))
-            if not self.healthy():
-                raise self.unavailable()
+        # A router would pass requests on to engines that are paused, or that have other weights.
+        for needed in (self.replicas, work.order):
+            if all(each.down is not None for each in needed):
+                await asyncio.gather(*map(self.look_at, needed))
+                if all(each.down is not None for each in needed):
+                    raise self.unavailable()
         up = [each for each in work.order if each.down is None]
-        if not up:
-            await asyncio.gather(*map(self.look_at, work.order))
-            up = [each for each in work.order if each.down is None]
-            if not up:
-                raise self.unavailable()
-        return next((each for each in up if each not in avoided), up[0])
+        return next((each for each in up if each not in failed), up[0])
+
+    async def until_idle(self, timeout: float | None = None) -> bool:
+        """Wait until no request is in flight; return False if `timeout` seconds pass before that."""
+        return await self._ended.wait_for(lambda: not self.calls(), timeout)
 
     async def abort(self) -> None:
         """End all work, waiting or in flight, and wait until it has ended."""
-        with self._lock:
-            self._aborts += 1
+        self.enter()
+        self._aborts += 1
         self._changed.notify_all()
-        await self._end_calls("aborted", look=0.0)
+        await self.end_calls("aborted", look=0.0)
 
-    async def _end_calls(self, ending: Ending, look: float = 0.05) -> None:
+    async def end_calls(self, ending: Ending, look: float = 0.05) -> None:
         """Let engines abort every request in flight, and wait until each has ended.
 
-        They are asked repeatedly, since one asked too early does not know of a request on its way
-        to it. Requests that run on after the timeout are cancelled, and return nothing.
+        Engines are asked repeatedly, since one asked too early does not know of a request on its way to it.
+        Requests that run on after the timeout are cancelled, and return nothing.
         """
         running, clock = set(self.calls()), asyncio.get_running_loop().time
         deadline = clock() + self.pause_timeout
         while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
-            asked = [(each, each.calls & running) for each in self.targets if each.calls & running]
-            if self.targets is not self.replicas:  # any engine may have what the router was asked
-                asked = [(each, running) for each in self.healthy()]
+            asked = {each: each.calls & running for each in self.targets if each.calls & running}
+            if self.targets is not self.replicas:  # any engine may have the requests of the router
+                asked = dict.fromkeys(self.healthy(), running)
             left = max(deadline - clock(), look)
-            results = await answers(
-                [each for each, _ in asked], lambda engine: engine.abort_generation(), within=left
-            )
+            failed = await self.failures(asked, lambda engine: engine.abort_generation(), within=left)
             late = running if clock() > deadline else set()
-            for (_, calls), result in zip(asked, results, strict=True):
-                if isinstance(result, EngineUnsupportedError):
-                    late = late | calls
+            for replica, error in failed.items():
+                if isinstance(error, EngineUnsupportedError):
+                    late = late | asked[replica]
             for call in late:
                 call.end(ending)
             look = min(2 * max(look, 0.05), 1.0)
 
     async def close(self, wait: float) -> bool:
-        """Let nothing pass any more, and end what runs after `wait` seconds; False if it was closed."""
-        with self._lock:
-            was, self.state = self.state, "closed"
+        """Stop accepting, then cancel after `wait` seconds; return False if it was closed before."""
+        self.enter()
+        if self.state == "closed":
+            return False
+        self.state = "closed"
         self._changed.notify_all()
-        if was != "closed" and not await self._ended.wait_for(lambda: not self.calls(), wait):
+        if not await self.until_idle(wait):
             for call in self.calls():
                 call.end("aborted")
-            await self._ended.wait_for(lambda: not self.calls())
-        return was != "closed"
+            await self.until_idle()
+        return True
 
-    # --- pauses ---
+    # --- calls to several engines ---
 
-    def _move(self, before: State, after: State, refusal: str = "the client changed state") -> None:
-        """Change state; `refusal` says what another state than `before` means."""
-        with self._lock:
-            if self.state == "closed":
-                raise _torn_down()
-            if self.state != before:
-                raise EngineStateError(refusal, expected=f"a client that is {before}", got=self.state)
-            if after == "open":
-                self._resumed_at, self._clocks_stopped = time.monotonic(), False
-            self.state = after
-        self._changed.notify_all()
+    async def answers(
+        self, replicas: Iterable[Replica], action: Action, *, within: float | None = None
+    ) -> dict[Replica, Any | BaseException]:
+        """Act on engines concurrently; return each answer or error. `within` bounds each, in seconds."""
 
-    async def pause(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> None:
-        """Pause all engines that know the mode; the others are held by their getting no requests.
+        async def ask(replica: Replica) -> Any:
+            scope = asyncio.timeout(within)
+            try:
+                async with scope:
+                    return await action(replica.engine)
+            except TimeoutError as error:
+                bound = f" within {within:g} s" if scope.expired() else ""
+                raise EngineTimeoutError(f"the engine did not answer{bound}", where=replica.name) from error
 
-        `deadline` bounds the wait of the mode `wait`, in seconds.
-        """
-        self._move("open", "pausing", "the client is paused already")
-        replicas, self._halted = self.healthy(), []
-        others = [each for each in replicas if mode not in each.engine.pause_modes]
-        try:
-            if mode == "keep" and others:
-                raise EngineUnsupportedError(
-                    "the engine cannot freeze requests",
-                    where=others[0].name,
-                    remedy="Pause with 'abort' or 'wait'",
-                )
-            # Before engines pause: a request that reaches one after its pause would never end.
-            if mode == "wait" and not await self._ended.wait_for(lambda: not self.calls(), deadline):
-                raise self._still_running(deadline)
-            self._clocks_stopped = True
-            self._halted = [each for each in replicas if each not in others]
-            pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
-            await self._on_reached(self._halted, pausing)
-            if mode == "abort":
-                await self._end_calls("paused")
-            if clear_cache:
-                await self._on_reached(others, lambda engine: engine.reset_prefix_cache())
-        except BaseException:
-            # Also those that have not answered, since a pause that fails may have reached its server.
-            # One that hangs must not hold up the caller, who may have been cancelled.
-            for replica, error in await failures(
-                self._halted,
-                lambda engine: engine.resume_generation(),
-                within=min(self.pause_timeout, _HEALTH_TIMEOUT),
-            ):
-                if not isinstance(error, EngineStateError | EngineUnsupportedError):
-                    self.take_down(replica, str(error))  # it may still be paused
-            self._move("pausing", "open")
-            raise
-        self._move("pausing", "paused")
+        self.enter()
+        asked = list(replicas)
+        answers = await asyncio.gather(*map(ask, asked), return_exceptions=True)
+        for replica, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException):
+                answer.add_note(f"engine {replica.name}")
+        return dict(zip(asked, answers, strict=True))
 
-    def _still_running(self, deadline: float | None) -> EngineTimeoutError:
-        calls = [f"{each.name}: {call.about}" for each in self.targets for call in list(each.calls)]
-        more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
-        return EngineTimeoutError(
-            f"requests did not end within {deadline:g} s, so nothing was paused",
-            where="pause_generation",
-            got="; ".join(calls[:8]) + more,
-            remedy="Pause with 'abort', after which they are continued, or give a longer deadline",
-        )
-
-    async def _on_reached(self, replicas: Sequence[Replica], action: Action) -> None:
-        """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
-        failed = await failures(replicas, action, within=self.pause_timeout)
-        for replica, error in failed:
-            if isinstance(error, EngineConnectionError | EngineTimeoutError):
-                self._halted = [each for each in self._halted if each is not replica]
-                self.take_down(replica, str(error))
-        for _, error in failed:
-            if not isinstance(error, EngineConnectionError | EngineTimeoutError):
-                raise error
-
-    async def resume(self) -> None:
-        """Resume the engines that were paused; one that does not resume is down."""
-        self._move("paused", "resuming", "the client is not paused")
-        try:
-            failed = await failures(
-                self._halted, lambda engine: engine.resume_generation(), within=self.pause_timeout
-            )
-        except BaseException:
-            self._move("resuming", "paused")
-            raise
-        for replica, error in failed:
-            self.take_down(replica, f"it did not resume: {error}")
-        # Also where none resumed: what waits then fails, where it would wait for ever.
-        self._move("resuming", "open")
-        if failed and not self.healthy():
-            raise self.unavailable() from failed[0][1]
-
-    async def reports_pause(self, replica: Replica | None = None) -> bool | None:
-        """Return whether an engine is paused, by any client; None if none is and one does not say.
-
-        Only `replica` is asked, unless it is a router, which passes requests on to any engine.
-        """
-        asked = [replica] if replica in self.replicas else self.replicas
-        reports = await answers(asked, lambda engine: engine.reports_pause(), within=_HEALTH_TIMEOUT)
-        if any(report is True for report in reports):
-            return True
-        return False if all(report is False for report in reports) else None
-
-    # --- weights ---
-
-    async def update(
-        self, replicas: Sequence[Replica], action: Action, version: str | None
-    ) -> list[BaseException]:
-        """Carry out a weight update; an engine that fails gets no requests until a later one succeeds."""
-        failed = dict(await failures(replicas, action))
-        if len(failed) < len(replicas):
-            self.version = version
-        for replica in replicas:
-            replica.stale = replica in failed
-            if replica.stale:
-                self.take_down(replica, f"it missed a weight update: {failed[replica]}")
-        return list(failed.values())
-
-    async def all_present(self) -> list[Replica]:
-        """Return every engine, once those that are down have answered for their health.
-
-        Raises:
-            EngineUnavailableError: One does not serve.
-        """
-        down = [each for each in self.replicas if each.down is not None]
-        failed = await failures(down, lambda engine: engine.check_health(), within=_HEALTH_TIMEOUT)
-        if failed:
-            raise EngineUnavailableError(
-                "weights are sent to all engines at once, and some are down",
-                got="; ".join(f"{each.name}: {error}" for each, error in failed),
-                remedy="Bring them back, or make a client without them",
-            )
-        return self.replicas
+    async def failures(
+        self, replicas: Iterable[Replica], action: Action, *, within: float | None = None
+    ) -> dict[Replica, BaseException]:
+        """Act on engines concurrently; return the errors of those that failed, as `answers`."""
+        answers = await self.answers(replicas, action, within=within)
+        return {each: answer for each, answer in answers.items() if isinstance(answer, BaseException)}
 
     # --- health ---
 
@@ -428,7 +418,7 @@ class ReplicaPool:
         )
 
     def take_down(self, replica: Replica, reason: str) -> None:
-        """Give an engine no more requests, and end those it has: they are sent elsewhere."""
+        """Send an engine no more requests, and end those in flight, which are sent elsewhere."""
         if replica.down is None:
             _log.warning("engine %s is down: %s", replica.name, reason)
         replica.down = reason
@@ -436,15 +426,16 @@ class ReplicaPool:
             call.end("down")
 
     async def look_at(self, replica: Replica) -> bool:
-        """Ask an engine for its health; one that comes back needs current weights, and is resumed.
+        """Ask an engine for its health; return whether it may get requests.
 
-        Return whether it may get requests. Callers that ask at the same time share one question.
+        One that comes back needs current weights, and is resumed. Concurrent callers share one question.
         """
+        self.enter()
         return await self._looks.run(replica, partial(self._look, replica))
 
     async def _look(self, replica: Replica) -> bool:
         try:
-            async with asyncio.timeout(_HEALTH_TIMEOUT):
+            async with asyncio.timeout(HEALTH_TIMEOUT):
                 await replica.engine.check_health()
                 if replica.down is not None:
                     await self._bring_back(replica)
@@ -462,9 +453,8 @@ class ReplicaPool:
         with contextlib.suppress(EngineUnsupportedError):
             version = None if self.version is None else await replica.engine.weight_version()
             if version not in (None, self.version):
-                raise EngineStateError(
-                    "the engine has other weights", where=replica.name, expected=self.version, got=version
-                )
+                problem = "the engine has other weights"
+                raise EngineStateError(problem, where=replica.name, expected=self.version, got=version)
         if self.state != "open":
             raise EngineStateError("the client is not running", got=self.state)
         with contextlib.suppress(EngineStateError, EngineUnsupportedError):
@@ -472,16 +462,27 @@ class ReplicaPool:
         _log.info("engine %s is back", replica.name)
         replica.down = None
 
+    async def reports_pause(self, replica: Replica | None = None) -> bool | None:
+        """Return whether any client has paused an engine; None if no pause is known and one does not say.
+
+        Only `replica` is asked, unless it is a router, which passes requests on to any engine.
+        """
+        asked = [replica] if replica in self.replicas else self.replicas
+        reports = await self.answers(asked, lambda engine: engine.reports_pause(), within=HEALTH_TIMEOUT)
+        if any(report is True for report in reports.values()):
+            return True
+        return False if all(report is False for report in reports.values()) else None
+
     async def max_prompt_len(self) -> int | None:
         """Return the smallest limit of the engines that serve; one that does not answer in time is down."""
         serving = [each for each in self.targets if each.down is None]
-        limits = await answers(serving, lambda engine: engine.max_prompt_len(), within=_HEALTH_TIMEOUT)
-        for replica, limit in zip(serving, limits, strict=True):
+        limits = await self.answers(serving, lambda engine: engine.max_prompt_len(), within=HEALTH_TIMEOUT)
+        for replica, limit in limits.items():
             if isinstance(limit, EngineTimeoutError):
                 self.take_down(replica, str(limit))
             elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
                 raise limit
-        return min((limit for limit in limits if isinstance(limit, int)), default=None)
+        return min((limit for limit in limits.values() if isinstance(limit, int)), default=None)
 
 
 def is_transient(error: BaseException) -> bool:

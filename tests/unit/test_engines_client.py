@@ -4,7 +4,6 @@ import asyncio
 import pickle
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +73,7 @@ def test_input_that_is_refused(case, sentence):
 
 CLIENTS = {
     "two of one name": lambda: client_of(ScriptedEngine("a"), ScriptedEngine("a")),
-    "no engine": lambda: client_of(),
+    "no engine": client_of,
     "no body": lambda: run(setup().client.chat_completion({"messages": []})),
 }
 
@@ -376,7 +375,8 @@ async def test_work_without_a_session_goes_to_engines_in_turn_whatever_they_have
     await asyncio.gather(*stalled[::2], return_exceptions=True)
 
 
-def test_work_of_a_failing_engine_moves_to_each_of_the_others():
+@in_loop
+async def test_work_of_a_failing_engine_moves_to_each_of_the_others():
     pool = InferenceEngineClient([ScriptedEngine(f"engine{number}") for number in range(4)])._pool
     moved = [pool.begin(f"session{number}", "").order[:2] for number in range(400)]
     for first in pool.targets:
@@ -432,29 +432,26 @@ async def test_aborting_returns_what_there_is():
     assert (await case.client.generate(batch([LONG])))["stop_reasons"] == ["length"]
 
 
-def test_a_pause_from_another_thread_and_its_event_loop():
+@in_loop
+async def test_one_event_loop_uses_a_client_and_other_threads_ask_it_to(sentence):
     """As a trainer pauses while an endpoint samples on a thread of its own."""
     case = setup(policy=patient(attempt_timeout=None))
     prompts = [[2, n] for n in range(2, 20)]
-    outputs = []
+    loop, refusals = asyncio.get_running_loop(), []
 
-    def sample():
-        outputs.append(run(case.client.generate(batch(prompts, {"max_tokens": 150}))))
-
-    async def pause_often():
+    def pause_often():
+        with pytest.raises(EngineStateError) as caught:
+            run(case.client.pause_generation())
+        refusals.append(caught.value)
         for mode in ("abort", "wait", "abort"):
-            async with asyncio.timeout(20):
-                while not any(engine.running for engine in case.engines) and not outputs:
-                    await asyncio.sleep(0.001)
-            await case.client.pause_generation(mode)
-            assert not any(engine.running for engine in case.engines)
-            await case.client.resume_generation()
+            for call in (lambda mode=mode: case.client.pause_generation(mode), case.client.resume_generation):
+                asyncio.run_coroutine_threadsafe(call(), loop).result(20)
 
-    sampling = threading.Thread(target=sample)
-    sampling.start()
-    run(pause_often())
-    sampling.join(30)
-    assert outputs[0]["response_ids"] == wholes(prompts, 150)
+    sampling = asyncio.create_task(case.client.generate(batch(prompts, {"max_tokens": 150})))
+    await turns(6)
+    await asyncio.to_thread(pause_often)
+    assert (await sampling)["response_ids"] == wholes(prompts, 150)
+    assert str(refusals[0]) == sentence
 
 
 class Deaf(ScriptedEngine):
@@ -676,7 +673,7 @@ async def test_a_short_control_call_ends_without_an_engine_that_hangs(call):
 
 @in_loop
 async def test_the_limit_of_a_hung_engine_is_not_waited_for_again(monkeypatch):
-    monkeypatch.setattr(replicas, "_HEALTH_TIMEOUT", 0.01)
+    monkeypatch.setattr(replicas, "HEALTH_TIMEOUT", 0.01)
     hung, good = Hanging("hung"), ScriptedEngine("good")
     client = InferenceEngineClient([hung, good], **patient())
     expected = await good.max_prompt_len()
@@ -714,7 +711,7 @@ async def test_a_pause_ends_without_an_engine_that_hangs(mode):
 
 @in_loop
 async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled(monkeypatch):
-    monkeypatch.setattr(replicas, "_HEALTH_TIMEOUT", 0.01)
+    monkeypatch.setattr(replicas, "HEALTH_TIMEOUT", 0.01)
     hung = Hanging("hung")
     client = InferenceEngineClient([hung, ScriptedEngine("good")], **patient(pause_timeout=3600))
     pausing = asyncio.create_task(client.pause_generation("abort"))

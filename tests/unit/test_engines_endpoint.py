@@ -238,14 +238,14 @@ def test_health_needs_no_key_and_metrics_do(passing):
 
 def test_a_pause_is_waited_for(passing):
     server, case = passing
-    asyncio.run(case.client.pause_generation("abort"))
+    server.run(case.client.pause_generation("abort"))
     answers = []
     asking = threading.Thread(target=lambda: answers.append(raw(server, COMPLETIONS, PROMPT)))
     asking.start()
     assert json.loads(raw(server, "/health")[2]) == {"status": "paused"}
     assert "mmrender_paused 1.0" in raw(server, "/metrics")[2]
     assert not answers
-    asyncio.run(case.client.resume_generation())
+    server.run(case.client.resume_generation())
     asking.join(20)
     assert answers[0][0] == 200
 
@@ -255,7 +255,7 @@ def test_a_caller_who_leaves_ends_the_work(stream):
     """The work stands at a pause; it is counted as left, and no engine is asked when the pause ends."""
     case = setup(kind=Passing)
     with EngineServer(case.client, ServerSettings(model="m")) as server:
-        asyncio.run(case.client.pause_generation("keep"))
+        server.run(case.client.pause_generation("keep"))
         host, _, port = server.url.removeprefix("http://").partition(":")
         body = json.dumps({**PROMPT, "stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -267,7 +267,7 @@ def test_a_caller_who_leaves_ends_the_work(stream):
         while left not in raw(server, "/metrics")[2] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert left in raw(server, "/metrics")[2]
-        asyncio.run(case.client.resume_generation())
+        server.run(case.client.resume_generation())
         assert raw(server, "/health")[0] == 200
     assert not case.journal
 
@@ -285,7 +285,7 @@ def test_engines_that_fail_are_answered_for():
             engine.alive = False
         assert raw(server, "/health")[0] == 503
         assert answer(CHAT, {"messages": HELLO, "stream": True}) == (503, "engine_unavailable", "1")
-        asyncio.run(case.client.teardown())
+        server.run(case.client.teardown())
         assert answer(COMPLETIONS, PROMPT)[:2] == (503, "engine_state")
 
 
