@@ -10,7 +10,7 @@ from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, Reference
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.pixels import media_identity
-from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.patches import PatchProcessor
 from mmrender.sidecar import MediaItem, Repeat, Text
 
 ARITHMETIC = PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil")

@@ -12,7 +12,7 @@ from PIL import Image
 from mmrender.media.item import PatchLayout, ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import load_image
-from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.patches import PatchProcessor
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily, TrainingBatch
 from mmrender.trajectory.engine_data import RoutedExperts

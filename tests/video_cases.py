@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.reference import _torchvision_hidden
-from mmrender.media.processors.video import PatchVideoProcessor
+from mmrender.media.processors.patches import PatchVideoProcessor
+from mmrender.media.processors.reference import torchvision_hidden
 from mmrender.sidecar import Expansion, Text
 
 MODULES = {
@@ -123,7 +123,7 @@ class VideoReference:
     @staticmethod
     def _bare(name: str, kind: str) -> Any:
         module = MODULES[name]
-        with _torchvision_hidden():
+        with torchvision_hidden():
             found = importlib.import_module(f"transformers.models.{module}.{kind}_{module}")
         cls = getattr(found, name)
         return cls.__new__(cls)

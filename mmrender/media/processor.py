@@ -139,6 +139,15 @@ class MediaProcessor(ABC):
         del bos, images
         return None
 
+    def load(self) -> "MediaProcessor":
+        """Return the processor itself, loaded; only a deferred one returns another object.
+
+        Raises:
+            MissingDependencyError: It needs a package that is not installed.
+            ProcessorError: It cannot be made, or replaces other tokens than the template writes.
+        """
+        return self
+
     @abstractmethod
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Identify one image, so that an item made before can be taken in place of a new one.
@@ -240,6 +249,11 @@ class ProcessorFiles:
             if isinstance(name := settings.get("processor_class"), str):
                 return name
         return None
+
+    @property
+    def bos_token(self) -> str:
+        """The BOS token, or an empty string."""
+        return self.model.special_tokens.get("bos_token") or ""
 
     def token_ids(self, modality: Modality) -> list[int]:
         """Ids of the tokens that hold features of a modality, where `config.json` names any."""

@@ -21,7 +21,6 @@ from mmrender.media.load import LoadedImage, load_image, reading
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
-from mmrender.media.processors.deferred import DeferredProcessor
 from mmrender.media.video import as_array, open_video
 from mmrender.messages import ImagePart, VideoPart
 from mmrender.sidecar import MediaItem
@@ -132,13 +131,12 @@ class MediaResolver:
             MissingDependencyError: It needs a package that is not installed.
             ProcessorError: It cannot be loaded.
         """
-        if isinstance(self.processor, DeferredProcessor):
-            try:
-                self.processor = self.processor.load()
-            except MMRenderError as error:
-                if where is not None:
-                    error.at(where)
-                raise
+        try:
+            self.processor = self.processor.load()
+        except MMRenderError as error:
+            if where is not None:
+                error.at(where)
+            raise
 
     def resolve(
         self,

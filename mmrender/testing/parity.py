@@ -24,7 +24,7 @@ from PIL import Image
 
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processors.video import PatchVideoProcessor
+from mmrender.media.processors.patches import PatchVideoProcessor
 from mmrender.renderer import Renderer
 from mmrender.sidecar import Repeat
 from mmrender.template.text import Author

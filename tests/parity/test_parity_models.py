@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, _write, square
+from mmrender.media.processors.adapter import TransformersProcessor
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import TransformersProcessor
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
 from mmrender.testing.parity import (

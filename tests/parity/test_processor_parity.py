@@ -20,8 +20,8 @@ from mmrender.errors import MediaError
 from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import MediaProcessor
+from mmrender.media.processors.adapter import TransformersProcessor, _first_of
 from mmrender.media.processors.registry import load_processor
-from mmrender.media.processors.transformers import TransformersProcessor, _first_of
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.testing.reference import (
     has_reference_backend,
@@ -238,7 +238,7 @@ SHORT_SIDES = st.integers(20, 400)
 def test_adapted_expansion(adapted: tuple[TransformersProcessor, Any], height: int, width: int) -> None:
     """The processor's own ids for a text with the placeholder are the ids of the text we expand it to."""
     processor, _ = adapted
-    reference = processor._reference
+    reference = processor._watched.reference
     placeholder = processor.placeholder["image"]
     text = expansion_text(processor.geometry(height, width).expansion)
     whole = reference(text=["before " + placeholder + " after"], images=[[picture(height, width)]])
@@ -285,9 +285,9 @@ def test_threads_that_learn_sizes_at_once_leave_the_processor_as_it_was(tmp_path
     directory = ADAPTER_FAMILIES["pixtral"](tmp_path / "pixtral")
     shared, alone = (loaded(directory, "pil") for _ in range(2))
     assert isinstance(shared, TransformersProcessor)
-    parts = shared._reference.tokenizer, shared._reference.image_processor
+    parts = shared._watched.reference.tokenizer, shared._watched.reference.image_processor
     sizes = [(32 + 8 * index, 48) for index in range(32)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda size: shared.geometry(*size), sizes))
     assert found == [alone.geometry(*size) for size in sizes]
-    assert (shared._reference.tokenizer, shared._reference.image_processor) == parts
+    assert (shared._watched.reference.tokenizer, shared._watched.reference.image_processor) == parts

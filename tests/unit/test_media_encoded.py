@@ -13,7 +13,7 @@ from kit import encoded
 from mmrender.errors import MediaError
 from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
 from mmrender.media.load import load_image
-from mmrender.media.processors.qwen import smart_resize
+from mmrender.media.processors.patches import smart_resize
 from mmrender.renderer import Renderer
 from mmrender.sidecar import Repeat
 

@@ -12,7 +12,7 @@ from PIL import Image
 from adapter_models import model
 from mmrender.errors import InputError, PluginError
 from mmrender.media.processors import registry
-from mmrender.media.processors.deferred import DeferredProcessor
+from mmrender.media.processors.registry import DeferredProcessor
 from mmrender.plugins import load_plugins
 from mmrender.renderer import Renderer
 from mmrender.view.doctor import diagnose
@@ -127,7 +127,7 @@ def test_a_broken_processor_is_named_by_the_error_and_by_doctor(
     message = f"{where}: {problem} - {details}. Mend or uninstall that package"
     for _ in range(2):
         with pytest.raises(PluginError) as caught:
-            registry._provided(files, "pil")  # type: ignore[arg-type]
+            registry.processor_of_plugins(files, "pil")  # type: ignore[arg-type]
         assert str(caught.value) == message
     if not settings:
         renderer = Renderer.from_pretrained(model("pixtral", tmp_path / "pixtral"), image_backend="pil")

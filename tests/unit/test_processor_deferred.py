@@ -12,9 +12,8 @@ from PIL import Image
 from adapter_models import HALF, TOKENS, _write, model, square
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.adapted_video import AdaptedVideoProcessor, _tensors
-from mmrender.media.processors.deferred import DeferredProcessor
-from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.adapter import AdaptedVideoProcessor, _video_tensors
+from mmrender.media.processors.registry import DeferredProcessor, load_processor
 from mmrender.media.processors.watched import WatchedProcessor, errors_named
 from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
@@ -142,8 +141,8 @@ def watching(whole: Whole, video_text: str = "<v><video></v>") -> AdaptedVideoPr
 def test_of_a_video_no_tensor_with_a_value_for_each_token_is_kept() -> None:
     videos = watching(Whole())
     run = videos._run(np.zeros((2, 4, 4, 3), np.uint8), Timeline(2.0, None, indices=(0, 1)))
-    assert videos._parted(run.text, videos.covers)[1] == "0 s<v><video><video></v>"
-    assert set(_tensors(run)) == {"pixel_values_videos", "seconds"}
+    assert videos._pieces(run.text, videos.covers)[1] == ["0 s<v><video><video></v>"]
+    assert set(_video_tensors(run)) == {"pixel_values_videos", "seconds"}
 
 
 @pytest.mark.parametrize("text", ["<v><video></v>", "<video>"])

@@ -16,7 +16,7 @@ from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
-from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.patches import PatchProcessor
 from mmrender.sidecar import MediaItem, Repeat
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from mmrender.errors import MissingDependencyError, ModelError, ProcessorError
 from mmrender.media.load import load_image
 from mmrender.media.processor import MediaProcessor, ProcessorFiles
-from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processors.patches import PatchProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.renderer import Renderer
 from mmrender.sidecar import Repeat

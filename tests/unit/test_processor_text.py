@@ -11,8 +11,7 @@ from PIL import Image
 from adapter_models import TEMPLATE, chameleon, hunyuan_vl, idefics2, mllama, paligemma, pixtral
 from mmrender import Renderer
 from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
-from mmrender.media.processors.deferred import DeferredProcessor
-from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.registry import DeferredProcessor, load_processor
 from mmrender.testing.reference import ReferenceRenderer
 
 PICTURES = [Image.new("RGB", (64, 48), color) for color in ("red", "blue")]

@@ -1,14 +1,14 @@
-"""Build a model's own Transformers processor with what is installed here.
+"""Build a model's own Transformers processor from the packages that are installed.
 
-`AutoProcessor` builds every part of a processor and checks each one's class; for several families it fails
+`AutoProcessor` builds every part of a processor and checks each part's class. For several families it fails
 without torchvision, which only the video part needs. Here the parts that images need are built, and the
-processor is made of these.
+processor is made of them.
 """
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -22,12 +22,12 @@ from mmrender.media.processor import ProcessorFiles
 from mmrender.template.sources import load_templates
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
-_PARTS_OF_OTHERS = ("video_processor", "feature_extractor", "audio_processor", "audio_tokenizer")
+_OTHER_PARTS = ("video_processor", "feature_extractor", "audio_processor", "audio_tokenizer")
 """Parts of a processor that images do without."""
 
 
 class VideoSettings(dict[str, Any]):
-    """The settings of a video processor that is not built; one that the files leave out is None."""
+    """The settings of a video processor that is not built; settings that the files leave out are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -36,7 +36,7 @@ class VideoSettings(dict[str, Any]):
 
 
 def use_one_torch_thread() -> None:
-    """Keep torch, where it is loaded, from its other threads, which are not alive in a forked child."""
+    """Keep torch, if it is loaded, from its other threads, which are not alive in a forked child."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
@@ -47,7 +47,7 @@ def build_reference_processor(
     """Return the model's processor with its tokenizer and its image processor on `backend`.
 
     Raises:
-        MissingDependencyError: Something that Transformers needs for this family is not installed.
+        MissingDependencyError: A package that Transformers needs for this family is not installed.
         ProcessorError: Transformers does not know the processor, or cannot build it from these files.
     """
     image_processor = build_image_processor(files, backend, trust_remote_code=trust_remote_code)
@@ -55,33 +55,12 @@ def build_reference_processor(
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.config.get("model_type")))
-    with _named_errors(name or "the processor"):
+    with _build_errors(name or "the processor"):
         cls = _processor_class(name) if isinstance(name, str) else None
         if cls is not None:
             tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
-            # The class check is what forbids an empty video part; everything else is the model's own.
-            lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
             parts = {"image_processor": image_processor, "tokenizer": tokenizer}
-            names = cls.get_attributes()
-            settings = {key: value for key, value in files.processor.items() if key not in names}
-            if unknown := {*names} - {*parts, *_PARTS_OF_OTHERS}:
-                raise ProcessorError(
-                    f"{name} has parts beside an image processor and a tokenizer",
-                    got=", ".join(sorted(unknown)),
-                )
-            arguments = [parts.get(part) for part in names]
-            try:
-                built = lenient.from_args_and_dict(arguments, dict(settings))
-            except AttributeError:
-                # MiniCPM-V's reads settings of its video processor when it is made.
-                parts["video_processor"] = VideoSettings(files.video)
-                built = lenient.from_args_and_dict([parts.get(part) for part in names], dict(settings))
-            except ImportError as error:
-                with _asked_for_when_called(sys.modules[cls.__module__], str(error)):
-                    built = lenient.from_args_and_dict(arguments, settings)
-            # ShieldGemma 2's renders messages of its own.
-            built.chat_template = getattr(built, "chat_template", None) or _default_template(files)
-            return built
+            return _processor_of_parts(cls, parts, files)
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
             raise ProcessorError(
@@ -92,19 +71,42 @@ def build_reference_processor(
         return processor
 
 
-def _default_template(files: ProcessorFiles) -> str | None:
-    """Return the model's unnamed chat template, or None."""
+def _processor_of_parts(cls: Any, parts: dict[str, Any], files: ProcessorFiles) -> Any:
+    # The class check is what forbids an empty video part; everything else is the model's own.
+    lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+    names = cls.get_attributes()
+    if unknown := {*names} - {*parts, *_OTHER_PARTS}:
+        raise ProcessorError(
+            f"{cls.__name__} has parts beside an image processor and a tokenizer",
+            got=", ".join(sorted(unknown)),
+        )
+
+    def build() -> Any:
+        settings = {key: value for key, value in files.processor.items() if key not in names}
+        return lenient.from_args_and_dict([parts.get(part) for part in names], settings)
+
     try:
-        return load_templates(files.model).get("default")
-    except MMRenderError:
-        return None
+        processor = build()
+    except AttributeError:
+        # MiniCPM-V's reads settings of its video processor when it is made.
+        parts = {**parts, "video_processor": VideoSettings(files.video)}
+        processor = build()
+    except ImportError as error:
+        with _missing_until_called(sys.modules[cls.__module__], str(error)):
+            processor = build()
+    if not getattr(processor, "chat_template", None):  # ShieldGemma 2's renders messages of its own
+        try:
+            processor.chat_template = load_templates(files.model).get("default")
+        except MMRenderError:
+            processor.chat_template = None
+    return processor
 
 
 def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = False) -> Any:
     """Return the model's whole processor, its video processor included.
 
     Raises:
-        MissingDependencyError: Something that it needs is not installed, such as torchvision.
+        MissingDependencyError: A package that it needs is not installed, such as torchvision.
         ProcessorError: The model has no video processor, or Transformers cannot build it.
     """
     try:
@@ -116,7 +118,7 @@ def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
             got=str(error),
             remedy="Install them, or pass the frames as images.",
         ) from error
-    with _named_errors("the video processor"):
+    with _build_errors("the video processor"):
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
     videos = getattr(processor, "video_processor", None)
     if videos is None or not isinstance(getattr(processor, "video_token", None), str):
@@ -157,20 +159,20 @@ def build_image_processor(
                 got=str(error),
                 remedy='Install it, or choose image_backend="pil".' if "pil" in offered else "Install it.",
             ) from error
-    with _named_errors(name):
+    with _build_errors(name):
         processor = AutoImageProcessor.from_pretrained(
             files.directory, backend=_BACKEND_NAMES[backend], trust_remote_code=trust_remote_code
         )
-    found = getattr(processor, "backend", "pil")
-    if found != _BACKEND_NAMES[backend]:
+    actual = getattr(processor, "backend", "pil")
+    if actual != _BACKEND_NAMES[backend]:
         # A processor that the model brings along.
-        offered = [ours for ours, theirs in _BACKEND_NAMES.items() if theirs == found]
+        offered = [ours for ours, theirs in _BACKEND_NAMES.items() if theirs == actual]
         raise _not_offered(type(processor).__name__, backend, offered)
     return processor
 
 
 def _offered_backends(name: str) -> Sequence[ImageBackend]:
-    """Return the back ends that Transformers has for an image processor; both where it does not know it."""
+    """Return the back ends that Transformers has for an image processor; both for an unknown one."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     known = (classes for classes in IMAGE_PROCESSOR_MAPPING_NAMES.values() if name in classes.values())
@@ -188,10 +190,10 @@ def _not_offered(name: str, backend: ImageBackend, offered: Sequence[ImageBacken
 
 
 def _processor_class(name: str) -> Any:
-    """Return the class of that name, or `None` where Transformers has none.
+    """Return the class of that name, or None if Transformers has none.
 
-    Transformers exports a dummy for a class whose module it takes to need a package that is missing; several
-    of these modules need it for videos only, and can be imported.
+    Transformers exports a dummy for a class whose module seems to need a package that is missing. Several of
+    these modules need it for videos only, and can be imported.
     """
     import transformers
 
@@ -200,18 +202,18 @@ def _processor_class(name: str) -> Any:
         return cls
     for path in (Path(transformers.__file__).parent / "models").glob("*/processing_*.py"):
         if f"\nclass {name}(" in path.read_text(encoding="utf-8"):
-            with _torchvision_hidden():
+            with torchvision_hidden():
                 module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
             return getattr(module, name)
     return cls
 
 
 @contextmanager
-def _torchvision_hidden() -> Iterator[None]:
+def torchvision_hidden() -> Iterator[None]:
     """Without torchvision, let modules be imported that import it and do not use it for images.
 
     Pixtral's processor, for one, takes a function of pure arithmetic from the module of its torchvision back
-    end. The names are empty: code that does use torchvision fails on its first call, by name.
+    end. The stand-in modules are empty: code that does use torchvision fails on its first call, by name.
     """
     if find_spec("torchvision") is not None:
         yield
@@ -237,8 +239,8 @@ def _torchvision_hidden() -> Iterator[None]:
 
 
 @contextmanager
-def _asked_for_when_called(module: ModuleType, complaint: str) -> Iterator[None]:
-    """Let a processor be made without the packages that a complaint names; to call one raises.
+def _missing_until_called(module: ModuleType, complaint: str) -> Iterator[None]:
+    """Let a processor be made without the packages that a complaint names; calling them raises.
 
     SmolVLM's processor, for one, refuses to be made without a package that spells out numbers for videos.
     """
@@ -257,24 +259,21 @@ def _raise_missing(name: str, *_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Turn whatever Transformers raises while it builds a part into one of our errors."""
+def named_errors(failed: Callable[[str], MMRenderError]) -> Iterator[None]:
+    """Turn any exception of Transformers into an error with a name: `failed(cause)`, or a missing package."""
     try:
         yield
     except MMRenderError:
         raise
     except ImportError as error:
-        raise missing_package(error) from error
-    except Exception as error:
-        raise ProcessorError(
-            f"{name} cannot be built from this directory",
-            got=f"{type(error).__name__}: {error}",
+        raise MissingDependencyError(
+            "the model's own processor needs a package that is not installed",
+            got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
         ) from error
+    except Exception as error:
+        raise failed(f"{type(error).__name__}: {error}") from error
 
 
-def missing_package(error: ImportError) -> MissingDependencyError:
-    """Return the error for a package that Transformers asks for."""
-    return MissingDependencyError(
-        "the model's own processor needs a package that is not installed",
-        got=" ".join(line.strip() for line in str(error).splitlines() if line.strip()),
-    )
+def _build_errors(name: str) -> AbstractContextManager[None]:
+    problem = f"{name} cannot be built from this directory"
+    return named_errors(lambda cause: ProcessorError(problem, got=cause))

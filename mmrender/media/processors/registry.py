@@ -1,23 +1,38 @@
-"""Choose the processor of a model directory: a native family's whose rules are known, a plugin's, or its own.
+"""Choose the processor of a model directory: a native family, a plugin, or the model's own in Transformers.
 
-To add a native family, write a module beside `qwen.py` with a subclass of `MediaProcessor` that has
+To add a native family, write a module next to `patches.py` with a subclass of `MediaProcessor` that has
 `from_files`, and name it in `NATIVE`. `tests/parity/test_processor_parity.py` compares it with the
 reference.
 """
 
+import copy
+import threading
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from mmcodecs.forks import watch_forks
+from mmrender.caching import cached_property, digest_of_code
 from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
+from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
-from mmrender.media.processor import Affixes, BosPlace, MediaProcessor, ProcessorFiles, VideoProcessor
-from mmrender.media.processors.deferred import DeferredProcessor
-from mmrender.media.processors.qwen import PatchProcessor
+from mmrender.media.processor import (
+    Affixes,
+    BosPlace,
+    Geometry,
+    MediaProcessor,
+    Prepared,
+    ProcessorFiles,
+    VideoProcessor,
+    digest_settings,
+)
+from mmrender.media.processors.patches import PatchProcessor, PatchVideoProcessor
 from mmrender.media.processors.reference import build_reference_processor
-from mmrender.media.processors.video import PatchVideoProcessor
 from mmrender.media.processors.watched import WatchedProcessor
-from mmrender.messages import UNKNOWN_SOURCE, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Modality, VideoPart
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
 from mmrender.template.known import KnownTemplate
@@ -25,13 +40,18 @@ from mmrender.template.probes import user
 from mmrender.template.text import plain
 
 NATIVE = (PatchProcessor,)
-"""Classes whose `from_files(files, backend)` gives a processor, or None for settings of another family."""
+"""Classes whose `from_files(files, backend)` returns a processor, or None for settings of another family."""
 
 TEXT_WRITERS = frozenset({"ChameleonProcessor", "Emu3Processor", "Molmo2Processor", "PaliGemmaProcessor"})
 """Processors that add text to prompts without images, too: without Transformers, these are refused."""
 
 GROUP = "mmrender.processors"
-"""Entry points of other packages' classes; each is as those of `NATIVE`, and sets `videos` itself."""
+"""Entry points of other packages' classes. They follow the rules of `NATIVE`, and set `videos` themselves."""
+
+_PARTS: dict[Modality, ImagePart | VideoPart] = {
+    "image": ImagePart(UNKNOWN_SOURCE),
+    "video": VideoPart(UNKNOWN_SOURCE),
+}
 
 
 def load_processor(
@@ -43,25 +63,25 @@ def load_processor(
 ) -> MediaProcessor | None:
     """Load the processor of a model directory in Hub layout.
 
-    The back end is the caller's choice, never a consequence of what is installed: the two differ in about
-    0.2 % of the pixel values, and the choice is part of every item's identity.
+    The back end is the caller's choice, never a consequence of the installed packages: the two differ in
+    about 0.2 % of the pixel values, and the choice is part of every item's identity.
 
     Args:
         directory: Holds `preprocessor_config.json` or `processor_config.json`.
-        image_backend: `"torch"` equals the reference's torchvision back end, which inference servers run;
+        image_backend: `"torch"` equals the reference's torchvision back end, which inference servers run.
             `"pil"` equals its PIL back end and needs neither torch nor, for native families, Transformers.
-        trust_remote_code: Run processor code that the directory brings along.
+        trust_remote_code: Run processor code of the directory.
         template: The model's chat template. With it, the processor of a family that is not native is loaded
-            when the first image comes, and raises then what is said below.
+            with the first image, and raises the errors below then.
 
     Returns:
-        The processor, or `None` for a directory without image settings: a text-only model.
+        The processor, or None for a directory without image settings: a text-only model.
 
     Raises:
-        ProcessorError: The settings cannot be read, or no processor here equals what they describe.
+        ProcessorError: The settings cannot be read, or no processor here equals the one they describe.
         MissingDependencyError: The family needs a package that is not installed. (A native processor asks
             for torch with the first image that must be resampled.)
-        PluginError: A processor of another package cannot be used. None is looked for where one of ours fits.
+        PluginError: A processor of another package cannot be used. Plugins are tried after native families.
     """
     if image_backend not in IMAGE_BACKENDS:
         raise ProcessorError(
@@ -72,53 +92,16 @@ def load_processor(
     files = ProcessorFiles.read(directory)
     if not files.image:
         return None
-
-    # Text and images are learnt from the same processor.
-    built = partial(build_reference_processor, files, image_backend, trust_remote_code=trust_remote_code)
-    watched = WatchedProcessor(built, files.model.special_tokens.get("bos_token") or "")
-
-    @cache
-    def provided() -> MediaProcessor | None:
-        return _provided(files, image_backend)
-
-    def build() -> MediaProcessor:
-        if (found := provided()) is not None:
-            return found
-        # Imported here: native families need none of it, and it is the larger half of the package.
-        from mmrender.media.processors.transformers import TransformersProcessor
-
-        image_text = template.probes.added_by_image("user") if template is not None else None
-        processor = TransformersProcessor(files, image_backend, watched, image_text or "")
-        processor.videos = adapted_videos() if "video" in processor.placeholder else None
-        return processor
-
-    def adapted_videos() -> VideoProcessor:
-        from mmrender.media.processors.adapted_video import AdaptedVideoProcessor
-
-        part = VideoPart(UNKNOWN_SOURCE)
-        video_text = template.probes.added_by(part, "user") if template is not None else None
-        return AdaptedVideoProcessor(files, video_text or "", trust_remote_code=trust_remote_code)
-
-    def learn() -> dict[BosPlace, Affixes]:
-        if provided() is not None:
-            return {}
-        return watched.learn_affixes(_prompts(template) if template is not None else ())
-
     try:
+        deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
-                native.videos = (
-                    PatchVideoProcessor.from_files(
-                        files, image_token=native.image_token, video_token=native.video_token
-                    )
-                    or adapted_videos()
-                )
+                tokens = {"image_token": native.image_token, "video_token": native.video_token}
+                native.videos = PatchVideoProcessor.from_files(files, **tokens) or deferred.adapted_videos()
                 return native
         if template is None:
-            return build()
-        must_learn = files.processor_class in TEXT_WRITERS
-        deferred = DeferredProcessor(files, image_backend, template, build, learn, must_learn=must_learn)
+            return deferred.load()
         if not deferred.can_wait:
             with suppress(MissingDependencyError):
                 return deferred.load()
@@ -128,24 +111,193 @@ def load_processor(
         raise
 
 
-def _prompts(template: KnownTemplate) -> list[str]:
-    """Return prompts of the template without media."""
-    texts = [template.probes.render([user()], prompt=prompt) for prompt in (False, True)]
-    return [plain(text) for text in texts if text is not None]
+class DeferredProcessor(MediaProcessor):
+    """A plugin's or the model's own processor, loaded when more than the names of its tokens is needed.
+
+    Transformers and torch take seconds to import, and some families need packages that text does not. Text
+    needs to know the tokens of media: the model's settings name the token that holds image features, and its
+    template writes the placeholder. The processor, once loaded, must agree with both. Text also needs the
+    affixes of every prompt, which are learnt once and kept on disk.
+
+    `settings_digest` and `depends_on_image_count` are known once it is loaded: ask `load()` for them.
+
+    Args:
+        files: The model's settings.
+        backend: Of images.
+        template: The model's chat template, if it is known.
+        trust_remote_code: Run processor code of the directory.
+
+    Attributes:
+        can_wait: Whether the settings and the template name the tokens of images.
+    """
+
+    settings_digest = b""
+
+    def __init__(
+        self,
+        files: ProcessorFiles,
+        backend: ImageBackend,
+        template: KnownTemplate | None,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.name = files.image_processor_type or "unknown"
+        self.image_backend = backend
+        self.placeholder = {}
+        self._files = files
+        self._template = template
+        self._trust_remote_code = trust_remote_code
+        # Text and images are learnt from the same processor.
+        build = partial(build_reference_processor, files, backend, trust_remote_code=trust_remote_code)
+        self._watched = WatchedProcessor(build, files.bos_token)
+        self._read_tokens()
+        self.can_wait = "image" in self.placeholder and bool(files.token_ids("image"))
+        self._loaded: MediaProcessor | MMRenderError | None = None
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def _read_tokens(self) -> None:
+        """Find the tokens of media in the settings and the template."""
+        files, template = self._files, self._template
+        tokens: set[Any] = set()
+        seen: set[str] = set()
+        for modality in _PARTS:
+            if template is None:
+                break
+            features = {template.tokenizer.token(index) for index in files.token_ids(modality)}
+            key = f"{modality}_token"
+            named = files.model.special_tokens.get(key), files.processor.get(key)
+            # A template may write tokens around the feature token, and render any part as an image.
+            added = {match.token for match in template.tokenizer.find(self._template_text(modality))} - seen
+            placeholders = added & features or added
+            if len(placeholders) == 1:
+                self.placeholder = {**self.placeholder, modality: next(iter(placeholders))}
+            tokens |= {*features, *placeholders, *named}
+            seen |= added
+        self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
+
+    def _template_text(self, modality: Modality) -> str:
+        """Return the text that the template writes for one item in a user's message."""
+        return (self._template and self._template.probes.added_by(_PARTS[modality], "user")) or ""
+
+    def renew_after_fork(self) -> None:
+        """Replace the lock: the child loads by itself what another thread was loading."""
+        self._lock = threading.Lock()
+
+    def load(self) -> MediaProcessor:
+        """Return the processor, which the first call makes; see `MediaProcessor`."""
+        with self._lock:
+            if self._loaded is None:
+                try:
+                    self._loaded = self._build()
+                    self._require_known_tokens(self._loaded)
+                except MMRenderError as error:
+                    self._loaded = error
+        if isinstance(self._loaded, MMRenderError):
+            raise copy.copy(self._loaded) from self._loaded.__cause__
+        return self._loaded
+
+    @cached_property
+    def _plugin(self) -> MediaProcessor | None:
+        return processor_of_plugins(self._files, self.image_backend)
+
+    def _build(self) -> MediaProcessor:
+        if self._plugin is not None:
+            return self._plugin
+        # Imported here: native families need none of it, and it is the larger half of the package.
+        from mmrender.media.processors.adapter import TransformersProcessor
+
+        processor = TransformersProcessor(
+            self._files, self.image_backend, self._watched, self._template_text("image")
+        )
+        processor.videos = self.adapted_videos() if "video" in processor.placeholder else None
+        return processor
+
+    def adapted_videos(self) -> VideoProcessor:
+        """Return the model's own video processor, loaded with the first video."""
+        from mmrender.media.processors.adapter import AdaptedVideoProcessor
+
+        text = self._template_text("video")
+        return AdaptedVideoProcessor(self._files, text, trust_remote_code=self._trust_remote_code)
+
+    def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
+        """Return the affixes of a prompt; for text the processor is loaded only if they are not known yet.
+
+        None if the processor cannot be loaded, or belongs to another package.
+        """
+        return self.load().affixes(bos, images=True) if images else self._text_affixes.get(bos)
+
+    @cached_property
+    def _text_affixes(self) -> Mapping[BosPlace, Affixes]:
+        if self._template is None:
+            return {}
+        try:
+            release = version("transformers")
+        except PackageNotFoundError:
+            release = ""
+        files = self._files
+        settings = (files.processor_class, files.image, files.processor, files.model.tokenizer_config)
+        about = digest_settings({"settings": settings, "transformers": release}).hex()
+        key = ("affixes", about, digest_of_code(("media/processors/*.py",)))
+        try:
+            return self._template.findings.get_or_find(key, dict[BosPlace, Affixes], self._learn_text_affixes)
+        except MMRenderError as error:
+            if isinstance(error, MissingDependencyError) and files.processor_class in TEXT_WRITERS:
+                raise
+            return {}
+
+    def _learn_text_affixes(self) -> dict[BosPlace, Affixes]:
+        if self._plugin is not None or self._template is None:
+            return {}
+        prompts = [self._template.probes.render([user()], prompt=prompt) for prompt in (False, True)]
+        return self._watched.learn_affixes([plain(text) for text in prompts if text is not None])
+
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Load the processor and ask it; see `MediaProcessor`."""
+        return self.load().geometry(height, width, num_images=num_images)
+
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        """Load the processor and ask it; see `MediaProcessor`."""
+        return self.load().prepare(loaded, num_images=num_images)
+
+    def _require_known_tokens(self, processor: MediaProcessor) -> None:
+        """Require the tokens by which text has been rendered so far."""
+        if not self.can_wait:
+            return
+        token, placeholder = processor.placeholder["image"], self.placeholder["image"]
+        if token != placeholder:
+            raise ProcessorError(
+                f"{processor.name} replaces another token than the chat template writes for an image",
+                expected=repr(placeholder),
+                got=repr(token),
+            )
+        unknown = (
+            processor.placeholder_tokens - self.placeholder_tokens - {processor.placeholder.get("video")}
+        )
+        if unknown:
+            raise ProcessorError(
+                f"{processor.name} writes another token for an image than config.json names",
+                expected=" or ".join(map(repr, sorted(self.placeholder_tokens))),
+                got=repr(sorted(unknown)),
+            )
 
 
-def _provided(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:
-    """The processor of the first plugin that knows these settings."""
+def processor_of_plugins(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:
+    """Return the processor of the first plugin that knows these settings.
+
+    Raises:
+        PluginError: A plugin cannot be used.
+    """
     expected = "a subclass of MediaProcessor with from_files(files, backend)"
     for plugin in load_plugins(GROUP, _is_family, expected).values():
         try:
-            found: MediaProcessor | None = plugin.value.from_files(files, backend)
+            processor: MediaProcessor | None = plugin.value.from_files(files, backend)
         except MMRenderError:
             raise
         except Exception as error:
             raise plugin.failed(error) from error
-        if found is not None:
-            return found
+        if processor is not None:
+            return processor
     return None
 
 

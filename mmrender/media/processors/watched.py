@@ -1,7 +1,7 @@
-"""Run a processor of Transformers whole, and note the text and the options that it hands to its parts.
+"""Run a processor of Transformers whole, and record the text and the options that it hands to its parts.
 
-The text that reaches its tokenizer is the authority for prompts: expansions and all that the processor writes
-beside them are learnt from it, for any family and with no rule of ours.
+The text that reaches its tokenizer is the authority for prompts: expansions and affixes are learnt from it,
+for any family and without a rule of ours.
 """
 
 import copy
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mmcodecs.forks import watch_forks
 from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.processor import Affixes, BosPlace
-from mmrender.media.processors.reference import missing_package, use_one_torch_thread
+from mmrender.media.processors.reference import named_errors, use_one_torch_thread
 
 _TEXTS = ("before", "before after\n", "\nbefore ", "before <after>.")
 """Prompts without media."""
@@ -28,10 +28,10 @@ class Run(NamedTuple):
 
     Attributes:
         text: The text that it handed to its tokenizer.
-        output: All that it returned.
-        of_text: Names of what its tokenizer returned.
-        of_images: Names of what its image processor returned.
-        image_options: Keyword arguments of its image processor, beside the images.
+        output: Everything that it returned.
+        of_text: Names of its tokenizer's outputs.
+        of_images: Names of its image processor's outputs.
+        image_options: Keyword arguments of its image processor, without the images.
     """
 
     text: str
@@ -41,8 +41,12 @@ class Run(NamedTuple):
     image_options: Mapping[str, Any]
 
 
+class ChosenError(MMRenderError):
+    """Ends a run of a processor once it has chosen the frames to sample. Never leaves the package."""
+
+
 class WatchedProcessor:
-    """A processor of Transformers that one thread at a time may run.
+    """A processor of Transformers, run by one thread at a time.
 
     Args:
         build: Makes the processor.
@@ -61,7 +65,7 @@ class WatchedProcessor:
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Build the processor anew, at its next use, if another thread was in the middle of a run."""
+        """Build the processor again at its next use, if another thread was in the middle of a run."""
         use_one_torch_thread()
         if not self.lock.acquire(blocking=False):
             self._reference = self._kept_images = None
@@ -72,7 +76,7 @@ class WatchedProcessor:
         """The processor, which the first use makes.
 
         Raises:
-            MissingDependencyError: Something that it needs is not installed.
+            MissingDependencyError: A package that it needs is not installed.
             ProcessorError: Transformers cannot build it.
         """
         with self.lock:
@@ -82,7 +86,7 @@ class WatchedProcessor:
 
     @property
     def bos_places(self) -> Sequence[BosPlace]:
-        """Where prompts may hold BOS."""
+        """Positions of BOS in prompts."""
         return ("none", "first", "later") if self.bos else ("none",)
 
     def with_bos(self, text: str, place: BosPlace) -> str:
@@ -97,8 +101,8 @@ class WatchedProcessor:
 
         Args:
             text: The template's text.
-            medium: Name of the medium for errors, with its size.
-            **inputs: Media, and options that go with them.
+            medium: Name of the medium and its size, for errors.
+            **inputs: Media, and their options.
 
         Raises:
             MediaError: The processor raises an error.
@@ -121,21 +125,20 @@ class WatchedProcessor:
             finally:
                 for name, recorder in recorders.items():
                     setattr(processor, name, recorder.part)
-        side = recorders["tokenizer"]
-        written = side.args[0] if side.args else side.options.get("text")
-        if isinstance(written, list) and len(written) == 1:
-            written = written[0]
-        if not isinstance(written, str):
+        tokenizer, images = recorders["tokenizer"], recorders.get("image_processor")
+        prompt = tokenizer.args[0] if tokenizer.args else tokenizer.options.get("text")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            prompt = prompt[0]
+        if not isinstance(prompt, str):
             raise ProcessorError(
                 "the model's processor does not tokenize the text it was given",
                 expected="one text handed to the tokenizer",
-                got=f"{len(written)} texts" if isinstance(written, list) else type(written).__name__,
+                got=f"{len(prompt)} texts" if isinstance(prompt, list) else type(prompt).__name__,
             )
-        images = recorders.get("image_processor")
         return Run(
-            written,
+            prompt,
             output,
-            frozenset(side.returned),
+            frozenset(tokenizer.returned),
             frozenset(images.returned if images else ()),
             {key: value for key, value in images.options.items() if key != "images"} if images else {},
         )
@@ -150,11 +153,11 @@ class WatchedProcessor:
             finally:
                 self._kept_images = None
 
-    def tokens_beside(self, run: Run) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids of a run before and after those of its text.
+    def affixes_of(self, run: Run, opening: str, ending: str) -> Affixes:
+        """Return the affixes of a run: texts that it added, and tokens around the tokens of its text.
 
         Raises:
-            ProcessorError: The ids are more than the text's with others around them.
+            ProcessorError: The ids do not contain the ids of the text.
         """
         ids = as_numpy(run.output["input_ids"]).reshape(-1).tolist()
         with self.lock:
@@ -163,24 +166,23 @@ class WatchedProcessor:
         for start in range(len(ids) - len(inner) + 1):
             stop = start + len(inner)
             if ids[start:stop] == inner:
-                return tuple(ids[:start]), tuple(ids[stop:])
+                return Affixes(tuple(ids[:start]), opening, "nothing", ending, tuple(ids[stop:]))
         raise ProcessorError("the model's processor changes the tokens of a text", got=repr(run.text[:80]))
 
     def learn_affixes(self, texts: Sequence[str] = ()) -> dict[BosPlace, Affixes]:
-        """Learn what it writes beside prompts without media, by where they hold BOS.
+        """Learn the affixes of prompts without media, by the position of BOS.
 
-        Each is proved over several texts, `texts` of the model's own template among them.
+        Each is proved over several texts, including `texts` of the model's own template.
 
         Raises:
             MissingDependencyError: It needs a package that is not installed.
             ProcessorError: Transformers cannot build it.
         """
-        _ = self.reference  # whose error is no refusal of a text
+        _ = self.reference  # its error does not refuse a text
         plain = [text.removeprefix(self.bos) for text in texts]
         return {
             place: self._learn([
-                *[self.with_bos(text, place) for text in _TEXTS],
-                *([] if place == "later" else [self.with_bos(text, place) for text in plain]),
+                self.with_bos(text, place) for text in (*_TEXTS, *(plain if place != "later" else ()))
             ])
             for place in self.bos_places
         }  # fmt: skip
@@ -193,8 +195,7 @@ class WatchedProcessor:
                 opening, middle, ending = run.text.partition(text)
                 if not middle:
                     return Affixes(refusal=f"it writes {run.text[:80]!r} for {text!r}")
-                first, last = self.tokens_beside(run)
-                kinds.add(Affixes(first, opening, "nothing", ending, last))
+                kinds.add(self.affixes_of(run, opening, ending))
         except MissingDependencyError:
             raise
         except MMRenderError as error:
@@ -206,12 +207,8 @@ class WatchedProcessor:
         return kinds.pop()
 
 
-class ChosenError(Exception):
-    """Ends a run of a processor once it has said which frames it samples."""
-
-
 class _Recorder:
-    """A part of a processor that notes its last call; with `kept`, equal calls are made once."""
+    """A part of a processor that records its last call; with `kept`, equal calls are made once."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -224,37 +221,36 @@ class _Recorder:
         return getattr(self.part, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call, and make it."""
+        """Record the call, and make it."""
         self.args, self.options = args, dict(kwargs)
-        result = self.part(*args, **kwargs) if self.kept is None else self._once(self.kept, args, kwargs)
+        result = self._result(args, kwargs)
         self.returned = dict(result)
         return result
 
-    def _once(self, kept: dict[bytes, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.kept is None:
+            return self.part(*args, **kwargs)
         try:
             key = pickle.dumps((args, kwargs))
         except (pickle.PicklingError, TypeError, AttributeError):  # an option of a processor's own code
             return self.part(*args, **kwargs)
-        if key not in kept:
-            kept[key] = self.part(*args, **kwargs)
-        return copy.copy(kept[key])  # processors take members out of it
+        if key not in self.kept:
+            self.kept[key] = self.part(*args, **kwargs)
+        return copy.copy(self.kept[key])  # processors remove members from it
 
 
 @contextmanager
 def errors_named(medium: str) -> Iterator[None]:
-    """Turn whatever a processor raises into a `MediaError`, but for a missing package."""
-    try:
+    """Turn any exception of a running processor into a `MediaError`, except for a missing package."""
+    kind = medium.partition(" ")[0]
+    size = medium.removeprefix(kind).strip()
+
+    def failed(cause: str) -> MediaError:
+        got = f"{size}: {cause}".removeprefix(": ")
+        return MediaError(f"the model's own processor cannot process this {kind}", got=got)
+
+    with named_errors(failed):
         yield
-    except (ChosenError, MMRenderError):
-        raise
-    except ImportError as error:
-        raise missing_package(error) from error
-    except Exception as error:
-        kind = medium.partition(" ")[0]
-        raise MediaError(
-            f"the model's own processor cannot process this {kind}",
-            got=f"{medium.removeprefix(kind).strip()}: {type(error).__name__}: {error}".removeprefix(": "),
-        ) from error
 
 
 def as_numpy(values: Any) -> npt.NDArray[Any]:
@@ -262,7 +258,6 @@ def as_numpy(values: Any) -> npt.NDArray[Any]:
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         # numpy has no bfloat16, all of whose values are float32's too.
-        values = (
-            values.float() if values.dtype.is_floating_point and values.itemsize == 2 else values
-        ).numpy()
+        is_half = values.dtype.is_floating_point and values.itemsize == 2
+        values = (values.float() if is_half else values).numpy()
     return np.asarray(values)
