@@ -39,8 +39,8 @@ def contenders(patches: int, dtype: str) -> dict[str, Callable[[], Any]]:
     import torch
     from vllm.entrypoints.scale_out.token_in_token_out import mm_serde as theirs
 
-    from mmcodecs.vllm import decode_mm_kwargs_item, encode_mm_kwargs_item
-    from mmcodecs.vllm_fields import collate_items, layout_of
+    from mmrender.client.vllm_fields import collate_items, layout_of
+    from mmrender.media.vllm_items import decode_mm_kwargs_item, encode_mm_kwargs_item
 
     pixels = torch.arange(patches * 1176, dtype=torch.int64).remainder(251).view(patches, 1176)
     inputs = {

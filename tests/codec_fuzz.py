@@ -32,8 +32,8 @@ import msgspec
 import numpy as np
 
 import mmcodecs
-from mmcodecs.vllm import decode_mm_kwargs_item
 from mmcodecs.wire import Message as WireMessage
+from mmrender.media.vllm_items import decode_mm_kwargs_item
 
 Message = bytes | list[bytes]
 Decode = Callable[[Any], Any]

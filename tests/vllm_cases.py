@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from mmcodecs.arrays import RawTensor
-from mmcodecs.vllm import FlatField, SharedField
-from mmcodecs.vllm_fields import Batched, Flat, Layout, Shared
+from mmrender.client.vllm_fields import Batched, Flat, Layout, Shared
+from mmrender.media.vllm_items import FlatField, SharedField
 
 
 def described(data):

@@ -16,10 +16,10 @@ import numpy as np
 from PIL import Image
 
 from kit import blocks
-from mmcodecs.vllm import encode_mm_kwargs_item
-from mmcodecs.vllm_fields import collate_items, layout_of
 from mmrender.client.types import EngineRequest
+from mmrender.client.vllm_fields import collate_items, layout_of
 from mmrender.client.vllm_images import PixelDtype, item_tensors
+from mmrender.media.vllm_items import encode_mm_kwargs_item
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Asked
 from mmrender.tokens.rendered import RenderedTokens

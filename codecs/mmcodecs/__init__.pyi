@@ -10,8 +10,6 @@ from .shared import Shared as Shared
 from .tagged import decode_tagged as decode_tagged
 from .tagged import encode_tagged as encode_tagged
 from .values import Limits as Limits
-from .vllm import decode_mm_kwargs_item as decode_mm_kwargs_item
-from .vllm import encode_mm_kwargs_item as encode_mm_kwargs_item
 from .wire import Decoder as Decoder
 from .wire import Encoder as Encoder
 from .wire import decode as decode

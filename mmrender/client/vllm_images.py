@@ -25,12 +25,11 @@ from PIL import Image
 
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError
-from mmcodecs.vllm import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
-from mmcodecs.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.client.exchange import BYTES_PER_ID, encoded_once
 from mmrender.client.reply import decode_as
 from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import JSONText, Transport
+from mmrender.client.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.errors import (
     EngineMismatchError,
     EngineReplyError,
@@ -40,6 +39,7 @@ from mmrender.errors import (
 )
 from mmrender.media.item import EncodedImage, PatchItem, ProcessedItem, encoded_image, tensor_specs
 from mmrender.media.levels import Levels, expanded
+from mmrender.media.vllm_items import KwargsItem, decode_mm_kwargs_item, encode_mm_kwargs_item_as_bytes
 from mmrender.sidecar import MediaItem, MediaSpan, PlaceholderRange
 
 _log = logging.getLogger("mmrender.client")

@@ -6,13 +6,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from mmcodecs import CodecError, decode_mm_kwargs_item
-from mmcodecs.vllm import FieldElem, FlatField, join_items
+from mmcodecs import CodecError
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
+from mmrender.media.vllm_items import FieldElem, FlatField, decode_mm_kwargs_item, join_items
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, Repeat
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions, collate_fields, media_of

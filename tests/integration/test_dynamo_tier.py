@@ -32,7 +32,6 @@ from integration.engine_checks import (
 )
 from integration.engine_checks import ask_directly as ask_backend
 from integration.engine_server import needs_tier
-from mmcodecs.vllm import decode_mm_kwargs_item
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.errors import (
     EngineConnectionError,
@@ -41,6 +40,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     PromptTooLongError,
 )
+from mmrender.media.vllm_items import decode_mm_kwargs_item
 
 pytestmark = needs_tier("dynamo")
 

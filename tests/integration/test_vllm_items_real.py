@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from integration.engine_server import environment_of, needs_tier
-from mmcodecs.vllm import (
+from mmrender.client.vllm_fields import LAYOUTS, collate_items
+from mmrender.media.vllm_items import (
     BatchedField,
     FieldElem,
     FlatField,
@@ -21,7 +22,6 @@ from mmcodecs.vllm import (
     encode_mm_kwargs_item,
     join_items,
 )
-from mmcodecs.vllm_fields import LAYOUTS, collate_items
 from vllm_cases import batch_of, described, described_item, outputs_of
 
 pytestmark = needs_tier("vllm")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mmcodecs.arrays import BY_ID, RawTensor
 from mmcodecs.errors import CodecError
-from mmcodecs.vllm import (
+from mmrender.client.vllm_fields import LAYOUTS, collate_items
+from mmrender.media.vllm_items import (
     BatchedField,
     FieldElem,
     FlatField,
@@ -20,7 +21,6 @@ from mmcodecs.vllm import (
     encode_mm_kwargs_item,
     join_items,
 )
-from mmcodecs.vllm_fields import LAYOUTS, collate_items
 from vllm_cases import batch_of, described, described_item, outputs_of
 
 # torch says so once whenever a complex32 tensor is made.

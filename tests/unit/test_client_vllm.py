@@ -12,13 +12,6 @@ from aiohttp import web
 from client_server import StubServer, stub_server
 from kit import blocks
 from mmcodecs.arrays import RawTensor
-from mmcodecs.vllm import (
-    BatchedField,
-    FieldElem,
-    FlatField,
-    decode_mm_kwargs_item,
-    encode_mm_kwargs_item,
-)
 from mmrender.client import vllm_images
 from mmrender.client.exchange import data_urls
 from mmrender.client.http import HTTPTransport
@@ -38,6 +31,13 @@ from mmrender.errors import (
 )
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Floats, Levels, PixelArithmetic
+from mmrender.media.vllm_items import (
+    BatchedField,
+    FieldElem,
+    FlatField,
+    decode_mm_kwargs_item,
+    encode_mm_kwargs_item,
+)
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
 from vllm_contract import (

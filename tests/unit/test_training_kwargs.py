@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-import mmcodecs
 from kit import encoded, noise
-from mmcodecs.vllm import BatchedField, FieldElem, FlatField, SharedField
-from mmcodecs.vllm_fields import collate_items, layout_of
+from mmrender.client.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
+from mmrender.media.vllm_items import (
+    BatchedField,
+    FieldElem,
+    FlatField,
+    SharedField,
+    encode_mm_kwargs_item,
+)
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training import collate, decode_mm_kwargs, resolve_references
 from mmrender.training.kwargs import collate_mm_kwargs
@@ -25,7 +30,7 @@ QWEN = layout_of("Qwen3VLForConditionalGeneration")
 
 
 def vllm_items(items: Any) -> list[str]:
-    return [mmcodecs.encode_mm_kwargs_item(item) for item in items]
+    return [encode_mm_kwargs_item(item) for item in items]
 
 
 def of_qwen(*items: MediaItem) -> list[str]:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmcodecs.vllm import decode_mm_kwargs_item
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, in_runs, layout_for
@@ -16,6 +15,7 @@ from mmrender.errors import EngineUnsupportedError
 from mmrender.media.item import tensor_specs
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
+from mmrender.media.vllm_items import decode_mm_kwargs_item
 from mmrender.messages import VideoPart
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MediaSpan, MultiModalData

@@ -12,7 +12,8 @@ import torch
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError, EncodeError, LimitError, UnsupportedTypeError
 from mmcodecs.values import Limits
-from mmcodecs.vllm import (
+from mmrender.client.vllm_fields import LAYOUTS, collate_items, layout_of
+from mmrender.media.vllm_items import (
     BatchedField,
     FieldElem,
     FlatField,
@@ -20,7 +21,6 @@ from mmcodecs.vllm import (
     encode_mm_kwargs_item,
     join_items,
 )
-from mmcodecs.vllm_fields import LAYOUTS, collate_items, layout_of
 from vllm_cases import described_item
 
 RECORDED = sorted((Path(__file__).parents[1] / "data" / "vllm_items").glob("*.json"))

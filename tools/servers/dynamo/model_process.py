@@ -33,7 +33,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from mmcodecs.vllm import decode_mm_kwargs_item
+from mmrender.media.vllm_items import decode_mm_kwargs_item
 
 GREEDY_BELOW = 1e-5
 

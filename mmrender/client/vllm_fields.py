@@ -16,7 +16,7 @@ import numpy as np
 
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError, EncodeError
-from mmcodecs.vllm import BatchedField, Field, FieldElem, FlatField, KwargsItem, SharedField
+from mmrender.media.vllm_items import BatchedField, Field, FieldElem, FlatField, KwargsItem, SharedField
 
 Inputs: TypeAlias = Mapping[str, Any]
 """A processor's output: keyword arguments of the model."""
