@@ -1,7 +1,7 @@
-"""One completion from several requests: what is asked next, and what the pieces make together.
+"""One completion from several requests: the next request, and the whole made of the pieces.
 
-An aborted request returns what it has. The next one asks with prompt + tokens so far and the rest of the
-budget, so that sampled tokens are never decoded, moved or sampled again.
+An aborted request returns its tokens so far. The next one asks with the prompt and these tokens, and with the
+rest of the budget, so that sampled tokens are never decoded, moved or sampled again.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,10 @@ from mmrender.client.sampling import MAX_BIAS, PARAMETERS, token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.errors import EngineReplyError, PromptTooLongError
-from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.aligned import Aligned, joined_spans
+from mmrender.trajectory.engine_data import RoutedExperts
 
 Decode = Callable[[Sequence[int]], str]
-
-MEMORYLESS: Final = frozenset(name for name, row in PARAMETERS.items() if row.memoryless)
-"""Parameters that do not depend on where the prompt ends, or are carried over. So are `stop` and
-`frequency_penalty` within limits; with any other one, such as a grammar or `presence_penalty`, an aborted
-completion starts over."""
 
 
 class Continuation:
@@ -32,13 +28,13 @@ class Continuation:
 
     Args:
         request: The request, with `max_tokens`; it is not changed.
-        decode: Decodes tokens, to find stop strings across a seam; without it such requests start over.
+        decode: Decodes tokens, to find stop strings across a seam. Without it such requests start over.
         listener: Called with tokens once they are final, each once and in order.
 
     Attributes:
         completion_ids: Tokens so far.
         logprobs: One number for each of them.
-        finished: Why it ended; None while it has not.
+        finished: Why it ended, or None before its end.
     """
 
     def __init__(
@@ -60,7 +56,7 @@ class Continuation:
         self._pieces: list[EngineResponse] = []
         self._experts: RoutedExperts | None = None
 
-    # --- what to ask ---
+    # --- requests ---
 
     @property
     def remaining(self) -> int:
@@ -73,10 +69,15 @@ class Continuation:
         return len(self.completion_ids) if self.can_continue() else 0
 
     def can_continue(self, more: int = 0) -> bool:
-        """Whether an abort can be continued as a longer prompt, also after `more` tokens of any kind."""
+        """Whether an abort can be continued as a longer prompt, even after `more` tokens.
+
+        Parameters must be memoryless, or carried over: `stop`, and `frequency_penalty` within limits. With
+        any other one, such as a grammar or `presence_penalty`, an aborted completion starts over.
+        """
         params = self.request.sampling_params
         for name, value in params.items():
-            if name in MEMORYLESS or value in (None, False, "", [], (), {}):
+            row = PARAMETERS.get(name)
+            if (row is not None and row.memoryless) or value in (None, False, "", [], (), {}):
                 continue
             if name == "stop" and self._decode is not None:
                 continue
@@ -88,24 +89,24 @@ class Continuation:
         return True
 
     def _carried_bias(self, params: Mapping[str, Any]) -> dict[str, float]:
-        """The caller's `logit_bias`, less the frequency penalty of the tokens so far; both are additive."""
+        """Subtract the frequency penalty of the tokens so far from the caller's `logit_bias`."""
         bias = {str(token): float(value) for token, value in (params.get("logit_bias") or {}).items()}
         for token, count in Counter(self.completion_ids).items():
             bias[str(token)] = bias.get(str(token), 0.0) - params["frequency_penalty"] * count
         return bias
 
     def next_request(self) -> EngineRequest:
-        """Build the next request; what cannot be continued starts over."""
+        """Build the next request; a completion that cannot be continued starts over."""
         if not self.kept:
             self._clear()
             return self.request
-        done = len(self.completion_ids)
+        count = len(self.completion_ids)
         params = {**self.request.sampling_params, "max_tokens": self.remaining}
         if params.get("min_tokens"):
-            params["min_tokens"] = max(0, params["min_tokens"] - done)
+            params["min_tokens"] = max(0, params["min_tokens"] - count)
         if params.get("seed") is not None:
             # The same seed would repeat the random numbers of the first tokens.
-            digest = hashlib.blake2b(f"{params['seed']}/{done}".encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(f"{params['seed']}/{count}".encode(), digest_size=8).digest()
             params["seed"] = int.from_bytes(digest, "big") >> 1
         if params.get("frequency_penalty"):
             params["logit_bias"] = self._carried_bias(params)
@@ -113,11 +114,11 @@ class Continuation:
         return replace(self.request, prompt_ids=ids, sampling_params=params)
 
     async def ask(self, engine: InferenceEngineInterface, session_id: Hashable | None) -> bool:
-        """Make the next request, and take what comes, also from a stream that breaks; return True.
+        """Make the next request, and add its tokens, even those of a broken stream; return True.
 
         Raises:
             EngineError: The engine failed before the completion was finished.
-            EngineReplyError: Tokens and logprobs do not fit together, or exceed what was asked for.
+            EngineReplyError: Tokens and logprobs do not fit together, or there are too many.
         """
         request = self.next_request()
         ids: list[int] = []
@@ -136,10 +137,9 @@ class Continuation:
             if new_ids and self._listener is not None:
                 self._listener(new_ids, new_logprobs, None)
 
-        # Router choices come at the end of a stream, and so does what was allowed: a broken one would lose
-        # them. A stop string across a seam is found in whole pieces only.
-        params = request.sampling_params
-        limited = request.forbidden_token_ids or params.get("allowed_token_ids")
+        # Router choices and allowed tokens come at the end of a stream, so a broken one would lose them. A
+        # stop string across a seam is found in whole pieces only.
+        limited = request.forbidden_token_ids or request.sampling_params.get("allowed_token_ids")
         in_pieces = request.routed_experts or limited or (self._stops and self.completion_ids)
         streams = self._listener is not None and not in_pieces and self.can_continue(self.remaining)
         try:
@@ -148,7 +148,7 @@ class Continuation:
             )
             check_piece(piece.completion_ids, piece.logprobs, self.remaining)
         except BaseException as error:
-            if ids or ending != "abort":  # it was shown, so it counts
+            if ids or ending != "abort":  # tokens that were shown count
                 self.add(EngineResponse(ids, logprobs, ending, Usage(len(request.prompt_ids), len(ids))))
             if isinstance(error, PromptTooLongError) and self.completion_ids:
                 self.end("length")
@@ -158,22 +158,21 @@ class Continuation:
             self.add(piece)
         return True
 
-    # --- what came ---
+    # --- pieces ---
 
     def add(self, piece: EngineResponse) -> None:
-        """Take the response to `next_request`.
+        """Add the response to `next_request`.
 
         Raises:
             EngineReplyError: Its router choices do not fit those of earlier pieces.
         """
         piece = self._cut_at_stop(piece)
         if piece.completion_ids or piece.finish_reason != "abort":
-            seam = len(self.request.prompt_ids) + len(self.completion_ids) - 1
-            self._experts = (
-                join_experts(self._experts, piece.routed_experts, seam)
-                if self.completion_ids
-                else piece.routed_experts
-            )
+            experts = piece.routed_experts
+            if self.completion_ids:
+                seam = len(self.request.prompt_ids) + len(self.completion_ids) - 1
+                experts = join_experts(self._experts, experts, seam)
+            self._experts = experts
             self.completion_ids += piece.completion_ids
             self.logprobs += piece.logprobs
             self._pieces.append(piece)
@@ -185,27 +184,27 @@ class Continuation:
             self._show()
 
     def _cut_at_stop(self, piece: EngineResponse) -> EngineResponse:
-        """End a piece where a stop string ends that began before the seam; the engine cannot see that one."""
-        done = len(self.completion_ids)
-        if not self._stops or not done or self._decode is None:
+        """Cut a piece after a stop string that began before the seam, which the engine cannot see."""
+        count = len(self.completion_ids)
+        if not self._stops or not count or self._decode is None:
             return piece
         longest = max(map(len, self._stops))
-        # A character takes four tokens at most, as UTF-8 bytes; some tokens have no text.
+        # A character takes up to four tokens, as UTF-8 bytes; some tokens have no text.
         before = self.completion_ids[-(4 * longest + 16) :]
         seam = len(self._decode(before))
-        least = self.request.sampling_params.get("min_tokens") or 0
-        for count in range(1, len(piece.completion_ids) + 1):
-            text = self._decode([*before, *piece.completion_ids[:count]])
+        min_tokens = self.request.sampling_params.get("min_tokens") or 0
+        for kept in range(1, len(piece.completion_ids) + 1):
+            text = self._decode([*before, *piece.completion_ids[:kept]])
             for stop in self._stops:
                 start = text.find(stop, max(0, seam - len(stop) + 1), seam + len(stop) - 1)
-                if 0 <= start < seam and done + count > least:
-                    return cut_piece(piece, count, stop, len(self.request.prompt_ids) + done + count)
+                if 0 <= start < seam and count + kept > min_tokens:
+                    return _cut(piece, kept, stop, len(self.request.prompt_ids) + count + kept)
             if len(text) >= seam + longest:
                 break
         return piece
 
     def end(self, reason: FinishReason) -> None:
-        """End it with what it has, unless it has ended."""
+        """End it with its tokens so far, unless it has ended."""
         if self.finished is None:
             self.finished = reason
             self._show()
@@ -217,74 +216,60 @@ class Continuation:
             self._listener(self.completion_ids[start:], self.logprobs[start:], self.finished)
 
     def result(self) -> EngineResponse:
-        """Return the whole completion: the first piece's metadata, the last one's stop reason."""
+        """Return the whole completion, with the first piece's metadata and the last one's stop reason."""
         nothing = EngineResponse([], [], "abort", Usage(len(self.request.prompt_ids), 0))
         first, last = (self._pieces[0], self._pieces[-1]) if self._pieces else (nothing, nothing)
-        versions: list[WeightVersionSpan] = []
-        allowed: list[AllowedTokens] = []
-        top: list[Any] | None = []
-        done = 0
+        parts: list[Aligned] = []
+        top: list[Any] = []
+        count = 0
         for piece in self._pieces:
-            for version, start, stop in piece.weight_versions:
-                begin = start + done
-                if versions and versions[-1].version == version and versions[-1].stop == begin:
-                    begin = versions.pop().start
-                versions.append(WeightVersionSpan(version, begin, stop + done))
-            allowed += [
-                span._replace(start=span.start + done, stop=span.stop + done) for span in piece.allowed
-            ]
-            if piece.completion_ids:
-                missing = top is None or piece.top_logprobs is None
-                top = None if missing else [*top, *piece.top_logprobs]  # type: ignore[misc]
-            done += len(piece.completion_ids)
+            spans = Aligned(weight_versions=piece.weight_versions, allowed=piece.allowed)
+            parts.append(spans.shift(count))
+            top += piece.top_logprobs or ()
+            count += len(piece.completion_ids)
+        joined = joined_spans(parts)
         return EngineResponse(
             completion_ids=self.completion_ids,
             logprobs=self.logprobs,
             finish_reason=self.finished or "abort",
-            usage=Usage(first.usage.prompt_tokens, done, first.usage.cached_tokens),
+            usage=Usage(first.usage.prompt_tokens, count, first.usage.cached_tokens),
             stop_reason=last.stop_reason,
             routed_experts=self._experts,
-            weight_versions=tuple(versions),
-            allowed=tuple(allowed),
+            weight_versions=joined.weight_versions,
+            allowed=joined.allowed,
             request_id=first.request_id,
-            top_logprobs=tuple(top) if top else None,
+            top_logprobs=tuple(top) if top and len(top) == count else None,
         )
 
 
-def cut_piece(piece: EngineResponse, count: int, stop: str, length: int) -> EngineResponse:
-    """Keep the first `count` tokens of a piece; prompt and completion then have `length` tokens."""
+def _cut(piece: EngineResponse, kept: int, stop: str, length: int) -> EngineResponse:
+    """Keep the first tokens of a piece, with which prompt and completion have `length` tokens."""
+    values = Aligned(
+        {name: getattr(piece, name) for name in ("completion_ids", "logprobs", "top_logprobs")},
+        weight_versions=piece.weight_versions,
+        allowed=piece.allowed,
+    )
     experts = piece.routed_experts
     if experts is not None:
-        experts = RoutedExperts(experts.data[: max(0, length - 1 - experts.start)], experts.start)
-    return replace(
-        piece,
-        completion_ids=piece.completion_ids[:count],
-        logprobs=piece.logprobs[:count],
-        finish_reason="stop",
-        stop_reason=stop,
-        routed_experts=experts,
-        weight_versions=tuple(
-            WeightVersionSpan(version, start, min(end, count))
-            for version, start, end in piece.weight_versions
-            if start < count
-        ),
-        allowed=tuple(
-            span._replace(stop=min(span.stop, count)) for span in piece.allowed if span.start < count
-        ),
-        top_logprobs=None if piece.top_logprobs is None else piece.top_logprobs[:count],
-    )
+        experts = experts.cut(experts.start, length - 1)  # the last token has no row
+    fields = {**values.cut(0, kept).fields(), "routed_experts": experts}
+    return replace(piece, **fields, finish_reason="stop", stop_reason=stop)
 
 
-def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], most: int) -> None:
-    """Require at most `most` tokens, and one finite logprob for each; an engine may be the caller's own.
+def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], max_tokens: int) -> None:
+    """Require at most `max_tokens` tokens, each with one finite logprob, since any engine may be the user's.
 
     Raises:
         EngineReplyError: They do not fit.
     """
     count = len(completion_ids)
-    if count > most:
-        problem, where = "the engine sampled more tokens than it was asked for", "completion_ids"
-        raise EngineReplyError(problem, where=where, expected=f"at most {most}", got=str(count))
+    if count > max_tokens:
+        raise EngineReplyError(
+            "the engine sampled more tokens than it was asked for",
+            where="completion_ids",
+            expected=f"at most {max_tokens}",
+            got=str(count),
+        )
     if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
         got = f"{len(logprobs)}: {list(logprobs)}"[:120]
         problem, expected = "each token has one logprob", f"{count} finite numbers"
@@ -296,12 +281,12 @@ def join_experts(
 ) -> RoutedExperts | None:
     """Join the rows of the pieces so far with those of the next from position `seam` on.
 
-    The last token of a piece is not fed back within it, so its row, at `seam`, is the next piece's. Rows
-    before that stay those with which the tokens were sampled: the next piece computes them again, perhaps
-    with other weights.
+    The last token of a piece is not fed back within it, so its row, at `seam`, is the next piece's. Earlier
+    rows are kept, since tokens were sampled with them: the next piece computes them again, perhaps with other
+    weights.
 
     Raises:
-        EngineReplyError: One piece has router choices and another has none, or they do not meet.
+        EngineReplyError: Only one piece has router choices, or they do not meet.
     """
     if before is None and piece is None:
         return None
@@ -314,5 +299,5 @@ def join_experts(
             expected=f"rows up to and from {seam}",
             got=" and ".join(bounds),
         )
-    kept = before.data[: max(0, seam - before.start)]
-    return RoutedExperts(np.concatenate([kept, piece.from_position(seam).data]), before.start)
+    rows = [before.cut(before.start, seam).data, piece.from_position(seam).data]
+    return RoutedExperts(np.concatenate(rows), before.start)
