@@ -1,4 +1,4 @@
-"""What callers of the endpoint are held to: keys, sizes, times, numbers; and errors in OpenAI's envelope."""
+"""Endpoint limits (keys, body sizes, timeouts, concurrency), and errors in OpenAI's envelope."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ class RequestError(Exception):
 
 
 class CallerLeftError(RequestError):
-    """The caller closed the connection; 499 is nginx's status for that."""
+    """The caller closed the connection. 499 is nginx's status for that."""
 
     def __init__(self) -> None:
         super().__init__(499, "the caller left", code="caller_left")
@@ -74,7 +74,7 @@ def failure_of(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, RequestError):
         status, code, param, message = error.status, error.code, error.param, str(error)
     elif isinstance(error, EngineStatusError) and error.status < 500:
-        # The engine's own refusal is passed on; its breakdowns are ours to answer for.
+        # Only refusals are passed on. An engine's failure is a failure of this endpoint.
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             body = msgspec.json.decode(error.body, type=dict[str, Any])
             if isinstance(body.get("error"), dict):
@@ -136,7 +136,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, or cancel it where the caller leaves.
+    """Do the work, or cancel it if the caller leaves.
 
     Raises:
         CallerLeftError: The caller left.
@@ -159,11 +159,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 class RequestLimit:
-    """Refuses requests of a key that has too many under way; `/health` is always answered.
+    """Refuses requests of a key that has too many under way. `/health` is always answered.
 
     Args:
         app: The application.
-        limit: Requests of one key at a time; callers without a key count as one.
+        limit: Requests of one key at a time. Callers without a key count as one.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -190,7 +190,7 @@ class RequestLimit:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP whose request heads must come in time, for which uvicorn by itself waits for ever."""
+    """h11 with a timeout for request heads, which uvicorn lacks."""
 
     def __init__(self, *arguments: Any, head_seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -203,7 +203,7 @@ class TimedProtocol(H11Protocol):
         self._late = self.loop.call_later(self._head_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Read on; wait for a head that has begun, and no more for one that has come."""
+        """Read on. Bound the time of a head that has begun."""
         before: RequestResponseCycle | None = self.cycle  # None before the first head
         super().data_received(data)
         cycle = cast(RequestResponseCycle | None, self.cycle)

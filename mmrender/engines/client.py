@@ -1,4 +1,4 @@
-"""`InferenceEngineClient`: many engines that act as one; completions survive pauses and failures exactly."""
+"""`InferenceEngineClient`: many engines that act as one. Completions survive pauses and failures exactly."""
 
 import asyncio
 import itertools
@@ -47,7 +47,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     on a failing engine goes to the next. Sessions are hashed to an engine, other work goes to the engines in
     turn. To balance load, pass a router. Control calls go to all engines at once.
 
-    One event loop uses a client at a time; other threads call `asyncio.run_coroutine_threadsafe`. Pickled
+    One event loop uses a client at a time. Other threads call `asyncio.run_coroutine_threadsafe`. Pickled
     without a renderer, it arrives as a client of the same engines, not paused and without requests.
 
     Args:
@@ -67,8 +67,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         name: Name of this client if it is an engine of another client.
 
     Raises:
-        InputError: There is no engine, or two have the same name. A router's URL is passed for engines that
-            are no `HTTPEngine`, or that differ in backend or model.
+        InputError: `engines` is empty, or two have the same name. A router's URL is passed for engines that
+            differ in backend or model, or for other ones than `HTTPEngine`.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         return continuation.result()
 
     async def _wait_idle(self, aborts: int, work: Work) -> int:
-        """Wait before asking again after an abort without a token; return the number of aborts that count.
+        """Wait before the next request after an abort without a token. Return the number of counted aborts.
 
         An engine that another client has paused is waited for.
         """
@@ -208,7 +208,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- OpenAI requests ---
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> Chunk:
-        """Answer an OpenAI request in tokens if there is a renderer and a prompt is no text.
+        """Answer an OpenAI request in tokens if there is a renderer and the prompt is not text.
 
         Other requests go to an engine's own route.
         """
@@ -219,7 +219,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         return reply
 
     def stream_openai(self, call: OpenAICall, request_payload: RequestPayload) -> AsyncGenerator[Chunk, None]:
-        """Answer an OpenAI request as chunks; a failure after the first one is raised, not repeated."""
+        """Answer an OpenAI request as chunks. A failure after the first one is raised, not repeated."""
         body, api = _body_of(request_payload), self._api
         if api is not None and api.takes(call, body):
             return emitted(lambda emit: api.answer(call, body, emit))
@@ -259,7 +259,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- control ---
 
     async def _ask_all(self, call: Control, **arguments: Any) -> dict[Replica, Any]:
-        """Make a control call on all engines that serve; return their answers, or raise the first error.
+        """Make a control call on all engines that serve and return their answers, or raise the first error.
 
         Calls that move no memory are bounded by `pause_timeout`.
         """
@@ -275,13 +275,13 @@ class InferenceEngineClient(InferenceEngineInterface):
         return answers
 
     async def control(self, call: Control, /, **arguments: Any) -> None:
-        """Make a control call on all engines that serve; the first error is raised."""
+        """Make a control call on all engines that serve. The first error is raised."""
         await self._ask_all(call, **arguments)
 
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, deadline: float | None = 3600.0
     ) -> None:
-        """Pause engines that support the mode; withhold requests from the rest.
+        """Pause engines that support the mode, and withhold requests from the rest.
 
         When it returns, no request of this client runs, batches included.
 
@@ -345,7 +345,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         )
 
     async def _reach(self, replicas: Sequence[Replica], action: Action) -> None:
-        """Act on engines concurrently. One that is not reached is taken down; another error is raised."""
+        """Act on engines concurrently. One that is not reached is taken down. Another error is raised."""
         failed = await self._pool.failures(replicas, action, within=self._pool.pause_timeout)
         refusals = []
         for replica, error in failed.items():
@@ -358,7 +358,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise error
 
     async def _resume_halted(self, within: float) -> dict[Replica, BaseException]:
-        """Resume the engines that were paused; return the errors of those that failed."""
+        """Resume the engines that were paused and return the errors of those that failed."""
         halted = [each for each in self._pool.replicas if each.halted]
         return await self._pool.failures(halted, lambda engine: engine.resume_generation(), within=within)
 
@@ -413,7 +413,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     async def init_weight_update_communicator(
         self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """Let all engines join the trainer's group; one mapping for all, or one each in their order."""
+        """Let all engines join the trainer's group, with one mapping for all or one for each."""
         engines = [each.engine for each in await self._all_present()]
         infos = one_each("engine", len(engines), init_info, where="init_info")
         pairs = zip(engines, infos, strict=True)
@@ -428,7 +428,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise error
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Let all engines read weights; one that fails gets no requests until it has read them too."""
+        """Let all engines read weights. One that fails gets no requests until it has read them too."""
         errors = await self._update(
             lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
         )
@@ -436,7 +436,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise errors[0]
 
     async def _update(self, action: Action, version: str | None) -> list[BaseException]:
-        """Update all weights; an engine that fails gets no requests until a later update succeeds."""
+        """Update all weights. An engine that fails gets no requests until a later update succeeds."""
         pool = self._pool
         failed = await pool.failures(pool.replicas, action)
         if len(failed) < len(pool.replicas):
@@ -509,7 +509,7 @@ class _NoServer:
 
 @dataclass(frozen=True, slots=True)
 class _ClientBackend:
-    """An `InferenceEngineClient` as a backend; a request's `X-Session-ID` header is its session."""
+    """An `InferenceEngineClient` as a backend. A request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
     transport: _NoServer = field(default_factory=_NoServer)  # by which the prompt limit is remembered
@@ -523,7 +523,7 @@ class _ClientBackend:
         return await self.engines.complete(request, session_id=session, on_tokens=on_tokens)
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int | None:
-        """Return the maximum prompt length of every engine; asked again while no engine says."""
+        """Return the maximum prompt length of every engine, or raise if no engine says."""
         limit = await self.engines.max_prompt_len()
         if limit is None:
             raise EngineUnavailableError("no engine says how long a prompt may be")
@@ -549,7 +549,7 @@ def _body_of(payload: RequestPayload) -> Mapping[str, Any]:
 async def emitted(
     produce: Callable[[Callable[[Chunk], None]], Awaitable[object]],
 ) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of a coroutine as it emits them; ending the stream cancels the coroutine."""
+    """Yield the chunks of a coroutine as it emits them. Ending the stream cancels the coroutine."""
     queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
 
     async def run() -> None:

@@ -27,8 +27,9 @@ class Continuation:
     """The completion of one prompt, as it grows.
 
     Args:
-        request: The request, with `max_tokens`; it is not changed.
-        decode: Decodes tokens, to find stop strings across a seam. Without it such requests start over.
+        request: The request, with `max_tokens`. It is not changed.
+        decode: Decodes tokens, to find stop strings across a seam. Requests with `stop` start over without
+            it.
         listener: Called with tokens once they are final, each once and in order.
 
     Attributes:
@@ -60,7 +61,7 @@ class Continuation:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled; at least 1 while it is not finished."""
+        """Tokens that may still be sampled, 1 or more before its end."""
         return self.budget - len(self.completion_ids)
 
     @property
@@ -96,7 +97,7 @@ class Continuation:
         return bias
 
     def next_request(self) -> EngineRequest:
-        """Build the next request; a completion that cannot be continued starts over."""
+        """Build the next request. A completion that cannot be continued starts over."""
         if not self.kept:
             self._clear()
             return self.request
@@ -114,7 +115,7 @@ class Continuation:
         return replace(self.request, prompt_ids=ids, sampling_params=params)
 
     async def ask(self, engine: InferenceEngineInterface, session_id: Hashable | None) -> bool:
-        """Make the next request, and add its tokens, even those of a broken stream; return True.
+        """Make the next request, and add its tokens, even those of a broken stream. Return True.
 
         Raises:
             EngineError: The engine failed before the completion was finished.
@@ -164,7 +165,7 @@ class Continuation:
         """Add the response to `next_request`.
 
         Raises:
-            EngineReplyError: Its router choices do not fit those of earlier pieces.
+            EngineReplyError: Its router choices do not fit earlier ones.
         """
         piece = self._cut_at_stop(piece)
         if piece.completion_ids or piece.finish_reason != "abort":
@@ -189,7 +190,7 @@ class Continuation:
         if not self._stops or not count or self._decode is None:
             return piece
         longest = max(map(len, self._stops))
-        # A character takes up to four tokens, as UTF-8 bytes; some tokens have no text.
+        # A character takes up to four tokens, as UTF-8 bytes. Some tokens have no text.
         before = self.completion_ids[-(4 * longest + 16) :]
         seam = len(self._decode(before))
         min_tokens = self.request.sampling_params.get("min_tokens") or 0
@@ -279,7 +280,7 @@ def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], max_to
 def join_experts(
     before: RoutedExperts | None, piece: RoutedExperts | None, seam: int
 ) -> RoutedExperts | None:
-    """Join the rows of the pieces so far with those of the next from position `seam` on.
+    """Join the rows of the pieces so far and the next piece's rows from position `seam` on.
 
     The last token of a piece is not fed back within it, so its row, at `seam`, is the next piece's. Earlier
     rows are kept, since tokens were sampled with them: the next piece computes them again, perhaps with other

@@ -63,19 +63,19 @@ class ServerSettings:
     """Settings of an `EngineServer`.
 
     Attributes:
-        model: Name of the model; a request that names another one is refused.
+        model: Name of the model. A request that names another one is refused.
         host: Address to listen on. Without a key only loopback is allowed.
-        port: Port; 0 for any free one.
+        port: Port. 0 for any free one.
         api_key: Requests to `/v1/...` and `/metrics` must bring it, or one of several, as `Authorization:
             Bearer ...`.
         open_to_all: Allow any address without a key.
         max_body_bytes: A longer request is refused.
-        max_requests: Requests of one key at a time; callers without a key count as one.
+        max_requests: Requests of one key at a time. Callers without a key count as one.
         read_seconds: How long the head of a request may take to come, and its body.
         stop_seconds: How long running requests may go on when the server stops.
 
     Raises:
-        InputError: The address is open to others and there is no key, or an empty one.
+        InputError: The address is open to others without a key, or a key is empty.
     """
 
     model: str
@@ -100,12 +100,12 @@ class ServerSettings:
                 where="settings.host",
                 expected="a loopback address, or a key",
                 got=self.host,
-                remedy="Give api_key, or open_to_all=True where the network keeps others out",
+                remedy="Pass api_key, or open_to_all=True if the network keeps others out",
             )
 
     @property
     def keys(self) -> Sequence[str]:
-        """Keys that are let in; none where every caller is."""
+        """Accepted keys, empty if every caller is accepted."""
         return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
 
 
@@ -128,8 +128,8 @@ class Endpoint:
     """The routes over one client, and their metrics in a registry of its own.
 
     Args:
-        client: Samples; with a renderer in tokens, without one on the engines' own routes.
-        settings: What is served, and to whom.
+        client: Samples, in tokens if it has a renderer, otherwise on the engines' own routes.
+        settings: Name of the model, and limits.
     """
 
     def __init__(self, client: InferenceEngineClient, settings: ServerSettings) -> None:
@@ -205,7 +205,7 @@ class Endpoint:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _models(self, request: Request) -> Response:
-        """The model served, in a list where no name is asked for."""
+        """Return the served model, in a list if the request names none."""
         named = request.path_params.get("name")
         if named is not None:
             self._check_model(named)
@@ -259,7 +259,7 @@ class Endpoint:
         return body, streams
 
     def _own(self, reply: Mapping[str, Any]) -> dict[str, Any]:
-        """Count the tokens that a reply or chunk reports, and give it the name of the model served."""
+        """Count the tokens that a reply or chunk reports, and name the served model in it."""
         usage = reply.get("usage")
         if isinstance(usage, Mapping):
             for kind in ("prompt", "completion"):
@@ -273,7 +273,7 @@ class Endpoint:
         request: Request,
         begun: float,
     ) -> AsyncIterator[bytes]:
-        """Yield server-sent events; the source ends with them, for whatever reason."""
+        """Yield server-sent events. The source always ends with them."""
         status = CallerLeftError().status
         try:
             yield _event(self._own(first))
@@ -300,14 +300,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 class EngineServer:
-    """Serves OpenAI's routes over a client. Several may run in one process; they share nothing.
+    """Serves OpenAI's routes over a client. Several may run in one process, independent of each other.
 
     With a renderer, the client's chat is rendered here, and callers may name media by data: and http(s) URLs
-    only; which addresses are reached is the renderer's `MediaPolicy`.
+    only. The renderer's `MediaPolicy` decides which addresses are reached.
 
     Args:
-        client: Samples; it is not torn down with the server.
-        settings: What is served, where, and to whom.
+        client: Samples. It outlives the server.
+        settings: Name of the model, address and limits.
     """
 
     def __init__(self, client: InferenceEngineClient, settings: ServerSettings) -> None:
@@ -388,7 +388,7 @@ class EngineServer:
         self.stop()
 
     def _listen(self) -> tuple[socket.socket, uvicorn.Server]:
-        """Bind the address, since uvicorn would end the process where the port is taken."""
+        """Bind the address, since uvicorn would end the process if the port is taken."""
         host, port = self.settings.host, self.settings.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -437,14 +437,14 @@ def serve(
     renderer: RendererProtocol | None = None,
     started: Callable[[str], None] = print,
 ) -> None:
-    """Serve OpenAI's routes over running inference servers until interrupted; `mmrender serve` calls it.
+    """Serve OpenAI's routes over running inference servers until interrupted. `mmrender serve` calls it.
 
     Args:
         urls: The inference servers, or the URL of a router.
         engine_model: Name under which they know the model.
-        settings: What is served, where, and to whom.
+        settings: Name of the model, address and limits.
         backend: Their engine.
-        renderer: Renders chat here, to sample in tokens; None passes chat on to the servers.
+        renderer: Renders chat here, to sample in tokens. None passes chat on to the servers.
         started: Called with the URL once it listens.
 
     Raises:

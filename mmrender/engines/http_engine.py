@@ -1,4 +1,4 @@
-"""`HTTPEngine`: one inference server, by its backend's wire and its control routes."""
+"""`HTTPEngine`: one inference server, with the wire of its backend and its control routes."""
 
 import contextlib
 import uuid
@@ -34,25 +34,25 @@ from mmrender.protocols import RendererProtocol
 
 SESSION_HEADER: Final = "X-Session-ID"
 _SESSION_HEADERS: Final = (SESSION_HEADER, "X-SMG-Routing-Key")
-"""By these routers hold a session: vllm-router and Ray Serve by the first, SGLang's gateway by the second."""
+"""Headers by which routers keep a session at one server: vllm-router and Ray Serve, SGLang's gateway."""
 _PATHS: Final = {"chat_completion": "/v1/chat/completions", "completion": "/v1/completions"}
 _ONCE: Final = ("init_weight_update_communicator", "update_named_weights", "reports_pause")
-"""Calls that must not be repeated: they have an effect each time, or a status 503 is their answer."""
+"""Calls that must not be repeated, since they have an effect each time, or status 503 is an answer."""
 
 
 class HTTPEngine(InferenceEngineInterface):
     """One vLLM, SGLang or Dynamo server, or a router in front of several.
 
-    Each request is sent once; a client retries. Pickled, it arrives as the same server, not paused.
+    Each request is sent once, since a client retries. Pickled, it arrives as the same server, not paused.
 
     Args:
         backend: The server's wire, or its name.
-        server: A transport, which the caller closes, a URL, or what else `as_transport` takes.
+        server: A URL, or another server as for `as_transport`. The caller closes a transport.
         model: Name under which the server knows the model.
-        name: Name of the engine; the URL by default.
-        control: The server that has the control routes, where it is another one.
+        name: Name of the engine, by default the URL.
+        control: The server with the control routes, if it is another one.
         renderer: Renders conversations and decodes completions.
-        routes: Control routes, where they are not those of the backend's name.
+        routes: Control routes, by default the routes of the backend's name.
         tp_size: Ranks that share each layer.
         pp_size: Pipeline stages.
         dp_size: Replicas behind the URL.
@@ -83,7 +83,7 @@ class HTTPEngine(InferenceEngineInterface):
                 where="backend",
                 expected=", ".join(sorted(TABLES)),
                 got=repr(self.backend.name),
-                remedy="Give routes=RouteTable(...)",
+                remedy="Pass routes=RouteTable(...)",
             )
         self.transport = _own_transport(server)
         self.worker = None if control is None else _own_transport(control)
@@ -97,10 +97,7 @@ class HTTPEngine(InferenceEngineInterface):
         self._paused: bool | None = False
 
     def behind(self, router: str) -> "HTTPEngine":
-        """Return the engine at the URL of a router that stands before servers like this one.
-
-        It is asked as this server is, with the same keys and time limits.
-        """
+        """Return an engine at the URL of a router before this server, with its keys and time limits."""
         from mmrender.client.http import HTTPTransport
 
         server: Server = router
@@ -116,7 +113,7 @@ class HTTPEngine(InferenceEngineInterface):
     async def complete(
         self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; an abort is returned as such."""
+        """Sample one completion. An abort is returned to the caller."""
         known: Mapping[str, Any] = {}
         if self.renderer is not None and request.vocab_size is None:
             known = ModelTokens(self.renderer).fields(request.multi_modal_data)
@@ -125,12 +122,12 @@ class HTTPEngine(InferenceEngineInterface):
         return await self.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
     async def max_prompt_len(self) -> int | None:
-        """Return the most tokens that a prompt may have, as the server says; asked once."""
+        """Return the server's maximum number of tokens of a prompt, asked once."""
         return await prompt_limit(self.backend, self.model, self.transport)
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
-        """Ask the server's own route; an abort is returned as such."""
-        body, headers = self._opened(request_payload)
+        """Ask the server's own route. An abort is returned to the caller."""
+        body, headers = self._body_and_headers(request_payload)
         reply = await self.transport.request("POST", _PATHS[call], json=body, headers=headers)
         return decode_as(reply.body, dict[str, Any], where=f"{self.name}{_PATHS[call]}")
 
@@ -138,12 +135,11 @@ class HTTPEngine(InferenceEngineInterface):
         self, call: OpenAICall, request_payload: RequestPayload
     ) -> AsyncIterator[dict[str, Any]]:
         """Ask the server's own route for a stream."""
-        body, headers = self._opened(request_payload)
+        body, headers = self._body_and_headers(request_payload)
         lines = self.transport.stream("POST", _PATHS[call], json={**body, "stream": True}, headers=headers)
         return read_events(lines, where=f"{self.name}{_PATHS[call]}")
 
-    def _opened(self, payload: RequestPayload) -> tuple[dict[str, Any], dict[str, str]]:
-        """Body and headers of a payload, the session among the latter."""
+    def _body_and_headers(self, payload: RequestPayload) -> tuple[dict[str, Any], dict[str, str]]:
         body, headers = dict(payload["json"]), dict(payload.get("headers") or {})
         session = body.pop("session_id", None)
         return {**body, "model": self.model}, {**headers, **_headers_of(session)}
@@ -152,9 +148,9 @@ class HTTPEngine(InferenceEngineInterface):
 
     @property
     def pause_modes(self) -> frozenset[PauseMode]:  # type: ignore[override]
-        """Modes that the server knows; `abort` only where aborts and ends can be distinguished.
+        """Modes that the server knows, including `abort` only if aborts can be distinguished from ends.
 
-        Dynamo reports an abort as a stop, so that takes a renderer or `DynamoBackend(eos_token_ids=...)`.
+        Dynamo reports both as a stop, so it needs a renderer or `DynamoBackend(eos_token_ids=...)`.
         """
         if self._routes.on_worker and self.worker is None:
             return frozenset()
@@ -171,7 +167,7 @@ class HTTPEngine(InferenceEngineInterface):
                 where=f"{self.name}.pause_generation",
                 expected=" or ".join(sorted(modes)),
                 got=repr(mode),
-                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)" if mode in words else None,
+                remedy="Pass a renderer, or DynamoBackend(eos_token_ids=...)" if mode in words else None,
             )
         if self._paused:
             raise EngineStateError("the engine is paused already", where=self.name)
@@ -188,14 +184,14 @@ class HTTPEngine(InferenceEngineInterface):
         self._paused = False
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Let the server receive weights; return when it has them."""
+        """Let the server receive weights and return when it has received them."""
         missing = [name for name in ("names", "dtypes", "shapes") if name not in request]
         if missing:
             raise InputError("a part of the weight update is missing", where=f"request.{missing[0]}")
         await self.control("update_named_weights", **request)
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
-        """Make the requests of a control call; return the result that the last reply holds, or None.
+        """Make the requests of a control call and return the result in the last reply, or None.
 
         Raises:
             EngineUnsupportedError: The engine lacks the call or an argument of it.
@@ -215,12 +211,9 @@ class HTTPEngine(InferenceEngineInterface):
             transport = self.worker
         for name in {"level", "tags"} & arguments.keys():
             value = arguments[name]
-            if value not in (None, 1) and not any(route.takes(name) for route in routes):  # 1 is all engines'
-                raise EngineUnsupportedError(
-                    f"{table.engine} does not know this argument of {call}",
-                    where=f"{where}.{name}",
-                    got=repr(value),
-                )
+            if value not in (None, 1) and not any(route.takes(name) for route in routes):  # 1 is the default
+                problem = f"{table.engine} does not know this argument of {call}"
+                raise EngineUnsupportedError(problem, where=f"{where}.{name}", got=repr(value))
         result = None
         for route in routes:
             if route.needs is None or arguments.get(route.needs):
@@ -230,7 +223,7 @@ class HTTPEngine(InferenceEngineInterface):
     async def _request(
         self, transport: Transport, route: Route, call: Control, arguments: Mapping[str, Any]
     ) -> Any:
-        """Make one request; some routes answer in plain text, and some refuse with status 200."""
+        """Make one request. Some routes answer in plain text, and some refuse with status 200."""
         where, remedy = f"{self.name}.{call}", "Pause first" if "cache" in route.path else None
         method, _, _ = route.path.partition(" ")
         path, body = route.filled(arguments)
@@ -243,10 +236,8 @@ class HTTPEngine(InferenceEngineInterface):
                 problem = f"the server has no route {path.partition('?')[0]}"
                 raise EngineUnsupportedError(problem, where=where, remedy=self._routes.remedy) from error
             if error.status in self._routes.busy and remedy:
-                got = error.body[:200]
-                raise EngineStateError(
-                    "cached prefixes are in use", where=where, got=got, remedy=remedy
-                ) from error
+                problem, got = "cached prefixes are in use", error.body[:200]
+                raise EngineStateError(problem, where=where, got=got, remedy=remedy) from error
             raise
         if reply.status in route.statuses:
             return route.statuses[reply.status]
@@ -263,18 +254,17 @@ class HTTPEngine(InferenceEngineInterface):
         return None
 
     async def teardown(self) -> None:
-        """Close the engine's own connections of this event loop; the server runs on."""
+        """Close the engine's own connections of this event loop. The server runs on."""
         for transport in self._own:
             await transport.aclose()
 
 
 def _headers_of(session: Hashable | None) -> dict[str, str]:
-    """Headers by which routers hold a session to one server."""
     return {} if session is None else dict.fromkeys(_SESSION_HEADERS, str(session))
 
 
 def _own_transport(server: Server) -> Transport:
-    """Return the given transport, or a new one: those of `as_transport` are shared, and not ours to close."""
+    """Return a transport that the engine may close, or the caller's. `as_transport` returns shared ones."""
     transport = as_transport(server)
     if transport is not server:
         from mmrender.client.http import HTTPTransport

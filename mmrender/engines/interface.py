@@ -57,7 +57,7 @@ class InferenceEngineOutput(TypedDict):
     """Sampled completions. Every list has one entry per prompt, in the order of the input.
 
     Attributes:
-        responses: Text of each completion with special tokens, or None if the engine has no renderer.
+        responses: Text of each completion with special tokens, or None without a renderer.
         response_ids: Sampled tokens, including a sampled stop token.
         stop_reasons: `stop`, `length` or `abort`.
         response_logprobs: One finite number per sampled token.
@@ -131,7 +131,7 @@ class InferenceEngineInterface(ABC):
         """
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
-        """Carry out a control call with the arguments of its method; return the result."""
+        """Carry out a control call with the arguments of its method and return the result."""
         raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class InferenceEngineInterface(ABC):
     def stream_openai(
         self, call: OpenAICall, request_payload: RequestPayload
     ) -> AsyncIterator[dict[str, Any]]:
-        """Answer an OpenAI request with the chunks of its stream; errors as for `openai`."""
+        """Answer an OpenAI request with the chunks of its stream. Errors as for `openai`."""
         raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.stream_{call}")
 
     async def max_prompt_len(self) -> int | None:
@@ -162,7 +162,7 @@ class InferenceEngineInterface(ABC):
         """Sample one completion for each prompt, concurrently and in order.
 
         Raises:
-            InputError: The input is malformed; `where` names the field.
+            InputError: The input is malformed. `where` names the field.
             EngineError: A prompt could not be completed. The others are cancelled then.
         """
         requests, sessions = await split_batch(input_batch, self.renderer)
@@ -201,11 +201,11 @@ class InferenceEngineInterface(ABC):
         )
 
     async def chat_completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI chat request; see `openai`."""
+        """Answer an OpenAI chat request. See `openai`."""
         return await self.openai("chat_completion", request_payload)
 
     async def completion(self, request_payload: RequestPayload) -> dict[str, Any]:
-        """Answer an OpenAI completion request; see `openai`."""
+        """Answer an OpenAI completion request. See `openai`."""
         return await self.openai("completion", request_payload)
 
     def stream_chat_completion(self, request_payload: RequestPayload) -> AsyncIterator[dict[str, Any]]:
@@ -231,7 +231,7 @@ class InferenceEngineInterface(ABC):
         await self.control("pause_generation", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Resume generating; `EngineStateError` if it is not paused."""
+        """Resume generating. `EngineStateError` if it is not paused."""
         await self.control("resume_generation")
 
     async def abort_generation(self) -> None:
@@ -255,7 +255,7 @@ class InferenceEngineInterface(ABC):
         await self.control("wake_up", tags=tags)
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes; `EngineStateError` if they are in use."""
+        """Drop cached prefixes. `EngineStateError` if they are in use."""
         await self.control("reset_prefix_cache")
 
     async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ class InferenceEngineInterface(ABC):
         await self.control("init_weight_update_communicator", init_info=init_info)
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Receive weights from the trainer; return when the engine has them."""
+        """Receive weights from the trainer and return when the engine has them."""
         await self.control("update_named_weights", request=request)
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
@@ -271,7 +271,7 @@ class InferenceEngineInterface(ABC):
         await self.control("load_weights", path=path, weight_version=weight_version)
 
     async def weight_version(self) -> str | None:
-        """Return the name of the weights, or None if they have none."""
+        """Return the name of the weights, or None if they are unnamed."""
         version = await self.control("weight_version")
         return None if version is None else str(version)
 
@@ -280,7 +280,7 @@ class InferenceEngineInterface(ABC):
         await self.control("set_weight_version", version=version)
 
     async def check_health(self) -> None:
-        """Return if the engine serves; raise an `EngineError` if it does not."""
+        """Return if the engine serves and raise an `EngineError` if it does not."""
         await self.control("check_health")
 
     def tp_size(self) -> int:
@@ -302,7 +302,7 @@ async def split_batch(
     """Split a batch into requests and their sessions. Conversations are rendered off the event loop.
 
     Raises:
-        InputError: The batch is malformed; `where` names the field.
+        InputError: The batch is malformed. `where` names the field.
         SamplingParameterError: A token budget is missing or unusable.
         RenderError, MediaError, MessageError: A conversation cannot be rendered.
     """
@@ -358,7 +358,7 @@ def one_each(owner: str, count: int, values: Any, *, where: str) -> list[Any]:
 async def prompt_of(
     renderer: RendererProtocol, messages: Sequence[Any], **options: Unpack[RenderOptions]
 ) -> Prompt:
-    """Render a prompt off the event loop; options as for `render_prompt`."""
+    """Render a prompt off the event loop. Options as for `render_prompt`."""
     rendered = await render_prompt(renderer, messages, in_thread=True, **options)
     # A rendering may be memoised, and the caller may change the prompt's list.
     return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
@@ -367,7 +367,7 @@ async def prompt_of(
 def new_request(
     prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], data: MultiModalData | None = None
 ) -> EngineRequest:
-    """Build a request; the engine sets its model and id."""
+    """Build a request. The engine sets its model and id."""
     return EngineRequest("", prompt_ids, sampling_params, "", multi_modal_data=data or MultiModalData())
 
 
@@ -379,7 +379,7 @@ def with_own_seeds(params: Mapping[str, Any], count: int) -> list[Mapping[str, A
 
 
 async def gather_all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all concurrently; return results in order. The first error cancels the others and is raised."""
+    """Run all concurrently and return results in order. The first error cancels the rest and is raised."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     try:

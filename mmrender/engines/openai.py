@@ -33,7 +33,7 @@ IGNORED: Final = frozenset(
 _MEDIA: Final = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio")
 _REMOTE: Final = ("data:", "http://", "https://")
 _MARGIN: Final = 24
-"""Characters held back where tools are offered; the openers of calls are shorter."""
+"""Characters withheld while a tool call may be opening. Openers are shorter."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -87,7 +87,7 @@ class _Completion(_Request, kw_only=True):
         return {"text": message.get("content") or ""}
 
     def logprobs_of(self, entries: Iterable[Entry], text: Callable[[int], str]) -> dict[str, Any] | None:
-        """Logprobs of tokens, where they are asked for."""
+        """Logprobs of tokens, if requested."""
         if self.logprobs is None:
             return None
         pairs = [(text(token), value) for token, value, _ in entries]
@@ -113,7 +113,7 @@ class _Chat(_Request, kw_only=True):
 
     @property
     def streams_alone(self) -> bool:
-        """Whether what was asked for comes with streamed tokens; alternatives come with completions only."""
+        """Whether streamed tokens carry all requested fields. Alternatives come with completions only."""
         return not self.top_logprobs
 
     @property
@@ -169,7 +169,7 @@ class _Chat(_Request, kw_only=True):
         return {"delta" if is_delta else "message": message}
 
     def logprobs_of(self, entries: Iterable[Entry], text: Callable[[int], str]) -> dict[str, Any] | None:
-        """Logprobs of tokens, with alternatives, where they are asked for."""
+        """Logprobs of tokens with alternatives, if requested."""
 
         def named(token_id: int, logprob: float) -> dict[str, Any]:
             token = text(token_id)
@@ -197,7 +197,7 @@ class TokenAPI:
         self._renderer = renderer
 
     def takes(self, call: OpenAICall, body: Mapping[str, Any]) -> bool:
-        """Whether a request can be answered in tokens; a prompt that is text is the engine's to tokenize."""
+        """Whether a request can be answered in tokens. A prompt that is text is the engine's to tokenize."""
         prompt = body.get("prompt")
         first = prompt[0] if isinstance(prompt, list) and prompt else prompt
         return call == "chat_completion" or not isinstance(first, str)
@@ -205,10 +205,10 @@ class TokenAPI:
     async def answer(
         self, call: OpenAICall, body: Mapping[str, Any], emit: Emit | None = None
     ) -> dict[str, Any]:
-        """Answer a request; with `emit`, chunk by chunk besides.
+        """Answer a request, also chunk by chunk with `emit`.
 
         Raises:
-            InputError: A field is unknown, malformed, or asks for what is not offered; `where` names it.
+            InputError: A field is unknown, malformed, or not supported. `where` names it.
             MMRenderError: The conversation cannot be rendered, or a completion failed.
         """
         request: _Chat | _Completion = _read(body, _Chat if call == "chat_completion" else _Completion)
@@ -281,7 +281,7 @@ class _Choice:
         self._shown = {"reasoning_content": "", "content": ""}
 
     async def sampled(self, backend: RendererBackend) -> EngineResponse:
-        """Sample it, sending deltas; `whole` is the choice then."""
+        """Sample it, sending deltas. `whole` is the choice then."""
         request, prompt = self._request, self._prompt
         is_chat = isinstance(request, _Chat)
         if is_chat:
@@ -332,7 +332,7 @@ class _Choice:
         *,
         top: TopLogprobs | None = None,
     ) -> None:
-        """Take tokens; send the text that is certain by now, and what else was asked for."""
+        """Take tokens. Send the text that is certain by now, and other requested fields."""
         self._ids += token_ids
         # Parsing is linear in the whole, so a long completion is parsed at every 64th part of it.
         if len(self._ids) - self._parsed >= max(1, len(self._ids) // 64):
@@ -350,7 +350,7 @@ class _Choice:
             self._send({}, **members)
 
     def _show(self, name: str, text: str, *, is_final: bool = False) -> None:
-        """Send what text has more than was shown, which the final text must begin with."""
+        """Send the text after the shown part, with which the final text must begin."""
         shown = self._shown[name]
         if text.startswith(shown) and len(text) > len(shown):
             self._shown[name] = text
@@ -402,10 +402,10 @@ def _check_media(messages: Sequence[Any]) -> None:
 
 
 def _message(parsed: ParsedResponse, response: EngineResponse, stops: Sequence[str]) -> dict[str, Any]:
-    """The assistant message of a reply; malformed calls stay out of it, and so does a matched stop string."""
+    """Return the assistant message of a reply, without malformed calls and a matched stop string."""
     stop = response.stop_reason if response.finish_reason == "stop" else None
 
-    def cut(text: str) -> str:  # what the last token holds beyond the stop string goes too
+    def cut(text: str) -> str:  # with the rest of the last token after the stop string
         return text.rpartition(stop)[0] if isinstance(stop, str) and stop in stops and stop in text else text
 
     calls = [
@@ -424,7 +424,7 @@ def _message(parsed: ParsedResponse, response: EngineResponse, stops: Sequence[s
 
 
 def _usage(responses: Sequence[EngineResponse], per_prompt: int) -> dict[str, Any]:
-    """Token counts; a prompt that was sampled `per_prompt` times counts once."""
+    """Token counts. A prompt that was sampled `per_prompt` times counts once."""
     firsts = responses[::per_prompt]
     prompt = sum(each.usage.prompt_tokens for each in firsts)
     completion = sum(len(each.completion_ids) for each in responses)

@@ -49,13 +49,13 @@ class Condition:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def notify_all(self) -> None:
-        """Wake all waiters; call after changing state."""
+        """Wake all waiters, after a change of state."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
 
     async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `predicate()` is true; return False if `timeout` seconds pass before that."""
+        """Wait until `predicate()` is true, or return False after `timeout` seconds."""
         if predicate():
             return True
         with contextlib.suppress(TimeoutError):
@@ -93,7 +93,7 @@ class Work:
         self._scope = asyncio.timeout(self.limit)
 
     async def run(self, request: Awaitable[Result], name: str) -> Result | None:
-        """Await a request to an engine; return None if a pause or an abort ended it.
+        """Await a request to an engine. Return None if a pause or an abort ended it.
 
         Raises:
             EngineUnavailableError: It was ended because its engine is down.
@@ -119,7 +119,7 @@ class Work:
         self.set_time(0.0)
 
     def set_time(self, seconds: float | None) -> None:
-        """Bound the seconds that the request may still take; None stops its clock."""
+        """Bound the seconds that the request may still take. None stops its clock."""
         until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         with contextlib.suppress(RuntimeError):  # it has ended
             self._scope.reschedule(until)
@@ -237,7 +237,7 @@ class ReplicaPool:
     # --- requests ---
 
     def begin(self, session: Hashable | None, about: str) -> Work:
-        """Begin a piece of work; `about` describes it in errors."""
+        """Begin a piece of work. `about` describes it in errors."""
         self.enter()
         first, key = None, repr(session)
         if session is None:
@@ -264,7 +264,7 @@ class ReplicaPool:
     async def send(
         self, ask: Callable[[InferenceEngineInterface], Awaitable[Result]], work: Work
     ) -> Result | None:
-        """Ask an engine, and the next ones if it fails; return None if the client ended the request.
+        """Ask an engine, and the next ones if it fails. Return None if the client ended the request.
 
         Raises:
             MMRenderError: An engine refused, or every attempt failed.
@@ -327,7 +327,7 @@ class ReplicaPool:
         return next((each for each in up if each not in failed), up[0])
 
     async def until_idle(self, timeout: float | None = None) -> bool:
-        """Wait until no request is in flight; return False if `timeout` seconds pass before that."""
+        """Wait until no request is in flight, or return False after `timeout` seconds."""
         return await self._ended.wait_for(lambda: not self.calls(), timeout)
 
     async def abort(self) -> None:
@@ -360,7 +360,7 @@ class ReplicaPool:
             look = min(2 * max(look, 0.05), 1.0)
 
     async def close(self, wait: float) -> bool:
-        """Stop accepting, then cancel after `wait` seconds; return False if it was closed before."""
+        """Stop accepting, then cancel after `wait` seconds. Return False if it was closed before."""
         self.enter()
         if self.state == "closed":
             return False
@@ -377,7 +377,7 @@ class ReplicaPool:
     async def answers(
         self, replicas: Iterable[Replica], action: Action, *, within: float | None = None
     ) -> dict[Replica, Any | BaseException]:
-        """Act on engines concurrently; return each answer or error. `within` bounds each, in seconds."""
+        """Act on engines concurrently and return each answer or error. `within` bounds each, in seconds."""
 
         async def ask(replica: Replica) -> Any:
             scope = asyncio.timeout(within)
@@ -399,7 +399,7 @@ class ReplicaPool:
     async def failures(
         self, replicas: Iterable[Replica], action: Action, *, within: float | None = None
     ) -> dict[Replica, BaseException]:
-        """Act on engines concurrently; return the errors of those that failed, as `answers`."""
+        """Act on engines concurrently and return the errors of those that failed, as `answers`."""
         answers = await self.answers(replicas, action, within=within)
         return {each: answer for each, answer in answers.items() if isinstance(answer, BaseException)}
 
@@ -426,7 +426,7 @@ class ReplicaPool:
             call.end("down")
 
     async def look_at(self, replica: Replica) -> bool:
-        """Ask an engine for its health; return whether it may get requests.
+        """Ask an engine for its health and return whether it may get requests.
 
         One that comes back needs current weights, and is resumed. Concurrent callers share one question.
         """
@@ -445,7 +445,7 @@ class ReplicaPool:
         return True
 
     async def _bring_back(self, replica: Replica) -> None:
-        """Resume an engine that serves again; it must have the weights of the others, and the client run."""
+        """Resume an engine that serves again. It needs current weights, and the client must run."""
         if replica.stale:
             raise EngineStateError(
                 "the engine missed a weight update", where=replica.name, remedy="Update the weights again"
@@ -463,7 +463,7 @@ class ReplicaPool:
         replica.down = None
 
     async def reports_pause(self, replica: Replica | None = None) -> bool | None:
-        """Return whether any client has paused an engine; None if no pause is known and one does not say.
+        """Return whether any client has paused an engine, or None if no pause is known and one does not say.
 
         Only `replica` is asked, unless it is a router, which passes requests on to any engine.
         """
@@ -474,7 +474,7 @@ class ReplicaPool:
         return False if all(report is False for report in reports.values()) else None
 
     async def max_prompt_len(self) -> int | None:
-        """Return the smallest limit of the engines that serve; one that does not answer in time is down."""
+        """Return the smallest limit of the engines that serve. One that does not answer in time is down."""
         serving = [each for each in self.targets if each.down is None]
         limits = await self.answers(serving, lambda engine: engine.max_prompt_len(), within=HEALTH_TIMEOUT)
         for replica, limit in limits.items():

@@ -1,9 +1,9 @@
 """Control routes of the engines, as data.
 
-vLLM 0.32: `vllm/entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`; they are open where the
-server runs with `VLLM_SERVER_DEV_MODE=1`. SGLang 0.5.23: `srt/entrypoints/http_server.py` and
-`srt/managers/io_struct.py`. Dynamo 1.6: `dynamo/vllm/worker_factory.py`; its frontend has none of them, they
-are on the worker's system server, whose port is `DYN_SYSTEM_PORT`.
+vLLM 0.32: `vllm/entrypoints/rl/online/api_router.py` and `entrypoints/serve/dev/`, which a server opens with
+`VLLM_SERVER_DEV_MODE=1`. SGLang 0.5.23: `srt/entrypoints/http_server.py` and `srt/managers/io_struct.py`.
+Dynamo 1.6: `dynamo/vllm/worker_factory.py`. These routes are on the worker's system server, whose port is
+`DYN_SYSTEM_PORT`, not on the frontend.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 from mmrender.engines.interface import Control, PauseMode
 
 Template: TypeAlias = Mapping[str, Any]
-"""Members of a request. `"$name"` is an argument of the call, left out where that is None; the mapping under
-`"**"` is merged into its parent."""
+"""Members of a request. `"$name"` stands for an argument of the call, and is left out if that is None. A
+mapping under `"**"` is merged into its parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Route:
     Attributes:
         path: Method and path, such as `POST /pause`.
         query: Query parameters.
-        body: JSON body; None for no body.
+        body: JSON body, or None.
         needs: Argument without which the request is skipped.
-        answer: Where the reply holds the result.
-        statuses: Results by status, if that is the answer.
+        answer: Member of the reply that is the result.
+        statuses: Results by status, if the status is the answer.
     """
 
     path: str
@@ -54,12 +54,11 @@ class Route:
 
 def _filled(template: Template, arguments: Mapping[str, Any]) -> dict[str, Any]:
     filled: dict[str, Any] = {}
-    for name, given in template.items():
-        value = given
-        if isinstance(given, Mapping):
-            value = _filled(given, arguments)
-        elif isinstance(given, str) and given.startswith("$"):
-            value = arguments.get(given[1:])
+    for name, value in template.items():
+        if isinstance(value, Mapping):
+            value = _filled(value, arguments)  # noqa: PLW2901
+        elif isinstance(value, str) and value.startswith("$"):
+            value = arguments.get(value[1:])  # noqa: PLW2901
         if name == "**":
             filled |= value or {}
         elif value is not None:
@@ -73,11 +72,11 @@ class RouteTable:
 
     Attributes:
         engine: Its name.
-        controls: By call the requests that carry it out, in order.
+        controls: By call its requests, in order.
         pause_modes: By mode the engine's own word for it.
-        on_worker: Whether all but `check_health` are asked of another server than the one that samples.
-        busy: Statuses that mean that its caches are in use.
-        remedy: What to do where a route is missing.
+        on_worker: Whether another server than the sampling one answers all calls but `check_health`.
+        busy: Statuses which mean that its caches are in use.
+        remedy: Remedy for a missing route.
     """
 
     engine: str
@@ -101,7 +100,7 @@ VLLM = RouteTable(
         "pause_generation": (Route("POST /pause", {"mode": "$mode", "clear_cache": "$clear_cache"}),),
         "resume_generation": (Route("POST /resume"),),
         "reports_pause": (Route("GET /is_paused", answer="is_paused"),),
-        # Ids that a caller knows are not those of the generate route, which has a prefix; no ids means all.
+        # The generate route prefixes the caller's ids, so single ones cannot be named. No ids means all.
         "abort_generation": (Route("POST /abort_requests", body={}),),
         "sleep": (Route("POST /sleep", {"level": "$level"}),),
         "wake_up": (Route("POST /wake_up", {"tags": "$tags"}),),
@@ -118,9 +117,9 @@ VLLM = RouteTable(
             Route(
                 "POST /collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": "$path"}}
             ),
-            # What was computed with the old weights goes, and frozen requests are computed again.
+            # Drop caches of the old weights. Frozen requests are computed again.
             Route("POST /reset_prefix_cache", {"reset_running_requests": "true"}),
-            # The worker drops its image embeddings with the weights; a scheduler that counts on them ends it.
+            # The worker drops its image embeddings with the weights, and a scheduler that expects them dies.
             Route("POST /reset_encoder_cache"),
             Route(
                 "POST /update_weight_version", body={"new_version": "$weight_version"}, needs="weight_version"
@@ -136,7 +135,7 @@ VLLM = RouteTable(
 SGLANG = RouteTable(
     engine="sglang",
     controls={
-        # /health_generate is the same route, and both sample a token where the server is idle.
+        # /health_generate is the same route, and both sample a token if the server is idle.
         "check_health": _HEALTH,
         "pause_generation": (
             Route("POST /pause_generation", body={"mode": "$mode"}),
@@ -185,7 +184,7 @@ DYNAMO = RouteTable(
     },
     pause_modes=_MODES,
     on_worker=True,
-    remedy="Name the worker's system server, on DYN_SYSTEM_PORT, with HTTPEngine(..., control=URL)",
+    remedy="Pass the worker's system server, on DYN_SYSTEM_PORT, as HTTPEngine(..., control=URL)",
 )
 
 TABLES: Final[Mapping[str, RouteTable]] = {table.engine: table for table in (VLLM, SGLANG, DYNAMO)}

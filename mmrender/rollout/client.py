@@ -1,14 +1,14 @@
 """`RendererClient`: chat completions over whole conversations, whose sampled tokens are never re-tokenized.
 
-A caller passes the whole conversation, as to any chat client. Where it continues a step of its trajectory,
-the prompt is bridged from that step's tokens; otherwise it is rendered in full, and the turn says why.
+A caller passes the whole conversation, as to any chat client. If it continues a step of its trajectory, the
+prompt is bridged from that step's tokens. Otherwise it is rendered in full, and the turn says why.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -18,7 +18,7 @@ from mmrender.client.engine import Engine
 from mmrender.client.generation import render_prompt
 from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
-from mmrender.client.types import Generation, RendererBackend
+from mmrender.client.types import Generation, Prompt, RendererBackend, RequestOptions
 from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
@@ -32,17 +32,9 @@ from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
 Overlong: TypeAlias = Literal["error", "drop_oldest_turns", "stop"]
-"""Policy for a prompt that is too long: `error` raises `PromptTooLongError`; `drop_oldest_turns` leaves
-out the oldest whole turns with their images and renders the rest, which begins a branch; `stop` returns a
-turn without tokens."""
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of single requests, as for `generate`."""
-
-    cache_salt: str | None
-    priority: int | None
-    extra_headers: Mapping[str, str] | None
+"""Policy for a prompt that is too long. `error` raises `PromptTooLongError`. `drop_oldest_turns` drops the
+oldest whole turns with their images, and renders the rest, which begins a branch. `stop` returns a turn
+without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +42,15 @@ class Turn:
     """One turn of the model.
 
     Attributes:
-        message: The assistant message, to be appended to the conversation. Calls for which the format writes
-            no id have one of ours. Empty where nothing was sampled.
-        attempts: Every call that the model tried to make, malformed ones included, in order. Those with
-            status `ok` are the message's calls.
-        finish_reason: `stop`, `length`, `tool_calls` or `abort`; `prompt_too_long` where nothing was sampled.
-        generation: Tokens, logprobs and what else was sampled; None where nothing was.
-        step: The step that was appended; None without a trajectory.
-        why_rendered: Why the prompt was rendered in full; None where it was bridged, or used again.
-        left_out: Indices of the given messages that the prompt does not hold, rising.
+        message: The assistant message, to be appended to the conversation. Calls without an id get one. It is
+            empty if nothing was sampled.
+        attempts: Every call that the model tried to make, including malformed ones, in order. Calls with
+            status `ok` are in the message.
+        finish_reason: `stop`, `length`, `tool_calls`, `abort`, or `prompt_too_long` if nothing was sampled.
+        generation: Tokens, logprobs and other sampled data, or None if nothing was sampled.
+        step: The appended step, or None without a trajectory.
+        why_rendered: Why the prompt was rendered in full, or None if it was bridged or repeated.
+        left_out: Sorted indices of dropped messages.
     """
 
     message: Message
@@ -79,18 +71,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _PromptPlan:
     """A prompt, and how it was made.
 
     Attributes:
-        rendered: The prompt; None where that of `parent` is sent again.
+        prompt: The prompt.
         parent: The step that it continues or repeats.
-        why_rendered: Why it was rendered in full; None where it was not.
-        messages: The part of the caller's conversation that the prompt holds.
-        left_out: Indices of the caller's messages that it does not hold.
+        why_rendered: Why it was rendered in full, or None.
+        messages: The messages in the prompt.
+        left_out: Indices of the caller's messages that are not in the prompt.
     """
 
-    rendered: RenderedTokens | None
+    prompt: Prompt
     parent: Step | None
     why_rendered: str | None
     messages: Sequence[Message]
@@ -99,7 +91,7 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The messages that led to a step, its own turn last, pictures included; and their plain records."""
+    """Conversation of a step including its turn, with images, and its serialised form."""
 
     messages: tuple[Message, ...]
     records: tuple[dict[str, Any], ...]
@@ -107,25 +99,24 @@ class _History:
 
 
 class RendererClient:
-    """Samples turns of conversations, and keeps trajectories of what was sampled.
+    """Samples turns of conversations, and keeps the sampled tokens in trajectories.
 
     One client serves many rollouts at once, in one event loop.
 
     Args:
         renderer: A renderer, or a pool of them.
-        client: The server, as for `generate`, or an `InferenceEngineClient` over several; None for a backend
+        client: The server, as for `generate`, or an `InferenceEngineClient` over several. None for a backend
             in this process.
         model: Name under which the server knows the model.
         backend: The engine, or its name.
-        sampling_params: For every call, in vLLM's names; a call's own take precedence.
+        sampling_params: For every call, in vLLM's names. A call's own take precedence.
         overlong: How to handle a prompt that is too long.
-        history: Whether earlier turns may differ from what the template would write now; see
-            `Renderer.bridge_to_next_turn`.
-        max_prompt_len: The longest prompt; by default what the engine takes.
+        history: Whether earlier turns may differ from a new rendering; see `Renderer.bridge_to_next_turn`.
+        max_prompt_len: The longest prompt, by default the engine's limit.
         template_arguments: Further template variables.
         routed_experts: Ask for router choices.
         forbid_media_tokens: Never sample a token that stands for media; see `generate`.
-        request_options: Options of every request; a call's own take precedence.
+        request_options: Options of every request. A call's own take precedence.
 
     Raises:
         InputError: The policy or backend is unknown.
@@ -163,10 +154,12 @@ class RendererClient:
         self.overlong = overlong
         self.sampling_params = dict(sampling_params or {})
         self.template_arguments = dict(template_arguments or {})
-        self.routed_experts = routed_experts
-        self.forbid_media_tokens = forbid_media_tokens
         self._history_rule = history
-        self._options: RequestOptions = request_options or {}
+        self._options: RequestOptions = {
+            "routed_experts": routed_experts,
+            "forbid_media_tokens": forbid_media_tokens,
+            **(request_options or {}),
+        }
         self._histories: WeakKeyDictionary[Trajectory, dict[int, _History]] = WeakKeyDictionary()
 
     async def create_completion(
@@ -185,10 +178,10 @@ class RendererClient:
 
         Args:
             messages: The whole conversation so far.
-            trajectory: Where the turn is appended, and whose steps it may continue.
-            parent: The one step to continue; None finds the newest that fits.
+            trajectory: Receives the turn, which may continue one of its steps.
+            parent: The step to continue, by default the newest that fits.
             tools: Tools that the model is offered.
-            sampling_params: Take precedence over those of the client.
+            sampling_params: Take precedence over the client's.
             **request_options: Options of this request.
 
         Raises:
@@ -199,19 +192,14 @@ class RendererClient:
         definitions = check_tools(tools, "tools")
         options: RequestOptions = {**self._options, **request_options}
         params = {**self.sampling_params, **(sampling_params or {})}
-        prompt = await self._prompt(trajectory, conversation, tools, definitions, parent)
+        plan = await self._plan(trajectory, conversation, tools, definitions, parent)
         while True:
-            again = prompt.parent if prompt.rendered is None else None
             try:
                 generation = await self.engine.turn(
-                    self.engine.prompt(attribution=prompt.rendered)
-                    if again is None
-                    else self.engine.prompt(again.prompt_ids, again.multi_modal_data),
+                    plan.prompt,
                     params,
                     tools=tools,
                     template_arguments=self.template_arguments,
-                    routed_experts=self.routed_experts,
-                    forbid_media_tokens=self.forbid_media_tokens,
                     **options,
                 )
                 break
@@ -220,8 +208,8 @@ class RendererClient:
                     raise
                 if self.overlong == "stop":
                     empty = Message(role="assistant", content="")
-                    return Turn(empty, (), "prompt_too_long", left_out=tuple(sorted(prompt.left_out)))
-                prompt = await self._shortened(conversation, tools, prompt, error)
+                    return Turn(empty, (), "prompt_too_long", left_out=tuple(sorted(plan.left_out)))
+                plan = await self._shortened(conversation, tools, plan, error)
         number = 0 if trajectory is None else len(trajectory)
         calls = tuple(
             call if call.id else msgspec.structs.replace(call, id=f"call_{number}_{index}")
@@ -233,61 +221,62 @@ class RendererClient:
             generation.parsed.tool_calls,
             generation.finish_reason,
             generation,
-            why_rendered=prompt.why_rendered,
-            left_out=tuple(sorted(prompt.left_out)),
+            why_rendered=plan.why_rendered,
+            left_out=tuple(sorted(plan.left_out)),
         )
         if trajectory is None:
             return turn
         histories = self._histories.setdefault(trajectory, {})
-        said = (*prompt.messages, message)
+        whole = (*plan.messages, message)
         # The parent's records are used again, so that each message is converted once.
-        records = () if prompt.parent is None else histories[prompt.parent.index].records
-        records = records[: len(prompt.messages)]
-        records = (*records, *map(_record, said[len(records) :]))
-        extra: dict[str, Any] = {"why_rendered": prompt.why_rendered}
+        records = () if plan.parent is None else histories[plan.parent.index].records
+        records = records[: len(plan.messages)]
+        records = (*records, *(to_openai(without_sources(each)) for each in whole[len(records) :]))
+        extra: dict[str, Any] = {"why_rendered": plan.why_rendered}
         step = trajectory.append_turn(
             generation,
-            parent=prompt.parent,
+            parent=plan.parent,
             messages=records,
-            # A bridged prompt holds its parent's definitions, whose keys may come in another order.
-            tools=definitions if prompt.parent is None else prompt.parent.tools,
+            # A bridged prompt contains its parent's definitions, whose keys may be in another order.
+            tools=definitions if plan.parent is None else plan.parent.tools,
             extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
         )
-        histories[step.index] = _History(said, records, prompt.left_out)
+        histories[step.index] = _History(whole, records, plan.left_out)
         return replace(turn, step=step)
 
     def forget(self, trajectory: Trajectory) -> None:
-        """Drop the conversations of a trajectory, images included; it can no longer be continued."""
+        """Drop the conversations of a trajectory with their images, after which it cannot be continued."""
         self._histories.pop(trajectory, None)
 
-    async def _prompt(
+    async def _plan(
         self,
         trajectory: Trajectory | None,
         conversation: Sequence[Message],
         tools: Sequence[Any] | None,
         definitions: Tools | None,
         parent: Step | None,
-    ) -> _Prompt:
-        """Make the prompt of a conversation: bridged, sent again, or rendered."""
-        known = {} if trajectory is None else self._histories.get(trajectory, {})
+    ) -> _PromptPlan:
+        """Make the prompt of a conversation: bridged, repeated, or rendered."""
+        histories = {} if trajectory is None else self._histories.get(trajectory, {})
         steps = () if trajectory is None else trajectory.steps
         reasons: list[str] = []
         for step in reversed(steps) if parent is None else (parent,):
-            number, earlier = step.index, known.get(step.index)
-            if earlier is None:
+            number, history = step.index, histories.get(step.index)
+            if history is None:
                 reasons.append(f"step {number} was not made by this client")
                 continue
-            left_out = earlier.left_out
+            left_out = history.left_out
             present = [each for index, each in enumerate(conversation) if index not in left_out]
-            *asked, turn = earlier.messages
-            begins, rest = present[: len(asked)], present[len(asked) :]
-            # Conversations part towards their end, so a difference is found sooner from there.
-            if len(begins) < len(asked) or not all(map(same_message, reversed(begins), reversed(asked))):
+            *asked, turn = history.messages
+            start, rest = present[: len(asked)], present[len(asked) :]
+            # Conversations differ towards their end, so a difference is found sooner from there.
+            if len(start) < len(asked) or not all(map(same_message, reversed(start), reversed(asked))):
                 continue
             if definitions != step.tools:
-                reasons.append(f"the tools differ from those of step {number}")
+                reasons.append(f"step {number} had other tools")
             elif not rest:  # a further sample of the same prompt
-                return _Prompt(None, step, None, present, left_out)
+                prompt = self.engine.prompt(step.prompt_ids, step.multi_modal_data)
+                return _PromptPlan(prompt, step, None, present, left_out)
             elif not same_message(rest[0], turn):
                 reasons.append(f"the conversation has another turn than step {number} sampled")
             elif len(rest) == 1:
@@ -295,17 +284,16 @@ class RendererClient:
             elif any(message.role == "assistant" for message in rest[1:]):
                 reasons.append(f"a turn after step {number} was not sampled here")
             else:
-                roles = [message.role for message in asked]
-                bridged, why = await self._bridged(step, rest[1:], tools, roles)
+                bridged, why = await self._bridge(step, rest[1:], tools, [each.role for each in asked])
                 if bridged is None:
-                    return await self._rendered(present, tools, why, left_out)
-                return _Prompt(bridged, step, None, present, left_out)
+                    return await self._render(present, tools, why, left_out)
+                return _PromptPlan(self.engine.prompt(attribution=bridged), step, None, present, left_out)
         why = "the conversation continues no earlier step" if steps else "the conversation begins"
-        return await self._rendered(conversation, tools, reasons[0] if reasons else why, frozenset())
+        return await self._render(conversation, tools, reasons[0] if reasons else why, frozenset())
 
-    async def _rendered(
+    async def _render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, why: str, left_out: frozenset[int]
-    ) -> _Prompt:
+    ) -> _PromptPlan:
         """Render messages in full, off the event loop."""
         rendered = await render_prompt(
             self.renderer,
@@ -314,12 +302,12 @@ class RendererClient:
             tools=tools,
             chat_template_kwargs=self.template_arguments,
         )
-        return _Prompt(rendered, None, why, messages, left_out)
+        return _PromptPlan(self.engine.prompt(attribution=rendered), None, why, messages, left_out)
 
-    async def _bridged(
+    async def _bridge(
         self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None, roles: Sequence[Role]
     ) -> tuple[RenderedTokens | None, str]:
-        """Bridge from a step, off the event loop; beside it the renderer's reason where there is none."""
+        """Bridge from a step, off the event loop. If that is None, the second value is the reason."""
         renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
         options: BridgeOptions = {
             "tools": tools,
@@ -330,7 +318,7 @@ class RendererClient:
         }
 
         def bridge() -> tuple[RenderedTokens | None, str | None]:
-            # The reason is kept for the thread that bridged.
+            # The reason belongs to the thread that bridged.
             return renderer.bridge_to_next_turn(*ids, new_messages, **options), renderer.why_not_bridged
 
         if hasattr(renderer, "abridge_to_next_turn"):
@@ -344,25 +332,23 @@ class RendererClient:
         self,
         conversation: Sequence[Message],
         tools: Sequence[Any] | None,
-        prompt: _Prompt,
+        plan: _PromptPlan,
         error: PromptTooLongError,
-    ) -> _Prompt:
-        """Leave out as few of the oldest turns as make the prompt fit.
-
-        Where the engine names no limit, one more turn is left out.
+    ) -> _PromptPlan:
+        """Drop the fewest oldest turns that make the prompt fit, or one more if the engine names no limit.
 
         Raises:
             PromptTooLongError: Even the last turn is too long.
         """
-        limit, dropped = error.max_prompt_len, prompt.left_out
+        limit, dropped = error.max_prompt_len, plan.left_out
         for unit in droppable_units(conversation):
             if dropped.issuperset(unit):
                 continue
             dropped = dropped.union(unit)
             present = [message for index, message in enumerate(conversation) if index not in dropped]
             why = f"{len(dropped)} messages were left out to fit the engine"
-            shorter = await self._rendered(present, tools, why, dropped)
-            if limit is None or shorter.rendered is None or len(shorter.rendered) <= limit:
+            shorter = await self._render(present, tools, why, dropped)
+            if limit is None or len(shorter.prompt.ids) <= limit:
                 return shorter
         raise PromptTooLongError(
             error.prompt_len,
@@ -373,10 +359,10 @@ class RendererClient:
 
 
 def droppable_units(messages: Sequence[Message]) -> list[range]:
-    """List the units of a conversation that may be left out, oldest first.
+    """List the units of a conversation that may be dropped, oldest first.
 
-    A unit is a user's turn with everything up to the next one, and within the last of these an assistant's
-    turn with the results of its calls. So a tool's result never lacks its call, and an image goes with its
+    A unit is a user's turn with everything up to the next one, and in the last of these, an assistant's turn
+    with the results of its calls. So a tool's result never lacks its call, and an image goes with its
     message. Messages before the first user's turn stay, and so does the last user's turn with the last
     assistant's turn after it.
     """
@@ -388,8 +374,3 @@ def droppable_units(messages: Sequence[Message]) -> list[range]:
     units = [range(start, stop) for start, stop in pairwise(opens)]
     answers = [index for index in range(opens[-1], len(messages)) if messages[index].role == "assistant"]
     return units + [range(start, stop) for start, stop in pairwise(answers)]
-
-
-def _record(message: Message) -> dict[str, Any]:
-    """Return a message as plain data, without pixels: the trajectory's items hold these."""
-    return to_openai(without_sources(message))

@@ -6,18 +6,19 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, Unpack, runtime_checkable
 
+from mmrender.client.types import RequestOptions
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError, MessageError
 from mmrender.messages import Message
-from mmrender.rollout.client import RendererClient, RequestOptions, Turn
+from mmrender.rollout.client import RendererClient, Turn
 from mmrender.trajectory.tree import Trajectory
 
 Result = TypeVar("Result")
 MaybeAwaitable: TypeAlias = Result | Awaitable[Result]
 
 StopReason: TypeAlias = Literal["done", "max_turns", "max_length", "prompt_too_long", "abort", "error"]
-"""Why a rollout ended: the environment is done; a bound of turns or tokens was reached; a prompt was too long
-and the policy is to stop; the engine aborted a turn; or an error, which the trajectory names."""
+"""Why a rollout ended: the environment is done, a maximum of turns or tokens was reached, a prompt was too
+long under the policy `stop`, the engine aborted a turn, or an error, which the trajectory names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,12 @@ class Observation:
     """An environment's answer, at the start and after each turn of the model.
 
     Attributes:
-        messages: What joins the conversation: tool results and user turns with their images, in any form that
-            a renderer takes; never an assistant's. May be empty only when `done`.
-        reward: For the turn; ignored at a reset.
+        messages: New messages: tool results and user turns with their images, in any form that a renderer
+            takes, but no assistant's. May be empty only when `done`.
+        reward: Reward of the turn, ignored at a reset.
         done: Whether the episode is over.
-        sampling_params: For the next turn, over those of the rollout, in vLLM's names.
-        info: Kept with the trajectory, such as counts that become metrics. Plain data.
+        sampling_params: For the next turn, in vLLM's names. They take precedence over the rollout's.
+        info: Plain data that is kept with the trajectory, such as counts that become metrics.
     """
 
     messages: Sequence[Any] = ()
@@ -49,23 +50,23 @@ class Environment(Protocol):
 
     @property
     def tools(self) -> Sequence[Any] | None:
-        """Definitions of the tools that the model may call; None without tools."""
+        """Definitions of the tools that the model may call, or None."""
         ...
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> MaybeAwaitable[Observation]:
         """Begin an episode.
 
         Args:
-            prompt: Messages that the data set gives; the environment shows them, or others.
-            extras: What else the data set gives, such as a seed or the answer.
+            prompt: Messages of the data set. The environment may show them, or others.
+            extras: Other fields of the data set, such as a seed or the answer.
 
         Returns:
-            The opening messages, all of them.
+            All opening messages.
         """
         ...
 
     def step(self, turn: Turn) -> MaybeAwaitable[Observation]:
-        """Act on a turn of the model, and return what follows."""
+        """Act on a turn of the model, and return the next observation."""
         ...
 
 
@@ -82,34 +83,34 @@ async def run_episode(
     max_length: int | None = None,
     **request_options: Unpack[RequestOptions],
 ) -> StopReason:
-    """Roll out one episode; the trajectory receives each turn with its reward.
+    """Roll out one episode. The trajectory receives each turn with its reward.
 
     Args:
         client: Samples the turns.
         environment: Reset first, and closed at the end.
-        prompt: What the data set gives; passed to the environment.
-        extras: What else it gives; passed to the environment.
-        trajectory: Where turns are appended; its `extra` receives `stop_reason` and the last `info`.
-        sampling_params: Take precedence over those of the client. From a `seed` each turn derives its own.
-        seed_name: Name of the rollout from which seeds are derived; the trajectory's id by default.
-        max_turns: The most turns of the model; None leaves it to the environment.
-        max_length: No further turn once prompt and completion together have this many tokens.
+        prompt: Messages of the data set, passed to the environment.
+        extras: Other fields of the data set, passed to the environment.
+        trajectory: Receives the turns. Its `extra` receives `stop_reason` and the last `info`.
+        sampling_params: Take precedence over the client's. Each turn derives its own `seed`.
+        seed_name: Name of the rollout from which seeds are derived, by default the trajectory's id.
+        max_turns: Maximum turns of the model, by default the environment's choice.
+        max_length: Number of tokens of prompt and completion after which no further turn begins.
         **request_options: Options of every request.
 
     Raises:
-        Exception: Whatever environment or client raise; the turns so far are in the trajectory.
+        Exception: Any error of environment or client. The trajectory has the turns so far.
     """
-    given = {**client.sampling_params, **(sampling_params or {})}
+    params = {**client.sampling_params, **(sampling_params or {})}
     name = trajectory.trajectory_id if seed_name is None else seed_name
     try:
-        seen = await _result_of(environment.reset(prompt, extras))
-        conversation = _shown_messages(seen, "reset")
+        observation = await _result_of(environment.reset(prompt, extras))
+        conversation = _messages_of(observation, "reset")
         reason: StopReason = "done"
-        while not seen.done:
+        while not observation.done:
             if max_turns is not None and len(trajectory) >= max_turns:
                 reason = "max_turns"
                 break
-            sampling = {**given, **seen.sampling_params}
+            sampling = {**params, **observation.sampling_params}
             if sampling.get("seed") is not None:
                 sampling["seed"] = turn_seed(sampling["seed"], name, len(trajectory))
             turn = await client.create_completion(
@@ -123,11 +124,11 @@ async def run_episode(
             if turn.step is None or turn.finish_reason == "abort":
                 reason = "prompt_too_long" if turn.step is None else "abort"
                 break
-            seen = await _result_of(environment.step(turn))
-            turn.step.reward = seen.reward
-            trajectory.extra["info"] = dict(seen.info)
-            conversation = [*conversation, turn.message, *_shown_messages(seen, "step")]
-            if not seen.done and max_length is not None and len(turn.step) >= max_length:
+            observation = await _result_of(environment.step(turn))
+            turn.step.reward = observation.reward
+            trajectory.extra["info"] = dict(observation.info)
+            conversation = [*conversation, turn.message, *_messages_of(observation, "step")]
+            if not observation.done and max_length is not None and len(turn.step) >= max_length:
                 reason = "max_length"
                 break
     finally:
@@ -143,16 +144,20 @@ async def _result_of(value: MaybeAwaitable[Result]) -> Result:
     return await value if inspect.isawaitable(value) else value
 
 
-def _shown_messages(seen: Observation, method: str) -> list[Message]:
-    """Canonical messages of an observation, checked for what an environment may show."""
+def _messages_of(observation: Observation, method: str) -> list[Message]:
+    """Return the messages of an observation in canonical form.
+
+    Raises:
+        InputError: There are none before the end, or one is an assistant's.
+    """
     where = f"{method}().messages"
-    if not seen.messages and not seen.done:
-        expected = "messages for the model to answer"
-        raise InputError("the environment shows nothing and is not done", where=where, expected=expected)
-    messages = list(normalize_messages(seen.messages, where=where)) if seen.messages else []
+    if not observation.messages and not observation.done:
+        problem, expected = "an observation without messages must be done", "messages for the model to answer"
+        raise InputError(problem, where=where, expected=expected)
+    messages = list(normalize_messages(observation.messages, where=where)) if observation.messages else []
     if method == "step" and any(message.role == "assistant" for message in messages):
         raise MessageError(
-            "an environment does not speak for the model",
+            "an observation must not contain assistant messages",
             where=where,
             expected="tool, user and system messages",
             got="an assistant message",
@@ -161,6 +166,6 @@ def _shown_messages(seen: Observation, method: str) -> list[Message]:
 
 
 def turn_seed(seed: int, name: str, turn: int) -> int:
-    """A seed of 63 bits for one turn of one rollout; equal arguments give equal seeds in every process."""
+    """Return the seed (63 bits) of one turn of one rollout, equal in every process."""
     digest = hashlib.blake2b(f"{seed}/{name}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -27,15 +27,15 @@ EnvironmentClass: TypeAlias = str | Callable[[], Environment]
 TensorKind: TypeAlias = Literal["numpy", "torch"]
 
 Failures: TypeAlias = Literal["keep", "raise"]
-"""Policy for a failed rollout: `keep` gives a row with an empty loss mask, and the others go on; `raise`
-ends the batch."""
+"""Policy for a failed rollout: `keep` returns a row with an empty loss mask and goes on with the rest,
+`raise` ends the batch."""
 
 _log = logging.getLogger("mmrender.rollout")
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryID:
-    """Name of a rollout: the `repetition_id`-th of a prompt's."""
+    """Name of a rollout: number `repetition_id` of the rollouts of a prompt."""
 
     instance_id: str
     repetition_id: int = 0
@@ -46,14 +46,14 @@ class TrajectoryID:
 
 
 class GeneratorInput(TypedDict, total=False):
-    """A batch of rollouts; all lists have one entry for each.
+    """A batch of rollouts. All lists have one entry per rollout.
 
     Attributes:
-        prompts: Conversations that the data set gives; an environment shows them, or others.
+        prompts: Conversations of the data set. An environment may show them, or others.
         env_classes: Names of environments, or functions that make one.
-        env_extras: What else the data set gives, such as a seed; None for nothing.
-        sampling_params: In vLLM's names, for every turn; None for the generator's own.
-        trajectory_ids: Names of the rollouts, all different within the batch; None to number them.
+        env_extras: Other fields of the data set, such as a seed, or None.
+        sampling_params: In vLLM's names, for every turn. None for the generator's own.
+        trajectory_ids: Names of the rollouts, different within the batch. None numbers them.
     """
 
     prompts: Sequence[Sequence[Any]]
@@ -64,25 +64,25 @@ class GeneratorInput(TypedDict, total=False):
 
 
 class GeneratorOutput(TypedDict):
-    """Rows to train on, in the order of the input: one for each rollout, or step-wise one for each turn.
+    """Rows to train on, in the order of the input: one per rollout, or step-wise one per turn.
 
     Attributes:
         prompt_token_ids: The first prompt of the rollout, or of the turn.
-        response_ids: Everything after it: what was sampled, and the observations between.
-        rewards: One for each token of the response.
+        response_ids: The tokens after it: sampled ones, and the observations between.
+        rewards: One per token of the response.
         loss_masks: 1 for sampled tokens, 0 for observations and for rows of failed rollouts.
         stop_reasons: Why the rollout ended, see `mmrender.rollout.environment.StopReason`.
         rollout_metrics: Means over the batch, by name.
-        rollout_logprobs: The sampler's, for sampled tokens; 0.0 on observations.
+        rollout_logprobs: The sampler's, with 0.0 on observations.
         trajectory_ids: Name of the row's rollout.
         rollout_expert_indices: Router choices of prompt and response, of shape `(tokens, layers, top_k)`, or
-            None; None for the whole where no engine gave any.
+            None. None for all rows if no row has any.
         is_last_step: Whether the row is the last of its rollout.
-        multi_modal_data: Media of prompt and response; ranges count from the prompt's first token.
-        pixel_values: For each row the patches of its images, joined, of shape `(patches, values)`; rows
-            without images have no patches. None where not asked for, or where no row has images.
-        image_grid_thw: For each row int64 of shape `(images, 3)`; as `pixel_values`.
-        errors: For each row the error that ended its rollout early, or None.
+        multi_modal_data: Media of prompt and response. Ranges count from the prompt's first token.
+        pixel_values: By row, the joined patches of its images, of shape `(patches, values)`. Rows without
+            images have 0 patches. None if not requested, or if no row has images.
+        image_grid_thw: By row, int64 of shape `(images, 3)`, or None as `pixel_values`.
+        errors: By row, the error that ended its rollout early, or None.
     """
 
     prompt_token_ids: list[list[int]]
@@ -102,7 +102,7 @@ class GeneratorOutput(TypedDict):
 
 
 class _Rollout(NamedTuple):
-    """One rollout of a batch; `kind` is how its environment was named."""
+    """One rollout of a batch. `kind` names or makes its environment."""
 
     name: str
     prompt: Sequence[Any]
@@ -112,19 +112,19 @@ class _Rollout(NamedTuple):
 
 @dataclass(frozen=True)
 class VLMGenerator:
-    """Rolls out many episodes at once, each in an environment of its own.
+    """Rolls out many episodes at once, each in its own environment.
 
     Attributes:
         client: Samples the turns.
-        environments: Functions that make an environment, by the name that `env_classes` uses.
-        sampling_params: For every turn, over those of the client; a batch's own come over these. Each turn of
-            each rollout derives its own `seed`, by the rollout's name.
-        max_turns: The most turns of the model in a rollout; None leaves it to the environment.
-        max_length: No further turn once a rollout has this many tokens.
+        environments: Functions that make an environment, by the names in `env_classes`.
+        sampling_params: For every turn. They take precedence over the client's, and the batch's over these.
+            Each turn derives its own `seed` by the rollout's name.
+        max_turns: Maximum turns of the model in a rollout, by default the environment's choice.
+        max_length: Number of tokens of a rollout after which no further turn begins.
         max_concurrency: Rollouts in flight.
-        step_wise: Whether each turn is a row of its own; see `rows_of`.
+        step_wise: Whether each turn is a row; see `rows_of`.
         tensors: Whether rows come with `pixel_values` and `image_grid_thw`, and in which framework.
-        dtype: Of `pixel_values`.
+        dtype: Dtype of `pixel_values`.
         failures: How a failed rollout is handled.
     """
 
@@ -146,7 +146,7 @@ class VLMGenerator:
             )
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Roll out a batch; rows come in the order of the input.
+        """Roll out a batch. Rows have the order of the input.
 
         Raises:
             InputError: The batch is malformed, or `tensors` does not fit the model.
@@ -182,13 +182,13 @@ class VLMGenerator:
         )
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
-        """Roll out a batch; return the trajectories in the order of the input, errors as for `stream`."""
+        """Roll out a batch. Return its trajectories in the order of the input; errors as for `stream`."""
         async with aclosing(self._finished(input_batch)) as finished:
-            found = {index: trajectory async for index, trajectory in finished}
-        return [found[index] for index in range(len(found))]
+            trajectories = {index: trajectory async for index, trajectory in finished}
+        return [trajectories[index] for index in range(len(trajectories))]
 
     async def stream(self, input_batch: GeneratorInput) -> AsyncGenerator[Trajectory, None]:
-        """Roll out a batch; yield each trajectory when it finishes. Its name is `extra["name"]`.
+        """Roll out a batch and yield each trajectory when it finishes. Its name is `extra["name"]`.
 
         Closing the iterator cancels the rollouts in flight.
 
@@ -201,7 +201,7 @@ class VLMGenerator:
                 yield trajectory
 
     async def _finished(self, input_batch: GeneratorInput) -> AsyncGenerator[tuple[int, Trajectory], None]:
-        """Yield trajectories, with their places in the batch, when they finish."""
+        """Yield trajectories with their indices in the batch when they finish."""
         rollouts = self._rollouts(input_batch)
         sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
         queue = iter(enumerate(rollouts))
@@ -230,7 +230,7 @@ class VLMGenerator:
 
     async def _one(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> Trajectory:
         """Run one rollout to its end."""
-        # Its id is its own: a name may come again in a later epoch.
+        # Its id is unique, while its name may come again in a later epoch.
         trajectory = Trajectory(extra={"name": rollout.name})
 
         def failed(error: Exception) -> None:
@@ -238,7 +238,7 @@ class VLMGenerator:
                 raise error
             described = f"{type(error).__name__}: {error}"
             trajectory.error = trajectory.error or described
-            # Our own errors name the place; others need their traceback.
+            # Our errors name the place, others need their traceback.
             trace = None if isinstance(error, MMRenderError) else error
             _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)
 
@@ -264,7 +264,7 @@ class VLMGenerator:
             )
             cancelled.__cause__ = error
             failed(cancelled)
-        except Exception as error:  # noqa: BLE001 - whatever an environment raises
+        except Exception as error:  # noqa: BLE001 - an environment may raise any error
             failed(error)
         return trajectory
 
@@ -295,7 +295,7 @@ class VLMGenerator:
 
 
 def _names(batch: GeneratorInput) -> Sequence[TrajectoryID]:
-    """Names of the rollouts of a batch, which are numbered unless they are given."""
+    """Return the names of the rollouts of a batch, or numbers."""
     numbers = range(len(batch.get("prompts", ())))
     return batch.get("trajectory_ids") or [TrajectoryID(str(number)) for number in numbers]
 
@@ -312,9 +312,9 @@ def rollouts(
     max_length: int | None = None,
     failures: Failures = "keep",
 ) -> AsyncGenerator[Trajectory, None]:
-    """Roll out prompts in environments of one kind; yield each trajectory when it finishes.
+    """Roll out prompts in environments of one kind and yield each trajectory when it finishes.
 
-    `async for trajectory in rollouts(client, FindCell, prompts): ...`; arguments and errors as for
+    `async for trajectory in rollouts(client, FindCell, prompts): ...` has the arguments and errors of
     `VLMGenerator.stream`.
     """
     generator = VLMGenerator(
@@ -350,14 +350,14 @@ class Row:
 
 
 def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: bool) -> list[Row]:
-    """Make the rows of one rollout; at least one, which is empty where nothing was sampled.
+    """Make the rows of one rollout: one or more, and an empty one if nothing was sampled.
 
-    Step-wise, each turn that sampled something is a row: its prompt, and its completion. Otherwise the
-    rollout is one row: the sequence that its last turn ends, which holds every turn as long as prompts were
-    bridged. A reward whose tokens the rows do not hold, as a later prompt was rendered anew or a completion
-    was empty, is added to the last sampled token before it, so that the sum is what the environment gave.
+    Step-wise, each turn with sampled tokens is a row of its prompt and its completion. Otherwise the rollout
+    is one row: the sequence up to its last turn, which contains every turn if all prompts were bridged. A
+    reward without tokens in the rows, since a later prompt was rendered in full or a completion was empty, is
+    added to the last sampled token before it, so that rewards sum to the environment's.
 
-    A rollout that failed has rows of what it sampled, with a loss mask of zeros and no rewards.
+    A failed rollout has rows of its sampled tokens, with a loss mask of zeros and no rewards.
     """
     steps, reason, failed = trajectory.steps, stop_reason(trajectory), trajectory.error is not None
     if not steps:
@@ -377,9 +377,9 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
     ]
 
     def add(rewards: Sequence[npt.NDArray[np.float32]], missing: float) -> None:
-        """Add a reward to the last token of the last of these rows that holds a response."""
+        """Add a reward to the last token of the last of these rows with a response."""
         for row in reversed(range(len(rewards))):
-            if len(rewards[row]) > starts[row] and abs(missing) > 1e-6:  # not what rounding leaves
+            if len(rewards[row]) > starts[row] and abs(missing) > 1e-6:  # not a rounding error
                 rewards[row][-1] += missing
                 return
 
@@ -402,7 +402,7 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
             rewards=(rewards[start:] * (not failed)).tolist(),
             loss_mask=(sample.loss_mask[start:] * np.int64(not failed)).tolist(),
             logprobs=[] if sample.logprobs is None else sample.logprobs[start:].tolist(),
-            # Missing rows would shift all that follow, so partial choices are left out.
+            # Missing rows would shift all later ones, so partial choices are left out.
             expert_indices=experts.data if experts is not None and experts.start == 0 else None,
             is_last_step=index == len(samples) - 1,
             multi_modal_data=sample.multi_modal_data,
@@ -412,24 +412,21 @@ def rows_of(trajectory: Trajectory, trajectory_id: TrajectoryID, *, step_wise: b
 
 
 def stop_reason(trajectory: Trajectory) -> str:
-    """Why a rollout ended, see `mmrender.rollout.environment.StopReason`."""
+    """Return why a rollout ended, see `mmrender.rollout.environment.StopReason`."""
     return "error" if trajectory.error is not None else str(trajectory.extra.get("stop_reason", "error"))
 
 
 def total_reward(trajectory: Trajectory) -> float:
-    """Sum of the rewards of all turns."""
+    """Return the sum of the rewards of all turns."""
     return float(sum(np.sum(step.reward) for step in trajectory.steps if step.reward is not None))
 
 
 def image_tensors(
     sidecars: Iterable[MultiModalData], kind: TensorKind, dtype: TensorDtype
 ) -> tuple[list[Any], list[Any]] | tuple[None, None]:
-    """Join the images of each row: `pixel_values` and `image_grid_thw`, one array or tensor a row.
+    """Return `pixel_values` and `image_grid_thw` of each row, or None for both if no row has images.
 
-    Rows without images hold none: `(0, values)` and `(0, 3)`. `TensorList.from_rows` takes both as they are.
-
-    Returns:
-        None for both where no row has images.
+    Rows without images have shapes `(0, values)` and `(0, 3)`, as `TensorList.from_rows` takes them.
 
     Raises:
         InputError: The model's family has other tensors than these two.
@@ -442,21 +439,21 @@ def image_tensors(
         join = torch.cat
     rows: list[tuple[Any, ...]] = []
     for sidecar in sidecars:
-        tensors = [item.tensors(dtype, framework=kind) for item in sidecar.mm_items.get("image", ())]
-        for found in tensors:
-            if set(found) != set(names):
+        items = [item.tensors(dtype, framework=kind) for item in sidecar.mm_items.get("image", ())]
+        for tensors in items:
+            if set(tensors) != set(names):
                 raise InputError(
                     "images of this model have other tensors",
                     where="tensors",
                     expected="pixel_values and image_grid_thw",
-                    got=", ".join(sorted(found)),
+                    got=", ".join(sorted(tensors)),
                     remedy="Take them from multi_modal_data",
                 )
-        rows.append(tuple(join([found[name] for found in tensors]) for name in names) if tensors else ())
-    known = next(filter(None, rows), None)
-    if known is None:
+        rows.append(tuple(join([tensors[name] for tensors in items]) for name in names) if items else ())
+    example = next(filter(None, rows), None)
+    if example is None:
         return None, None
-    pixels, grids = zip(*(row or tuple(each[:0] for each in known) for row in rows), strict=True)
+    pixels, grids = zip(*(row or tuple(each[:0] for each in example) for row in rows), strict=True)
     return list(pixels), list(grids)
 
 
@@ -464,11 +461,11 @@ def image_tensors(
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over the rollouts, and some extremes.
+    """Return means over the rollouts, and some extremes.
 
-    `rollout/...` covers all: reward, turns, sampled tokens, length, the share of turns after the first whose
-    prompt was rendered anew, the share that failed, and the share of each reason to stop. `environment/...`
-    is what environments reported in the `info` of their last observation, over the rollouts that reported it.
+    `rollout/...` covers all rollouts: reward, turns, sampled tokens, length, and the shares of failed ones,
+    of each reason to stop, and of later turns whose prompt was rendered in full. `environment/...` covers the
+    rollouts whose last observation reported that name in `info`.
     """
     if not trajectories:
         return {}

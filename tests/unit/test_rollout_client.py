@@ -121,7 +121,7 @@ def test_what_cannot_be_bridged_is_rendered_and_says_why(renderer, change, why):
 def test_other_tools_and_the_renderers_own_reason_are_named(renderer, monkeypatch):
     talk = Talk(renderer, "A cow.", "Sand.", "Sky.")
     going_on = [*OPENING, talk.ask(OPENING, tools=TOOLS).message, user("Where?")]
-    assert talk.ask(going_on).why_rendered == "the tools differ from those of step 0"
+    assert talk.ask(going_on).why_rendered == "step 0 had other tools"
     monkeypatch.setattr(renderer, "bridge_to_next_turn", lambda *_, **__: None)
     monkeypatch.setattr(type(renderer), "why_not_bridged", property(lambda _: "the moon is full"))
     assert talk.ask(going_on, tools=TOOLS).why_rendered == "the moon is full"

@@ -189,7 +189,7 @@ def test_cancelling_a_batch_leaves_no_task(renderer):
     assert all(environment.closed == 1 for environment in made)
 
 
-def test_ends_of_a_rollout(renderer):
+def test_ends_of_a_rollout(renderer, sentence):
     def ended(*script, **options):
         return generate(*scripted(renderer, scripts=[script or ENDLESS], **options))
 
@@ -203,15 +203,9 @@ def test_ends_of_a_rollout(renderer):
     refused = ended(limit=120)
     assert refused["stop_reasons"] == ["error"]
     assert refused["errors"][0].startswith("PromptTooLongError: ")
-    assert ended(Observation())["errors"] == [
-        "InputError: step().messages: the environment shows nothing and is not done - "
-        "expected messages for the model to answer"
-    ]
+    assert ended(Observation())["errors"] == [sentence]
     speaking = Observation([Message(role="assistant", content="I am the model")])
-    assert ended(speaking)["errors"] == [
-        "MessageError: step().messages: an environment does not speak for the model - "
-        "expected tool, user and system messages, got an assistant message"
-    ]
+    assert ended(speaking)["errors"] == [sentence]
     assert issubclass(MessageError, InputError)
 
 
@@ -231,28 +225,30 @@ def test_parameters_of_turns_and_turn_seeds(renderer):
     assert len({*seeds}) == 4
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"prompts": [[], []]},
-         "['env_classes']: has another length - expected one entry for each of 2 prompts, got 1"),
-        ({"env_classes": ["zoo"]}, "['env_classes'][0]: unknown environment - expected 0, got 'zoo'"),
-        ({"prompts": [[], []], "env_classes": ["0", "0"], "trajectory_ids": [TrajectoryID("a")] * 2},
-         "['trajectory_ids']: two rollouts have one name"),
-    ],
-)  # fmt: skip
-def test_batches_that_are_refused(renderer, batch, message):
+REFUSED = {
+    "too few environments": {"prompts": [[], []]},
+    "unknown environment": {"env_classes": ["zoo"]},
+    "equal names": {
+        **{"prompts": [[], []], "env_classes": ["0", "0"]},
+        "trajectory_ids": [TrajectoryID("a")] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_that_are_refused(renderer, case, sentence):
     generator, *_ = scripted(renderer, scripts=[(ends(),)])
     with pytest.raises(InputError) as refused:
-        generate(generator, {"prompts": [[]], "env_classes": ["0"], **batch})
-    assert str(refused.value) == f"input_batch{message}"
+        generate(generator, {"prompts": [[]], "env_classes": ["0"], **REFUSED[case]})
+    assert str(refused.value) == sentence
 
 
-def test_an_empty_batch_and_no_concurrency(renderer):
+def test_an_empty_batch_and_no_concurrency(renderer, sentence):
     out = generate(*scripted(renderer))
     assert (out["response_ids"], out["rollout_metrics"]) == ([], {})
-    with pytest.raises(InputError, match=r"^max_concurrency: is too small - expected 1 or more, got 0$"):
+    with pytest.raises(InputError) as refused:
         scripted(renderer, max_concurrency=0)
+    assert str(refused.value) == sentence
 
 
 def test_a_game_end_to_end(tiny_model, renderer):
