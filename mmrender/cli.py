@@ -383,7 +383,7 @@ def demo(
             raise InputError("the server's model is not named", where="--model", expected=expected)
         # The demonstration itself stays off the hub, but a served model may come from there.
         os.environ.setdefault("HF_HUB_OFFLINE", "0")
-    from mmrender.demo.__main__ import main as demonstrate
+    from mmrender.testing.demo import main as demonstrate
 
     engine = _engine(backend) if server else None
     raise typer.Exit(demonstrate(server, backend=engine, model=model, renderer_of=renderer))

@@ -74,3 +74,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def media_inputs(data: Any, length: int) -> dict[str, Any]:
+    """The media arguments of a Qwen-VL model for a sidecar: patches, grids, and the kinds of `length` tokens."""
+    import torch
+
+    from mmrender.sidecar import mm_token_type_ids
+
+    spans = data.spans(length)
+    tensors = [span.item.tensors("float32", framework="torch") for span in spans]
+    keys = {key for entry in tensors for key in entry}
+    joined = {key: torch.cat([entry[key] for entry in tensors if key in entry]) for key in keys}
+    return {**joined, "mm_token_type_ids": torch.from_numpy(mm_token_type_ids(spans, length))[None]}

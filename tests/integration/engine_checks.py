@@ -13,13 +13,13 @@ import pytest
 from PIL import Image
 
 from integration.engine_server import EngineServer
-from kit import data_url, user
+from kit import data_url, media_inputs, user
 from mmrender import generate
 from mmrender.client.http import HTTPTransport
 from mmrender.client.types import EngineRequest, EngineResponse, Generation
 from mmrender.errors import EngineConnectionError, EngineStatusError, PromptTooLongError
 from mmrender.renderer import Renderer
-from mmrender.sidecar import MultiModalData, mm_token_type_ids
+from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 
 MODEL = "tiny"
@@ -94,14 +94,9 @@ def reference_logprobs(
     """Logprobs that Transformers gives each completion token, in one forward pass over float32 pixels."""
     import torch
 
-    spans = data.spans(len(prompt_ids))
-    tensors = [span.item.tensors("float32", framework="torch") for span in spans]
-    joined = {key: [entry[key] for entry in tensors if key in entry] for entry in tensors for key in entry}
-    joined = {key: torch.cat(values) for key, values in joined.items()}
     ids = torch.tensor([[*prompt_ids, *completion_ids]])
-    kinds = torch.from_numpy(mm_token_type_ids(spans, ids.shape[1]))[None]
     with torch.inference_mode():
-        logits = reference_model(directory)(input_ids=ids, mm_token_type_ids=kinds, **joined).logits[0]
+        logits = reference_model(directory)(input_ids=ids, **media_inputs(data, ids.shape[1])).logits[0]
     logprobs = torch.log_softmax(logits.float(), -1)
     positions = torch.arange(len(prompt_ids) - 1, ids.shape[1] - 1)
     return logprobs[positions, ids[0, len(prompt_ids) :]].numpy()

@@ -9,14 +9,15 @@ import pytest
 from find_cell import FindCell, FindCellSettings, sensible_calls
 from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
+from kit import media_inputs
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
-from mmrender.demo import __main__ as demo
-from mmrender.demo.proofs import media_inputs, prove_shipping
-from mmrender.demo.receiver import trajectory_digest
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import TrajectoryID, VLMGenerator
+from mmrender.testing import demo
+from mmrender.testing.demo import Report, prove_shipping
 from mmrender.testing.guided import guided_params
+from mmrender.testing.receiver import trajectory_digest
 from mmrender.trajectory.files import TrajectoryWriter, load_trajectories
 
 pytestmark = needs_tier("vllm")
@@ -116,7 +117,9 @@ def test_what_was_saved_and_shipped_is_what_was_rolled_out(server, renderer, tmp
             writer.append(each)
     saved = load_trajectories(tmp_path / "saved.mmc")
     assert {each.trajectory_id: trajectory_digest(each) for each in saved} == digests
-    assert all(proof.holds for proof in asyncio.run(prove_shipping(trajectories[0], tmp_path)))
+    report = Report()
+    asyncio.run(prove_shipping(report, trajectories[0], tmp_path))
+    assert all(claim.holds for claim in report.claims)
 
 
 def test_oldest_turns_are_left_out_by_the_servers_limit(server, renderer):

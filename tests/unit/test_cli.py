@@ -305,7 +305,7 @@ def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, 
 
 
 def test_demo_takes_a_server(run, monkeypatch):
-    from mmrender.demo import __main__ as demo
+    from mmrender.testing import demo
 
     asked = []
     monkeypatch.setattr(demo, "main", lambda *args, **options: asked.append((args, options)) or 1)

@@ -1,46 +1,36 @@
-"""The demonstration: it runs offline, and it fails when what it claims is not so."""
+"""The demonstration: it runs offline, and it fails when a claim does not hold."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
+from kit import shown
 from mmrender.client.local import LocalBackend, NullTransport
-from mmrender.demo import __main__ as demo
-from mmrender.demo.conversation import load_pictures, three_turns
-from mmrender.demo.proofs import media_inputs, prove_parity, prove_shipping
-from mmrender.demo.receiver import trajectory_digest
 from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
 from mmrender.rollout import RendererClient
+from mmrender.testing import demo
+from mmrender.testing.demo import TOOLS, Report, prove_parity, prove_shipping, shipped_pictures, three_turns
+from mmrender.testing.receiver import trajectory_digest
 from mmrender.trajectory import Trajectory
 
 
-@pytest.fixture(scope="module")
-def conversation():
-    return three_turns()
-
-
-@pytest.fixture(scope="module")
-def rendered(renderer, conversation):
-    return renderer.render(conversation.messages, **conversation.options)
-
-
-def test_it_runs_and_every_proof_holds(capsys):
+def test_it_runs_and_every_claim_holds(capsys):
     assert demo.main() == 0
     out = capsys.readouterr().out
-    assert out.count("✓") == 15
+    assert out.count("✓") == 14
     assert "✗" not in out
-    for shown in (
+    for line in (
         *("logprobs equal a plain forward's", "a second process has the same"),
-        *("⟨image 13×19 = 247⟩", "<tool_call>⏎", "logits 1 x 833 x 1,024"),
+        *("⟨image 13×19 = 247⟩", "<tool_call>⏎", "107 of 827 tokens"),
     ):
-        assert shown in out
+        assert line in out
     assert max(map(len, out.splitlines())) <= demo.WIDTH
 
 
 def test_the_rollout_runs_against_a_server(tiny_model, capsys):
-    """The same steps with a way to a server; the model behind it is local."""
+    """The same steps with a way to a server. The model behind it is local."""
     backend = LocalBackend(tiny_model)
     assert demo.main(NullTransport(), backend=backend, model="tiny", renderer_of=str(tiny_model)) == 0
     out = capsys.readouterr().out
@@ -59,7 +49,7 @@ def test_a_wrong_token_is_noticed(monkeypatch, capsys):
     monkeypatch.setattr(Renderer, "render", wrong)
     monkeypatch.setattr(demo, "sample_and_ship", lambda *_, **__: None)
     assert demo.main() == 1
-    assert "not so: ids equal its processor's (first difference at 832)" in capsys.readouterr().out
+    assert "not so: ids equal its processor's (ours " in capsys.readouterr().out
 
 
 def test_an_error_of_ours_is_one_line(tiny_model, capsys):
@@ -67,48 +57,50 @@ def test_an_error_of_ours_is_one_line(tiny_model, capsys):
     assert "EngineConnectionError: " in capsys.readouterr().out
 
 
-def test_a_wrong_pixel_is_noticed(tiny_model, conversation, renderer):
-    photo, _ = load_pictures()
-    messages = conversation.messages[:2]
+def claims_of_parity(tiny_model, renderer, messages, rendered):
+    report = Report()
+    prove_parity(report, tiny_model, renderer, messages, rendered)
+    return report.claims
+
+
+def test_a_wrong_pixel_is_noticed(tiny_model, renderer):
+    photo, _ = shipped_pictures()
+    photo = photo.copy()
     photo.putpixel((5, 5), (255, 0, 0))
-    shown = [{"type": "image", "image": photo}, messages[1]["content"][1]]
-    other = renderer.render([messages[0], {**messages[1], "content": shown}], **conversation.options)
-    reference = replace(conversation, messages=messages, pictures=conversation.pictures[:1])
-    assert [proof.holds for proof in prove_parity(tiny_model, reference, other)] == [True, True, False]
+    system, question = three_turns()[:2]
+    other = {**question, "content": [shown(photo), question["content"][1]]}
+    rendered = renderer.render([system, other], tools=TOOLS, add_generation_prompt=True)
+    claims = claims_of_parity(tiny_model, renderer, [system, question], rendered)
+    assert [claim.holds for claim in claims] == [True, True, False]
 
 
-def test_without_a_processor_the_proof_is_not_claimed(tiny_model, conversation, rendered, monkeypatch):
+def test_without_a_processor_the_claim_is_not_made(tiny_model, renderer, monkeypatch):
     def refuse(*_):
         raise ImportError("no torchvision here")
 
     monkeypatch.setattr("mmrender.testing.reference.build_reference_processor", refuse)
-    text, rest = prove_parity(tiny_model, conversation, rendered)
+    messages = three_turns()
+    rendered = renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
+    text, rest = claims_of_parity(tiny_model, renderer, messages, rendered)
     assert text.holds
-    assert rest.holds is None
-    assert rest.detail == "no torchvision here"
+    assert (rest.holds, rest.detail) == (None, "no torchvision here")
 
 
-def test_the_model_is_shown_where_the_images_are(rendered, renderer):
-    kinds = media_inputs(rendered.multi_modal_data, len(rendered))["mm_token_type_ids"][0]
-    pad = renderer.tokenizer.token_id("<|image_pad|>")
-    assert kinds.tolist() == [int(token_id == pad) for token_id in rendered.token_ids]
-
-
-def test_what_differs_has_another_digest(renderer, conversation, tiny_model):
+def test_what_differs_has_another_digest(renderer, tiny_model):
     trajectories = []
     for seed in (1, 1, 2):
         trajectory = Trajectory("same name")
         client = RendererClient(
             renderer, backend=LocalBackend(tiny_model), sampling_params={"seed": seed, "max_tokens": 4}
         )
-        asyncio.run(client.create_completion(conversation.messages[:2], trajectory=trajectory))
+        asyncio.run(client.create_completion(three_turns()[:2], trajectory=trajectory))
         trajectories.append(trajectory)
     first, second, third = map(trajectory_digest, trajectories)
     assert first == second != third
 
 
 def test_a_second_process_that_fails_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmrender.demo.proofs.sys.executable", "/bin/false")
+    monkeypatch.setattr("mmrender.testing.demo.sys.executable", "/bin/false")
     with pytest.raises(ShippingConnectionError) as refused:
-        asyncio.run(prove_shipping(Trajectory(), tmp_path))
+        asyncio.run(prove_shipping(Report(), Trajectory(), tmp_path))
     assert str(refused.value) == (f"unix://{tmp_path}/rollout.sock: the second process failed - got status 1")

@@ -13,13 +13,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit import media_inputs
 from mmrender.client.local import LocalBackend
 from mmrender.client.resolve import resolve_backend
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, RendererBackend
-from mmrender.demo.conversation import load_pictures
-from mmrender.demo.proofs import media_inputs
 from mmrender.errors import (
     EngineReplyError,
     EngineStateError,
@@ -32,6 +31,7 @@ from mmrender.errors import (
 )
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.model.weights import load_model
+from mmrender.testing.demo import shipped_pictures
 
 torch = pytest.importorskip("torch")
 
@@ -43,7 +43,7 @@ def backend(tiny_model):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    photo, chart = (picture.resize((160, 128)) for picture in load_pictures())
+    photo, chart = (picture.resize((160, 128)) for picture in shipped_pictures())
 
     def prompt(*parts):
         kinds = ["text" if isinstance(part, str) else "image" for part in parts]
@@ -146,7 +146,7 @@ def test_a_seed_decides_whatever_else_runs(tiny_model, prompts, renderer):
 
 
 def test_a_prompt_is_prefilled_once_and_alike_ones_share_a_forward(tiny_model, renderer):
-    pictures = [picture.resize((96, 96)) for picture in load_pictures()]
+    pictures = [picture.resize((96, 96)) for picture in shipped_pictures()]
 
     def prompt(*parts):
         kinds = ["text" if isinstance(part, str) else "image" for part in parts]

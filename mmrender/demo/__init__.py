@@ -1,1 +1,0 @@
-"""The demonstration: `mmrender demo`, or `python -m mmrender.demo`."""
