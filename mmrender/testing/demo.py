@@ -27,7 +27,7 @@ from PIL import Image
 from mmrender._version import __version__
 from mmrender.audit.trainer import TrainerModel
 from mmrender.client import LocalBackend, RendererBackend
-from mmrender.client.generation import BackendName
+from mmrender.client.resolve import BackendName
 from mmrender.errors import MissingDependencyError, MMRenderError, ShippingConnectionError
 from mmrender.renderer import Renderer
 from mmrender.rollout import RendererClient
