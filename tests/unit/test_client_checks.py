@@ -54,24 +54,20 @@ def test_a_prompt_becomes_an_array() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "vocab", "message"),
+    ("ids", "vocab"),
     [
-        ([1, 100], 100, "prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got 100"),
-        ([1, -1], 100, "prompt_ids[1]: a token id is outside the vocabulary - expected 0 to 99, got -1"),
-        ([-7], None, "prompt_ids[0]: a token id is outside the vocabulary - expected 0 or more, got -7"),
-        ([], 100, "prompt_ids: a prompt is a list of token ids - expected one or more integers, got nothing"),
-        (
-            [[1], [2]],
-            100,
-            "prompt_ids: a prompt is a list of token ids - expected one or more integers, got list [2, 1] of int64",
-        ),
+        ([1, 100], 100),
+        ([1, -1], 100),
+        ([-7], None),
+        ([], 100),
+        ([[1], [2]], 100),
     ],
     ids=["too large", "negative", "negative without vocabulary", "empty", "nested"],
 )
-def test_ids_that_kill_an_engine_are_refused(ids: Any, vocab: int | None, message: str) -> None:
+def test_ids_that_kill_an_engine_are_refused(ids: Any, vocab: int | None, sentence: Any) -> None:
     with pytest.raises(InputError) as caught:
         checked(ids, vocab)
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
 
 
 # --- ranges ---
@@ -93,64 +89,40 @@ def test_images_may_stand_side_by_side() -> None:
     assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 2
 
 
-def test_tiled_images_are_taken_where_the_engine_keeps_their_masks() -> None:
+def test_tiled_images_are_taken_where_the_engine_keeps_their_masks(sentence: Any) -> None:
     made = PromptMaker().framed(tiled_item(2, 3)).text([1])
     assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 1
     with pytest.raises(EngineUnsupportedError) as caught:
         check_sidecar(np.array(made.ids), made.sidecar, takes_sparse=False)
-    assert str(caught.value) == (
-        "mm_placeholders['image'][0]: the engine loses which tokens of this range hold features - expected a "
-        "range in which every token does, got 8 of 12. Send the encoded image, or use another engine for this model"
-    )
+    assert str(caught.value) == sentence
 
 
 Change = Callable[[MultiModalData], MultiModalData]
 R0, R1 = PlaceholderRange(3, 4), PlaceholderRange(9 + 1, 6)
-REFUSED: dict[str, tuple[Change, str]] = {
-    "offset one early": (
-        lambda s: with_ranges(s, PlaceholderRange(2, 4), R1),
-        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
-        "91, 4 tokens in all, got the token 90 at 3, 4 in all",
-    ),
-    "swapped": (
-        lambda s: with_ranges(s, R1, R0),
-        "multi_modal_data.mm_placeholders['image'][1]: placeholder ranges are out of order - expected an offset of "
-        "10 or more, got 3",
-    ),
-    "runs out of order": (
-        lambda s: with_ranges(s, PlaceholderRange(3, 4, ((2, 4), (0, 2))), R1),
-        "multi_modal_data.mm_placeholders['image'][0].embed_spans: the runs of features within a range are out of "
-        "order - expected rising runs within [0, 4), got ((2, 4), (0, 2))",
-    ),
-    "an image lost": (
-        lambda s: MultiModalData(
-            {"image": s.mm_hashes["image"][:1]}, {"image": [R0]}, {"image": s.mm_items["image"][:1]}
-        ),
-        "prompt_ids[10:16]: an image of the prompt has no placeholder range - expected a range and an item for each "
-        "image, got a run of the token 90 between 91 and 92, as images have it. Pass the sidecar of the whole prompt "
-        "as multi_modal_data",
+REFUSED: dict[str, Change] = {
+    "offset one early": lambda s: with_ranges(s, PlaceholderRange(2, 4), R1),
+    "swapped": lambda s: with_ranges(s, R1, R0),
+    "runs out of order": lambda s: with_ranges(s, PlaceholderRange(3, 4, ((2, 4), (0, 2))), R1),
+    "an image lost": lambda s: MultiModalData(
+        {"image": s.mm_hashes["image"][:1]}, {"image": [R0]}, {"image": s.mm_items["image"][:1]}
     ),
 }
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
-def test_sidecars_that_do_not_fit_are_refused(case: str) -> None:
-    change, message = REFUSED[case]
+def test_sidecars_that_do_not_fit_are_refused(case: str, sentence: Any) -> None:
     made = prompt()
     check_sidecar(np.array(made.ids), made.sidecar)
     with pytest.raises(PlaceholderError) as caught:
-        check_sidecar(np.array(made.ids), change(made.sidecar))
-    assert str(caught.value).startswith(message)
+        check_sidecar(np.array(made.ids), REFUSED[case](made.sidecar))
+    assert str(caught.value) == sentence
 
 
-def test_a_run_that_goes_on_behind_its_range_is_refused() -> None:
+def test_a_run_that_goes_on_behind_its_range_is_refused(sentence: Any) -> None:
     made = PromptMaker().text([1]).item(qwen_item(4)).text([PAD, 2])
     with pytest.raises(PlaceholderError) as caught:
         check_sidecar(np.array(made.ids), made.sidecar)
-    assert str(caught.value) == (
-        "mm_placeholders['image'][0]: a placeholder range ends within a run of pad tokens - expected no token 90 next "
-        "to it, got one at 5"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_a_pad_token_that_the_model_sampled_stays() -> None:
@@ -164,16 +136,13 @@ def test_one_modality_has_one_pad_token() -> None:
         check_sidecar(np.array(made.ids), made.sidecar)
 
 
-def test_tokens_of_an_expansion_are_held_against_the_prompt() -> None:
+def test_tokens_of_an_expansion_are_held_against_the_prompt(sentence: Any) -> None:
     made = PromptMaker().text([1]).item(qwen_item(1)).text([2])
     moved = MultiModalData.of([(PlaceholderRange(2, 1), made.placed[0][1])])
     check_sidecar(np.array(made.ids), made.sidecar, token_ids=TOKENS)
     with pytest.raises(PlaceholderError) as caught:
         check_sidecar(np.array(made.ids), moved, token_ids=TOKENS)
-    assert str(caught.value) == (
-        "mm_placeholders['image'][0]: a placeholder range does not hold the tokens of its item - expected the token "
-        "90, 1 tokens in all, got the token 2 at 2, 1 in all"
-    )
+    assert str(caught.value) == sentence
     tiled = PromptMaker().item(tiled_item(1, 1)).text([1])
     short = PlaceholderRange(0, 5, ((1, 2), (3, 5)))
     with pytest.raises(PlaceholderError) as caught:
@@ -191,15 +160,11 @@ def test_ranges_collapse_to_what_the_template_wrote() -> None:
     assert collapse(tiled.ids, tiled.sidecar, {"image": IMAGE}) == [1, IMAGE, IMAGE, 2]
 
 
-def test_what_cannot_be_put_back_is_refused() -> None:
+def test_what_cannot_be_put_back_is_refused(sentence: Any) -> None:
     tiled = PromptMaker().item(tiled_item(1, 1))
     with pytest.raises(PlaceholderError) as caught:
         collapse(tiled.ids, tiled.sidecar)
-    assert str(caught.value) == (
-        "mm_placeholders['image'][0]: the range cannot be put back to the template's placeholder - expected an "
-        "expansion of special tokens, and the token that the template writes, got 5 pieces. Use an engine that takes "
-        "widened placeholders"
-    )
+    assert str(caught.value) == sentence
     # Text at an edge was encoded together with the text beside it, so its tokens lie outside of the range.
     edged = FakeItem((Repeat("pad", 2), Text("\n")), "edged")
     sidecar = MultiModalData.of([(PlaceholderRange(0, 2), edged)])

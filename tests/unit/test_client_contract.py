@@ -114,12 +114,12 @@ def test_sidecars_that_do_not_fit(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", ["sglang", "dynamo"])
-def test_videos_are_refused(name: str) -> None:
+def test_videos_are_refused(name: str, sentence: Any) -> None:
     prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
     problem = refused(
         ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
     )
-    assert problem == "mm_placeholders['video'][0]: only images can be sent to this engine - got video"
+    assert problem == sentence
 
 
 @pytest.mark.parametrize("name", ["vllm", "dynamo"])
@@ -142,8 +142,8 @@ def test_ranges_that_the_engine_would_forget_are_refused(name: str) -> None:
     ],
     ids=["no length", "several", "nothing", "misspelt", "contradiction"],
 )
-def test_sampling_parameters_that_are_refused(engine: Engine, sampling: Any) -> None:
-    assert refused(engine, SamplingParameterError, sampling_params=sampling).startswith("sampling_params['")
+def test_sampling_parameters_that_are_refused(engine: Engine, sampling: Any, sentence: Any) -> None:
+    assert refused(engine, SamplingParameterError, sampling_params=sampling) == sentence
 
 
 def test_what_this_version_does_not_know_is_sent_by_name(engine: Engine) -> None:
@@ -154,15 +154,13 @@ def test_what_this_version_does_not_know_is_sent_by_name(engine: Engine) -> None
     assert body.get("sampling_params", body)["new_parameter"] == [1]
 
 
-def test_what_is_sent_by_name_cannot_replace_what_the_request_says(engine: Engine) -> None:
+def test_what_is_sent_by_name_cannot_replace_what_the_request_says(engine: Engine, sentence: Any) -> None:
     sampling = {"max_tokens": 4, "temperature": 1.0, "extra": {"temperature": 0.5}}
-    assert refused(engine, SamplingParameterError, sampling_params=sampling) == (
-        "sampling_params['extra']['temperature']: is set twice"
-    )
+    assert refused(engine, SamplingParameterError, sampling_params=sampling) == sentence
     _, transport = ask(engine)
     for name in transport.asked[0].json:
         problem = refused(engine, InputError, extra_body={name: 1})
-        assert problem == f"extra_body['{name}']: the request itself sets this member"
+        assert problem == sentence
 
 
 # --- stopping ---

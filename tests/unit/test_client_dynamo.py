@@ -82,11 +82,8 @@ def test_extra_fields_are_joined_in_order_and_hints_merged():
     assert backend.nvext["extra_fields"] == ["timing", "engine_data"]
 
 
-def test_a_prompt_in_nvext_is_refused():
-    assert refused(InputError, "text", DynamoBackend(nvext={"token_data": [1]})) == (
-        "nvext.token_data: the prompt is the request's own - expected nothing. "
-        "Pass it to generate as prompt_ids"
-    )
+def test_a_prompt_in_nvext_is_refused(sentence):
+    assert refused(InputError, "text", DynamoBackend(nvext={"token_data": [1]})) == sentence
 
 
 # --- answers ---
@@ -169,34 +166,20 @@ def of_another_count(answer):
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "kind"),
     [
-        (
-            without_channels,
-            EngineReplyError,
-            "nvext: the reply holds no token ids - expected engine_data or completion_token_ids. "
-            "Retokenizing its text would train on other tokens; use a frontend that gives them",
-        ),
-        (without_names, EngineReplyError, "nvext: the reply holds no token ids"),
-        (
-            of_different_lengths,
-            EngineReplyError,
-            "token_ids: tokens and logprobs are not equally many - "
-            "expected 4 logprobs, one for each token, got 3",
-        ),
-        (of_other_tokens, EngineReplyError, "logprobs[2]: a logprob is that of another token"),
-        (unfinished, EngineReplyError, "nvext.engine_data.finished: the worker failed during the request"),
-        (of_another_prompt, EngineMismatchError, "prompt_token_ids[1]: the server saw another prompt"),
-        (
-            of_another_count,
-            EngineMismatchError,
-            "usage.prompt_tokens: the server counted other prompt tokens",
-        ),
+        (without_channels, EngineReplyError),
+        (without_names, EngineReplyError),
+        (of_different_lengths, EngineReplyError),
+        (of_other_tokens, EngineReplyError),
+        (unfinished, EngineReplyError),
+        (of_another_prompt, EngineMismatchError),
+        (of_another_count, EngineMismatchError),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_answers_that_cannot_be_trained_on(change, kind, message):
-    assert refused(kind, recorded("text").changed(change)).startswith(f"{WHERE} {message}")
+def test_answers_that_cannot_be_trained_on(change, kind, sentence):
+    assert refused(kind, recorded("text").changed(change)) == sentence
 
 
 def test_a_stop_string_leaves_the_frontends_channels():
@@ -232,14 +215,11 @@ def test_a_stop_that_no_known_token_explains_was_an_abort(sampling, eos, expecte
     assert replay(recording, with_modes("abort"), **fields).finish_reason == expected
 
 
-def test_without_known_ends_nothing_is_guessed():
+def test_without_known_ends_nothing_is_guessed(sentence):
     """A frontend says `stop` of aborts too; a caller who ignores the model's own ends names all there are."""
     recording = recorded("abort")
     problem = refused(EngineUnsupportedError, recording, eos_token_ids=None)
-    assert problem == (
-        "eos_token_ids: a Dynamo frontend calls an abort `stop` too, so the ends of a completion must be known. "
-        "Give a renderer, or DynamoBackend(eos_token_ids=...)"
-    )
+    assert problem == sentence
     assert recording.sent is None
     known = DynamoBackend(eos_token_ids=(COMPLETION[-1],), nvext={"annotations": ["abort"]})
     assert replay(recording, known, eos_token_ids=None).finish_reason == "stop"
@@ -265,7 +245,7 @@ def test_an_engine_goes_on_behind_an_abort_and_never_behind_an_end(end, asked):
     assert prompts == [PROMPT, [*PROMPT, 6, 7]][:asked]
 
 
-def test_alternatives_name_their_tokens():
+def test_alternatives_name_their_tokens(sentence):
     response = replay("alternatives", sampling_params=TWO_LOGPROBS)
     assert [len(row) for row in response.top_logprobs] == [2, 2, 2, 2]
     assert [row[0][0] for row in response.top_logprobs] == COMPLETION
@@ -274,9 +254,7 @@ def test_alternatives_name_their_tokens():
         answer["choices"][0]["logprobs"]["content"][1]["top_logprobs"][0]["token"] = "Call"
 
     unnamed = recorded("alternatives").changed(unname)
-    assert refused(EngineReplyError, unnamed, sampling_params=TWO_LOGPROBS).startswith(
-        f"{WHERE} logprobs[1].top_logprobs: an alternative lacks its token or its logprob"
-    )
+    assert refused(EngineReplyError, unnamed, sampling_params=TWO_LOGPROBS) == sentence
 
 
 # --- routed experts ---
@@ -295,11 +273,9 @@ def test_router_choices_begin_where_the_caller_asked(name, start):
     assert experts.dtype == np.uint8
 
 
-def test_router_choices_that_are_missing():
+def test_router_choices_that_are_missing(sentence):
     problem = refused(EngineUnsupportedError, "text", routed_experts=True)
-    assert problem.startswith(
-        f"{WHERE} routed_experts: router choices were asked for, and the server gives none"
-    )
+    assert problem == sentence
 
 
 # --- images ---
@@ -332,37 +308,25 @@ def test_router_choices_by_vllms_route(one_image, start):
     assert experts.data.reshape(-1)[0] == (start or 0) * 4
 
 
-def test_images_without_known_pixels_are_refused(one_image):
+def test_images_without_known_pixels_are_refused(one_image, sentence):
     recording = recorded("image")
-    assert refused(EngineUnsupportedError, recording, **with_image(one_image)) == (
-        "images: a Dynamo frontend renders nothing, so it is not known which pixels its workers take. Say it "
-        "with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers with "
-        "--no-mm-device-do-normalize"
-    )
+    assert refused(EngineUnsupportedError, recording, **with_image(one_image)) == sentence
     assert recording.sent is None
 
 
-def test_a_frontend_that_does_not_take_images(one_image):
+def test_a_frontend_that_does_not_take_images(one_image, sentence):
     problem = refused(EngineUnsupportedError, "error_closed", LEVELS, **with_image(one_image))
-    assert problem.startswith(
-        "http://memory/inference/v1/generate: the Dynamo frontend does not take images for this model - got "
-        "POST http://memory/inference/v1/generate: the server answered 404 Not Found:"
-    )
+    assert problem == sentence
     assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1" in problem
 
 
-def test_bodies_that_a_worker_would_not_get(one_image):
+def test_bodies_that_a_worker_would_not_get(one_image, sentence):
     image, text = recorded("image"), recorded("text")
     fields = with_image(one_image)
     small = DynamoBackend(pixels="uint8", max_image_bytes=100_000)
-    assert refused(EngineUnsupportedError, image, small, **fields).startswith(
-        "/inference/v1/generate: the request is larger than the server's frontend takes - expected at most "
-        "100,000 bytes, got about 13"
-    )
+    assert refused(EngineUnsupportedError, image, small, **fields).partition(", got ")[0] == sentence
     short = DynamoBackend(max_body_bytes=1000)
-    assert refused(EngineUnsupportedError, text, short, prompt_ids=[5] * 200).startswith(
-        "/v1/chat/completions: the request is larger"
-    )
+    assert refused(EngineUnsupportedError, text, short, prompt_ids=[5] * 200) == sentence
     assert image.sent is text.sent is None
     assert replay(image, DynamoBackend(pixels="uint8", max_image_bytes=200_000), **fields)
 

@@ -229,41 +229,30 @@ def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer):
     assert third.prompt_attribution is None
 
 
-def test_media_tokens_without_a_sidecar_are_refused(renderer):
+def test_media_tokens_without_a_sidecar_are_refused(renderer, sentence):
     prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
     (found,) = prompt.multi_modal_data.mm_placeholders["image"]
     pad = prompt.token_ids[found.offset]
     engine = Scripted()
-    assert str(refused(PlaceholderError, renderer, engine, prompt_ids=prompt.token_ids)) == (
-        f"prompt_ids[{found.offset}]: the prompt holds media tokens, but comes without a sidecar - expected "
-        f"multi_modal_data, got the token {pad}. Pass the sidecar; an empty MultiModalData() says that the model "
-        "itself sampled them"
-    )
+    assert str(refused(PlaceholderError, renderer, engine, prompt_ids=prompt.token_ids)) == sentence
     assert not engine.requests
     run(renderer, engine, prompt_ids=[1, pad, 2], multi_modal_data=MultiModalData())
     assert engine.requests[0].prompt_ids == [1, pad, 2]
 
 
-def test_prompts_that_are_refused(renderer):
+def test_prompts_that_are_refused(renderer, sentence):
     prompt = renderer.render(QUESTION, add_generation_prompt=True)
-    length = len(prompt)
     other = {"prompt_ids": prompt.token_ids[1:], "prompt_attribution": prompt}
-    assert str(refused(InputError, renderer, **other)) == (
-        "prompt_attribution: the attribution belongs to other tokens than the prompt's - expected the "
-        f"{length - 1} tokens of prompt_ids, got {length} tokens"
-    )
-    missing = "messages: the prompt is missing - expected messages, or prompt_ids"
-    assert str(refused(InputError, renderer, messages=None)) == missing
+    assert str(refused(InputError, renderer, **other)) == sentence
+    assert str(refused(InputError, renderer, messages=None)) == sentence
 
 
-def test_a_long_prompt_is_refused_before_it_is_sent(renderer):
+def test_a_long_prompt_is_refused_before_it_is_sent(renderer, sentence):
     length = len(renderer.render(QUESTION, add_generation_prompt=True))
     engine = Scripted(limit=length - 1)
     error = refused(PromptTooLongError, renderer, engine)
     assert (error.prompt_len, error.max_prompt_len) == (length, length - 1)
-    assert str(error) == (
-        f"prompt: the prompt is longer than the engine takes - expected at most {length - 1} tokens, got {length}"
-    )
+    assert str(error) == sentence
     assert not engine.requests
     forget(engine.server)
     engine.limit = length
@@ -331,12 +320,10 @@ def test_backends_have_names(backend, name):
     assert resolve_backend(backend, "tiny") is resolve_backend(found, "tiny") is found
 
 
-def test_unknown_names_are_refused():
+def test_unknown_names_are_refused(sentence):
     with pytest.raises(InputError) as caught:
         resolve_backend("vlm", "tiny")
-    assert str(caught.value) == (
-        "backend: unknown backend - expected vllm, sglang, dynamo, local, or an object such as VLLMBackend(), got 'vlm'"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_a_model_in_this_process_needs_no_server(renderer, tiny_model):

@@ -234,7 +234,7 @@ async def test_the_server_may_name_the_wait_up_to_the_bound(server: StubServer) 
     assert caught.value.retry_after == 3600.0
 
 
-def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
+def test_a_connection_that_was_never_made_is_tried_again_for_any_call(sentence: Any) -> None:
     hooks = Recorder()
     port = free_port()
 
@@ -242,9 +242,7 @@ def test_a_connection_that_was_never_made_is_tried_again_for_any_call() -> None:
         transport = way(f"http://127.0.0.1:{port}", hooks=[hooks], retries=replace(QUICK, attempts=3))
         with pytest.raises(EngineConnectionError) as caught:
             await transport.request("POST", "/generate", json={})
-        assert str(caught.value).startswith(
-            f"POST http://127.0.0.1:{port}/generate: the server was not reached"
-        )
+        assert str(caught.value).replace(str(port), "PORT").partition(" - ")[0] == sentence
 
     asyncio.run(test())
     assert hooks.names == ["request", "retry", "retry", "error"]
@@ -298,11 +296,11 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(server: StubServe
 
 
 @with_server
-async def test_the_deadline_is_of_the_whole_call(server: StubServer) -> None:
+async def test_the_deadline_is_of_the_whole_call(server: StubServer, sentence: Any) -> None:
     transport = HTTPTransport(server.url)
     with pytest.raises(EngineTimeoutError) as caught:
         await transport.request("POST", "/slow", json={}, timeout=0.05)
-    assert str(caught.value) == f"POST {server.url}/slow: the server did not answer within 0.05 s"
+    assert str(caught.value).replace(server.url, "URL") == sentence
     server.busy = 100
     with pytest.raises(EngineTimeoutError):
         await way(server.url, retries=RetryPolicy(wait_initial=60, wait_max=60)).request(
@@ -329,12 +327,11 @@ async def test_cancelling_closes_the_connection(server: StubServer) -> None:
 
 
 @with_server
-async def test_a_refusal_says_what_the_server_said(server: StubServer) -> None:
+async def test_a_refusal_says_what_the_server_said(server: StubServer, sentence: Any) -> None:
     with pytest.raises(EngineStatusError) as caught:
         await HTTPTransport(server.url).request("POST", "/refuse", json={})
     error = caught.value
-    start = f'POST {server.url}/refuse: the server answered 400 Bad Request: {{"error": {{"message": "no such thing"'
-    assert str(error).startswith(start)
+    assert str(error).replace(server.url, "URL") == sentence
     assert error.body.startswith('{"error": {"message": "no  such\nthing"}}')
     assert len(error.body) == 8192
     assert len(str(error)) < 500
@@ -342,14 +339,11 @@ async def test_a_refusal_says_what_the_server_said(server: StubServer) -> None:
 
 @pytest.mark.parametrize("path", ["/echo", "/chunked"])
 @with_server
-async def test_a_reply_that_is_too_long_is_not_read(server: StubServer, path: str) -> None:
+async def test_a_reply_that_is_too_long_is_not_read(server: StubServer, path: str, sentence: Any) -> None:
     transport = way(server.url, max_reply_bytes=1000)
     with pytest.raises(EngineReplyError) as caught:
         await transport.request("POST", path, json="x" * 5000)
-    assert str(caught.value) == (
-        f"POST {server.url}{path}: the server's reply is too long - expected at most 1000 bytes. "
-        "Raise max_reply_bytes of the transport"
-    )
+    assert str(caught.value).replace(server.url, "URL") == sentence
     with pytest.raises(EngineReplyError, match=r"expected at most 999 bytes$"):
         await transport.request("POST", path, json="x" * 5000, max_reply_bytes=999)
 
@@ -408,12 +402,12 @@ async def test_a_hook_that_fails_is_logged_and_fails_nothing(
 
 
 @with_server
-async def test_what_is_no_json_is_refused_before_sending(server: StubServer) -> None:
+async def test_what_is_no_json_is_refused_before_sending(server: StubServer, sentence: Any) -> None:
     hooks = Recorder()
     transport = way(server.url, hooks=[hooks])
     with pytest.raises(InputError) as caught:
         await transport.request("POST", "/echo", json={"a": object()})
-    assert str(caught.value).startswith("json: the request cannot be written as JSON - expected JSON values")
+    assert str(caught.value).partition(", got ")[0] == sentence
     with pytest.raises(InputError, match="the request cannot be sent"):
         await transport.request("POST", "/echo", json={}, headers={"a": "b\r\nc: d"})
     assert not server.seen
@@ -485,25 +479,18 @@ def test_files_of_texts_close_with_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        (
-            {"base_url": "127.0.0.1:8000"},
-            "base_url: the address of the server is not usable - expected http://HOST[:PORT][/PATH] or "
-            "https://..., got '127.0.0.1:8000'",
-        ),
-        ({"timeout": 0}, "timeout: a setting is out of range - expected more than 0, got 0"),
-        ({"keepalive": float("nan")}, "keepalive: a setting is out of range - expected 0 or more, got nan"),
-        (
-            {"api_key": "a\nb"},
-            "headers['Authorization']: a header is not usable - expected text without line breaks, got str",
-        ),
+        {"base_url": "127.0.0.1:8000"},
+        {"timeout": 0},
+        {"keepalive": float("nan")},
+        {"api_key": "a\nb"},
     ],
 )
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_settings_are_checked(settings: dict[str, Any], sentence: Any) -> None:
     with pytest.raises(InputError) as caught:
         TransportConfig(**{"base_url": "http://127.0.0.1:1", **settings})
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
     with pytest.raises(
         InputError, match=r"^attempts: a setting is out of range - expected more than 0, got 0$"
     ):

@@ -32,25 +32,23 @@ def test_answers_come_by_route_and_requests_are_kept() -> None:
     assert transport.of_path("/text") == [transport.asked[1]]
 
 
-def test_a_status_is_the_error_that_a_server_gives() -> None:
+def test_a_status_is_the_error_that_a_server_gives(sentence: Any) -> None:
     transport = MemoryTransport({"POST /generate": Answer({"error": "x"}, 503, headers={"Retry-After": "3"})})
     with pytest.raises(EngineStatusError) as caught:
         ask(transport)
     error = caught.value
     assert (error.status, error.body, error.retry_after) == (503, '{"error":"x"}', 3.0)
-    assert str(error) == (
-        'POST http://memory/generate: the server answered 503 Service Unavailable: {"error":"x"}'
-    )
+    assert str(error) == sentence
     with pytest.raises(EngineStatusError) as caught:
         ask(transport, path="/nowhere")
     assert caught.value.status == 404
 
 
-def test_delays_meet_deadlines_and_cancellation() -> None:
+def test_delays_meet_deadlines_and_cancellation(sentence: Any) -> None:
     transport = MemoryTransport({"POST /generate": Answer({}, delay=30)})
     with pytest.raises(EngineTimeoutError) as caught:
         ask(transport, timeout=0.01)
-    assert str(caught.value) == "POST http://memory/generate: the server did not answer within 0.01 s"
+    assert str(caught.value) == sentence
 
     async def cancel() -> None:
         task = asyncio.create_task(transport.request("POST", "/generate"))
@@ -121,10 +119,7 @@ def test_the_root_of_a_server(url: str, root: str) -> None:
 
 
 @pytest.mark.parametrize("client", [None, 3])
-def test_what_names_no_server_is_refused(client: Any) -> None:
+def test_what_names_no_server_is_refused(client: Any, sentence: Any) -> None:
     with pytest.raises(InputError) as caught:
         as_transport(client)
-    assert str(caught.value) == (
-        "client: cannot build a transport from this - expected a base URL, a transport, or an object with base_url "
-        f"and api_key, got {type(client).__name__}"
-    )
+    assert str(caught.value) == sentence

@@ -81,13 +81,10 @@ def test_integers_of_any_size_and_order(dtype: str) -> None:
         (mapping(BYTES, start=-1), "start -1"),
     ],
 )
-def test_arrays_that_cannot_be_read(data: Any, got: str) -> None:
+def test_arrays_that_cannot_be_read(data: Any, got: str, sentence: Any) -> None:
     with pytest.raises(EngineReplyError) as caught:
         read(data)
-    message = (
-        "x routed_experts: the routed experts of the reply are malformed - expected base64 of integers of "
-    )
-    assert str(caught.value).startswith(f"{message}shape (rows, layers, top_k), in C order, got ")
+    assert str(caught.value).partition(", got ")[0] == sentence
     assert got in str(caught.value)
 
 
@@ -96,14 +93,11 @@ def test_int32_of_another_size_is_refused() -> None:
         read(base64(bytes(44)), shape=(3, 1))
 
 
-def test_rows_of_another_number_or_none_at_all() -> None:
+def test_rows_of_another_number_or_none_at_all(sentence: Any) -> None:
     with pytest.raises(EngineReplyError, match="another number of routed rows - expected 8, got 7"):
         read(npy(BYTES[1:]), 2)
     with pytest.raises(EngineUnsupportedError) as caught:
         read(None)
-    assert str(caught.value) == (
-        "x routed_experts: router choices were asked for, and the server gives none. Start it with "
-        "--enable-return-routed-experts, with a mixture-of-experts model"
-    )
+    assert str(caught.value) == sentence
     request = EngineRequest("m", [1] * PROMPT, {}, "r")
     assert routed_experts(None, request, 0, where="x") is None

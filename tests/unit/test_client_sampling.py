@@ -104,37 +104,34 @@ OTHER_NAME = f"{UNKNOWN}. Sampling parameters have vLLM's names for every engine
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
+    "params",
     [
-        ({"temperature": 3}, "this sampling parameter cannot have this value - expected `float` <= 2.0, got 3"),
-        ({"max_new_tokens": 5}, f"{OTHER_NAME} max_tokens"),
-        ({"guided_json": SCHEMA}, f"{OTHER_NAME} structured_outputs={{'json': ...}}"),
-        ({"priority": 1}, f"{UNKNOWN}. It is an argument of generate: priority=..."),
-        ({"tempreature": 1}, f"{UNKNOWN}. Known are: {', '.join(sorted(PARAMETERS))}. To send another, put it "
-         "into sampling_params['extra'], or into extra_body as a member of the request"),
-        ({"min_tokens": 5, "max_tokens": 4}, "is more than max_tokens - expected at most 4, got 5"),
-        ({"stop": ["x"], "detokenize": False}, "stop strings are looked for in text, which detokenize=False "
-         "turns off. Leave out detokenize=False, or name stop_token_ids"),
+        {"temperature": 3},
+        {"max_new_tokens": 5},
+        {"guided_json": SCHEMA},
+        {"priority": 1},
+        {"tempreature": 1},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"stop": ["x"], "detokenize": False},
     ],
 )  # fmt: skip
-def test_errors_say_what_to_write(params: dict[str, Any], message: str) -> None:
+def test_errors_say_what_to_write(params: dict[str, Any], sentence: Any) -> None:
     with pytest.raises(SamplingParameterError) as caught:
         check_sampling_params(params)
-    assert str(caught.value) == f"sampling_params[{next(iter(params))!r}]: {message}"
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo"])
-def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName) -> None:
-    lacking = set(PARAMETERS) - known_to(engine)
+def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName, sentence: Any) -> None:
+    lacking = sorted(set(PARAMETERS) - known_to(engine))
     assert lacking or engine == "vllm"
+    errors = []
     for name in lacking:
         with pytest.raises(SamplingParameterError) as caught:
             translate({name: VALUES[name][0][0]}, engine)
-        assert str(caught.value) == (
-            f"sampling_params[{name!r}]: {engine} has no such sampling parameter. It has: "
-            + ", ".join(sorted(known_to(engine)))
-            + ". sampling_params['extra'] sends others unchecked"
-        )
+        assert caught.value.where == f"sampling_params[{name!r}]"
+        errors.append(str(caught.value))
+    assert errors[:1] == sentence
 
 
 ONE_BY_ONE = [
@@ -181,13 +178,10 @@ def test_structures_are_spelled(
     assert translate(params, "dynamo")[0] == dynamo
 
 
-def test_structures_that_an_engine_lacks_are_errors() -> None:
+def test_structures_that_an_engine_lacks_are_errors(sentence: Any) -> None:
     with pytest.raises(SamplingParameterError) as caught:
         translate({"structured_outputs": {"choice": ["a", "b"]}}, "sglang")
-    assert str(caught.value) == (
-        "sampling_params['structured_outputs']['choice']: sglang has no such structured output. It has: json, "
-        "json_object, regex, grammar, structural_tag"
-    )
+    assert str(caught.value) == sentence
     with pytest.raises(SamplingParameterError):
         translate({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "dynamo")
 

@@ -72,22 +72,19 @@ def test_what_is_set_by_default_may_be_asked_otherwise(given, sent):
     assert recording.sent["sampling_params"] == {**recording.body["sampling_params"], **sent}
 
 
-def test_a_seed_is_refused_unless_the_server_heeds_it():
+def test_a_seed_is_refused_unless_the_server_heeds_it(sentence):
     recording = recorded("text")
     sampling = {**GREEDY, "seed": 7}
-    assert refused(SamplingParameterError, recording, sampling_params=sampling) == (
-        "sampling_params['seed']: SGLang ignores seeds unless it runs with --enable-deterministic-inference. "
-        "Start it so, and say it with SGLangBackend(deterministic=True)"
-    )
+    assert refused(SamplingParameterError, recording, sampling_params=sampling) == sentence
     assert recording.sent is None
     replay(recording, SGLangBackend(deterministic=True), sampling_params=sampling)
     assert recording.sent["sampling_params"]["sampling_seed"] == 7
 
 
-def test_all_logprobs_cannot_be_asked_for():
+def test_all_logprobs_cannot_be_asked_for(sentence):
     recording = recorded("text")
     problem = refused(SamplingParameterError, recording, sampling_params={**GREEDY, "logprobs": -1})
-    assert problem.startswith("sampling_params['logprobs']: ")
+    assert problem == sentence
     assert recording.sent is None
 
 
@@ -105,16 +102,14 @@ def test_an_answer():
     assert (response.request_id, response.top_logprobs, response.routed_experts) == ("text", None, None)
 
 
-def test_alternatives():
+def test_alternatives(sentence):
     response = replay("alternatives", sampling_params=TWO_LOGPROBS)
     assert [len(row) for row in response.top_logprobs] == [2, 2, 2, 2]
     sampled = list(zip(response.completion_ids, response.logprobs, strict=True))
     assert [row[0] for row in response.top_logprobs] == sampled
     fewer = recorded("alternatives").changed(lambda answer: answer["meta_info"]["output_top_logprobs"].pop())
     problem = refused(EngineReplyError, fewer, sampling_params=TWO_LOGPROBS)
-    assert (
-        problem == f"{WHERE} top_logprobs: alternatives and tokens are not equally many - expected 4, got 3"
-    )
+    assert problem == sentence
 
 
 def test_stops_name_what_was_met():
@@ -132,13 +127,13 @@ def test_an_abort_is_an_answer_of_what_there_is():
     assert len(response.completion_ids) == len(response.logprobs) > 0
 
 
-def test_an_abort_with_a_status_is_an_error():
+def test_an_abort_with_a_status_is_an_error(sentence):
     finish = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": "Unavailable"}
     failed = recorded("text").changed(lambda answer: answer["meta_info"].update(finish_reason=finish))
     with pytest.raises(EngineStatusError) as caught:
         replay(failed)
     assert caught.value.status == 503
-    assert str(caught.value) == f"{WHERE} finish_reason: the server gave up: out of memory"
+    assert str(caught.value) == sentence
 
 
 def test_a_cut_of_max_tokens_is_told(caplog):
@@ -148,11 +143,11 @@ def test_a_cut_of_max_tokens_is_told(caplog):
     assert caplog.messages == ["SGLang cut max_tokens from 7 to 5, since the prompt has 2041 tokens"]
 
 
-def test_a_list_of_one_completion_is_one_and_several_are_not():
+def test_a_list_of_one_completion_is_one_and_several_are_not(sentence):
     recording = recorded("text")
     recording.answer = [TEXT]
     assert replay(recording).completion_ids == COMPLETION
-    assert refused(EngineReplyError, "several") == (f"{WHERE}: the reply is not one completion - got 2")
+    assert refused(EngineReplyError, "several") == sentence
 
 
 def test_weight_versions_are_spans():
@@ -183,16 +178,14 @@ def test_an_image_goes_encoded_and_its_placeholder_once(one_image):
     assert response.usage.prompt_tokens == len(one_image)
 
 
-def test_an_image_that_the_server_widens_otherwise(one_image):
+def test_an_image_that_the_server_widens_otherwise(one_image, sentence):
     place = one_image.multi_modal_data.mm_placeholders["image"][0]
     pad = one_image.token_ids[place.offset]
     wider = recorded("image").changed(lambda answer: answer["prompt_token_ids"].insert(place.offset, pad))
-    assert refused(EngineMismatchError, wider, **with_image(one_image)).startswith(
-        f"{WHERE} prompt_token_ids[{place.offset + place.length}] (image 0): the server saw another"
-    )
+    assert refused(EngineMismatchError, wider, **with_image(one_image)) == sentence
 
 
-def test_images_that_cannot_be_sent_are_refused():
+def test_images_that_cannot_be_sent_are_refused(sentence):
     first, second = qwen_item(4), qwen_item(6)
     prompt = PromptMaker().text([1]).framed(first).text([2]).framed(second).framed(first).text([3])
     recording = recorded("image")
@@ -200,10 +193,7 @@ def test_images_that_cannot_be_sent_are_refused():
     assert "cannot be sent as an encoded image" in problem
     prompt.text([5, PAD, 6])
     problem = refused(PlaceholderError, recording, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar)
-    assert problem == (
-        f"prompt_ids: SGLang takes every placeholder token for an image - expected 3 of the token {PAD}, one "
-        "for each image, got 4. A placeholder that the model itself sampled cannot be sent along with images"
-    )
+    assert problem == sentence
     assert recording.sent is None
 
 
@@ -213,13 +203,11 @@ def test_images_that_cannot_be_sent_are_refused():
 COUNTED = counted(3, 2, "int32")
 
 
-def test_router_choices_are_asked_for_as_recorded():
+def test_router_choices_are_asked_for_as_recorded(sentence):
     recording = recorded("no_experts")
     asked = {"request_id": "no_experts", "routed_experts": True}
     problem = refused(EngineUnsupportedError, recording, EXPERTS, **asked)
-    assert problem.startswith(
-        f"{WHERE} routed_experts: router choices were asked for, and the server gives none"
-    )
+    assert problem == sentence
     assert recording.sent == recording.body
 
 
@@ -235,12 +223,9 @@ def test_router_choices_get_their_shape(start):
     np.testing.assert_array_equal(experts.data, COUNTED[first:])
 
 
-def test_router_choices_need_the_shape_of_the_model():
+def test_router_choices_need_the_shape_of_the_model(sentence):
     recording = recorded("text")
-    assert refused(EngineUnsupportedError, recording, routed_experts=True) == (
-        "routed_experts: SGLang gives router choices without their shape. Name it with "
-        "SGLangBackend(routed_experts_shape=(layers, experts of a token))"
-    )
+    assert refused(EngineUnsupportedError, recording, routed_experts=True) == sentence
     assert recording.sent is None
 
 
@@ -300,11 +285,9 @@ def test_an_overflow_that_the_scheduler_finds():
     assert (caught.value.prompt_len, caught.value.max_prompt_len) == (2100, 2041)
 
 
-def test_more_tokens_than_the_context_holds_are_the_parameters_fault():
+def test_more_tokens_than_the_context_holds_are_the_parameters_fault(sentence):
     sampling = {**GREEDY, "max_tokens": 4000}
-    assert refused(SamplingParameterError, "too_many_tokens", sampling_params=sampling) == (
-        "sampling_params['max_tokens']: is more than the model's context holds - expected at most 2045, got 4000"
-    )
+    assert refused(SamplingParameterError, "too_many_tokens", sampling_params=sampling) == sentence
 
 
 def test_the_longest_prompt_is_one_less_than_the_servers_number():

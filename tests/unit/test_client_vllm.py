@@ -282,14 +282,12 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("name", list(MISMATCHES))
-def test_a_server_that_makes_something_else_of_the_image(image, name):
+def test_a_server_that_makes_something_else_of_the_image(image, name, sentence):
     changes, message = MISMATCHES[name]
     transport = server(**{RENDER: served(image, **changes)})
     with pytest.raises(EngineMismatchError, match=message) as caught:
         run(transport, image)
-    assert str(caught.value).startswith(
-        f"http://memory{RENDER_PATH}: the server makes something else of an image than the renderer: "
-    )
+    assert str(caught.value) == sentence
     assert (
         caught.value.remedy
         == "Render with the files and processor settings of the model that the server runs"
@@ -297,29 +295,20 @@ def test_a_server_that_makes_something_else_of_the_image(image, name):
     assert sent(transport) == []
 
 
-def test_a_server_with_other_placeholders(image):
+def test_a_server_with_other_placeholders(image, sentence):
     answer = served(image)
     (theirs,) = answer["features"]["mm_placeholders"]["image"]
     theirs.update(offset=theirs["offset"] + 1, length=theirs["length"] - 1)
     with pytest.raises(EngineMismatchError) as caught:
         run(server(**{RENDER: answer}), image)
-    pad = image.token_ids[image.multi_modal_data.mm_placeholders["image"][0].offset]
-    assert str(caught.value) == (
-        f"http://memory{RENDER_PATH}: the server makes something else of an image than the renderer: placeholder "
-        f"tokens - expected as the server has it: 15 of the token {pad}, got here: 16 of the token {pad}. "
-        "Render with the files and processor settings of the model that the server runs"
-    )
+    assert str(caught.value) == sentence
 
 
-def test_how_fields_are_joined_must_be_known(image):
+def test_how_fields_are_joined_must_be_known(image, sentence):
     batched = served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))
     with pytest.raises(EngineUnsupportedError) as caught:
         run(server(**{RENDER: batched}), image, VLLMBackend(images="features"))
-    assert str(caught.value) == (
-        "image items: it is not known how vLLM joins these tensors - expected the fields of one of the known layouts, "
-        "got image_grid_thw, pixel_values. "
-        "Send encoded images: VLLMBackend(images='content_parts')"
-    )
+    assert str(caught.value) == sentence
 
 
 def processed(image, identity="ab" * 32, **parts):
@@ -331,14 +320,11 @@ def processed(image, identity="ab" * 32, **parts):
     return dataclasses.replace(image, multi_modal_data=MultiModalData.of([(place, item)]))
 
 
-def test_normalised_values_alone_cannot_go_to_a_server_that_normalises(image):
+def test_normalised_values_alone_cannot_go_to_a_server_that_normalises(image, sentence):
     prompt = processed(image, pixel_values=Floats(np.zeros((1, 3, 2, 2), np.float32)))
     with pytest.raises(EngineUnsupportedError) as caught:
         run(server(), prompt, VLLMBackend(pixels="uint8"))
-    assert str(caught.value) == (
-        "item abababababab: the server normalises pixels itself, and this item holds normalised ones only - "
-        "got ProcessedItem. Start vLLM with --no-mm-device-do-normalize"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_items_of_other_families_are_compared_by_form(image):
@@ -548,16 +534,13 @@ def test_a_request_that_is_too_long_is_split_where_hashes_go(renderer, miss):
     assert data_sent(transport)[-1] == [False] * 5
 
 
-def test_a_request_that_is_too_long_and_cannot_be_split_is_named_before_it_is_sent(renderer):
+def test_a_request_that_is_too_long_and_cannot_be_split_is_named_before_it_is_sent(renderer, sentence):
     prompt = pictures(renderer, 3)
     backend = VLLMBackend(images="features", max_body_bytes=300_000)
     transport = server(prompt)
     with pytest.raises(EngineUnsupportedError) as caught:
         run(transport, prompt, backend)
-    assert str(caught.value).startswith(
-        f"{GENERATE_PATH}: the request is larger than the server's frontend takes - expected at most 300,000 "
-        "bytes, got about 39"
-    )
+    assert str(caught.value) == sentence
     assert caught.value.remedy.endswith("at the frontend and in VLLMBackend(max_body_bytes=...)")
     assert sent(transport) == []
     # Encoded images are shorter.

@@ -62,43 +62,31 @@ def test_both_shapes_of_logprobs_and_alternatives_are_the_same():
     assert read(new).top_logprobs is None
 
 
-def test_a_failure_with_status_200():
+def test_a_failure_with_status_200(sentence):
     """As vLLM 0.27 and 0.28 answer to a hash that they lack."""
     answer = reply([], token_ids=[], finish_reason="error")
-    assert error_of(FailedInEngineError, answer) == (
-        f"{WHERE}: the engine failed during the request - got finish_reason 'error'. The server's log says why"
-    )
+    assert error_of(FailedInEngineError, answer) == sentence
 
 
-def test_usage_and_a_reason_of_its_own():
+def test_usage_and_a_reason_of_its_own(sentence):
     assert read(reply(finish_reason="repetition")).finish_reason == "stop"
     details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     assert read(reply(usage=details)).usage == Usage(3, 2, 2)
-    assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == (
-        f"{WHERE} usage.prompt_tokens: the server counted other prompt tokens than were sent - expected 3, got 4"
-    )
+    assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == sentence
 
 
-def test_malformed():
+def test_malformed(sentence):
     nameless = reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}])
-    assert error_of(EngineReplyError, nameless).startswith(
-        f"{WHERE} logprobs[1]: a logprob is that of another token - "
-        "expected the token 8, as token_id or token 'token_id:8', got LogprobEntry("
-    )
+    assert error_of(EngineReplyError, nameless) == sentence
     versions = reply(weight_versions=[{"version": "a", "start": 0, "end": 3}])
-    assert error_of(EngineReplyError, versions).startswith(
-        f"{WHERE} weight_versions[0]: weight versions are not spans of the completion - "
-        "expected start and end within [0, 2], got"
-    )
+    assert error_of(EngineReplyError, versions) == sentence
 
 
 @pytest.mark.parametrize("other", [{"token": "ear", "logprob": -1.0}, {"token_id": 3}])
-def test_malformed_alternatives(other):
+def test_malformed_alternatives(other, sentence):
     answer = reply([entry(7, -1.5, top_logprobs=[other]), entry(8, -0.25)])
     sampling = {"max_tokens": 9, "logprobs": 1}
-    assert error_of(EngineReplyError, answer, sampling_params=sampling).startswith(
-        f"{WHERE} logprobs[0].top_logprobs: an alternative lacks its token or its logprob - "
-    )
+    assert error_of(EngineReplyError, answer, sampling_params=sampling) == sentence
 
 
 def widened(**members):
@@ -114,20 +102,17 @@ def test_a_returned_prompt_that_is_ours():
 
 
 @pytest.mark.parametrize(
-    ("ids", "at", "expected", "got"),
+    "ids",
     [
-        ([1, 9, 3], "2] (image 0)", "the token 9 of 4", "the token 3 of 3"),
-        ([1, 9, 9], "3] (image 0)", "the token 3 of 4", "the end of 3"),
-        ([1, 9, 9, 3, 3], "4]", "the end of 4", "the token 3 of 5"),
+        [1, 9, 3],
+        [1, 9, 9],
+        [1, 9, 9, 3, 3],
     ],
 )
-def test_a_returned_prompt_that_is_another(ids, at, expected, got):
+def test_a_returned_prompt_that_is_another(ids, sentence):
     with pytest.raises(EngineMismatchError) as caught:
         widened(prompt_token_ids=ids)
-    assert str(caught.value) == (
-        f"{WHERE} prompt_token_ids[{at}: the server saw another prompt than the renderer's - expected {expected}, "
-        f"got {got}. Render with the files and processor settings of the model that the server runs"
-    )
+    assert str(caught.value) == sentence
 
 
 def test_images_at_other_places_or_no_prompt_at_all():

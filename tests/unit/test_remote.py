@@ -144,24 +144,18 @@ def raised(kind, *chunks, server=None, model="base"):
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunks", "message"),
+    ("kind", "chunks"),
     [
-        (InputError, [], "chunks: the model input is empty - expected at least one chunk, got none"),
-        (InputError, ["text"], "chunks[0]: not a chunk - expected EncodedTextChunk, ImageChunk or "
-         "ImageAssetPointerChunk, got str"),
-        (InputError, [EncodedTextChunk([1, -1])],
-         "chunks[0].tokens[1]: not a token id - expected an integer of 0 or more, got -1"),
-        (InputError, [EncodedTextChunk([1]), ImageChunk(b"", "gif")],
-         "chunks[1].format: unknown image format - expected 'png' or 'jpeg', got 'gif'"),
-        (MediaDecodeError, [image(format="jpeg")],
-         "chunks[0]: the image is not of the format that its chunk names - expected JPEG, got PNG"),
-        (EngineMismatchError, [image(3, expected_tokens=4)], "chunks[0].expected_tokens: "
-         "the server gives the image another number of tokens than expected - expected 4, got 3. "
-         "Count tokens with the processor settings that the server runs with"),
+        (InputError, []),
+        (InputError, ["text"]),
+        (InputError, [EncodedTextChunk([1, -1])]),
+        (InputError, [EncodedTextChunk([1]), ImageChunk(b"", "gif")]),
+        (MediaDecodeError, [image(format="jpeg")]),
+        (EngineMismatchError, [image(3, expected_tokens=4)]),
     ],
 )  # fmt: skip
-def test_inputs_that_are_refused(kind, chunks, message):
-    assert str(raised(kind, *chunks)) == f"inputs[0].{message}"
+def test_inputs_that_are_refused(kind, chunks, sentence):
+    assert str(raised(kind, *chunks)) == sentence
 
 
 def test_nothing_is_sent_when_any_input_is_malformed():
@@ -230,30 +224,22 @@ def test_a_failure_reaches_all_who_wait_each_with_its_place_and_is_not_kept():
     assert render(renderer, [image()])[0].prompt_ids == [PAD] * 2
 
 
-def test_a_closed_route_and_other_statuses():
+def test_a_closed_route_and_other_statuses(sentence):
     def error(kind, status):
         server = Server()
         routes = {"GET /v1/models": MODELS, f"POST {RENDER}": Answer({"error": "no"}, status=status)}
         server.transport = MemoryTransport(routes)
         return raised(kind, image(), server=server)
 
-    assert str(error(EngineUnsupportedError, 403)) == (
-        f"{WHERE}: the server does not render images - "
-        'got status 403: {"error":"no"}. '
-        "Start vLLM with --enable-scale-out, or start `vllm launch render`"
-    )
+    assert str(error(EngineUnsupportedError, 403)) == sentence
     refused = error(EngineStatusError, 400)
     assert refused.where == f"inputs[0].chunks[0], POST http://memory{RENDER}"
     assert json.loads(refused.body) == {"error": "no"}
 
 
-def test_an_unknown_model_and_an_unknown_model_list():
-    assert str(raised(EngineUnsupportedError, image(), model="third")) == (
-        "model_name: the server does not serve this model - expected 'base' or 'adapter', got 'third'"
-    )
-    assert str(raised(EngineReplyError, image(), server=Server(models={"models": []}))) == (
-        "http://memory/v1/models: the server's reply is malformed - got Object missing required field data"
-    )
+def test_an_unknown_model_and_an_unknown_model_list(sentence):
+    assert str(raised(EngineUnsupportedError, image(), model="third")) == sentence
+    assert str(raised(EngineReplyError, image(), server=Server(models={"models": []}))) == sentence
 
 
 def test_cancelling_leaves_nothing_pending():

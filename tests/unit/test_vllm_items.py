@@ -1,6 +1,7 @@
 """vLLM's multimodal items: recorded ones both ways, field layouts, and what is refused."""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -65,36 +66,29 @@ FLOATS = Ext(3, b"abcd")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *(
-            (
-                wire_item(["float32", [1], elements]),
-                "$.x.data: not a tensor's elements; pickles and references to memory outside the message are "
-                f"refused - expected Ext(3, elements), got {got}. "
-                "Encode the item with all its tensors inside",
-            )
-            for elements, got in [(Ext(1, b"a"), "Ext code 1"), (7, "int"), ({"handle": 1}, "dict")]
-        ),
-        (wire_item(["float32", [2], FLOATS]), "$.x.data: float32 of shape (2,) does not fill its bytes"),
-        (wire_item(["float32", [-1], FLOATS]), "$.x.data: malformed item: Expected `int` >= 0"),
-        (wire_item(["__class__", [1], FLOATS]), "$.x.data: unknown dtype - expected a name of the dtype"),
-        (wire_item(["float32", [0, 2**62], Ext(3, b"")]), "$.x.data: array too large to exist"),
-        (wire_item(["float32", [1]]), "$.x.data: a tensor has three parts"),
-        (wire_item("text"), "$.x.data: malformed item: Expected `bool | int | float | null`, got `str`"),
-        (wire_item([None]), "$.x.data[0]: nil can only be a whole item"),
-        (wire_item(1, ("scattered", {})), "$.x.field: an unknown kind of field - expected batched, flat, sh"),
-        (wire_item(1, ("flat", {"dim": 0})), "$.x.field: malformed item: Object missing required field"),
-        (wire_item(1, ("batched", {"extra": 0})), "$.x.field: malformed item: Object contains unknown field"),
-        (wire_item(1, ("flat", {"slices": [[1, 2]]})), "$.x.field: not a slice"),
-        (wire([1]), "$: malformed item: Expected `object`, got `array`"),
-        (b"", "$: malformed item: Input data was truncated"),
+        *(wire_item(["float32", [1], part]) for part in (Ext(1, b"a"), 7, {"handle": 1})),
+        wire_item(["float32", [2], FLOATS]),
+        wire_item(["float32", [-1], FLOATS]),
+        wire_item(["__class__", [1], FLOATS]),
+        wire_item(["float32", [0, 2**62], Ext(3, b"")]),
+        wire_item(["float32", [1]]),
+        wire_item("text"),
+        wire_item([None]),
+        wire_item(1, ("scattered", {})),
+        wire_item(1, ("flat", {"dim": 0})),
+        wire_item(1, ("batched", {"extra": 0})),
+        wire_item(1, ("flat", {"slices": [[1, 2]]})),
+        wire([1]),
+        b"",
     ],
+    ids=count(),
 )
-def test_what_is_not_an_item_is_refused_by_name(text, message):
+def test_what_is_not_an_item_is_refused_by_name(text, sentence):
     with pytest.raises(CodecError) as caught:
         decode_mm_kwargs_item(text)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("text", ["gA=", "gA", "gA==\n", " gA==", "g-_=", "g\u00e9==", "gA==gA=="])
@@ -104,20 +98,20 @@ def test_base64_is_strict(text):
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    "limits",
     [
-        (Limits(max_bytes=10), "Limits.max_bytes exceeded - expected at most 10, got 54"),
-        (Limits(max_values=5), "$.x.data[0]: Limits.max_values exceeded - expected at most 5"),
-        (Limits(max_ndim=1), "$.x.data[0]: Limits.max_ndim exceeded - expected at most 1, got 2"),
-        (Limits(max_depth=0), "$.x.data: Limits.max_depth exceeded - expected at most 0"),
-        (Limits(max_head_bytes=5), "$.x.field: Limits.max_head_bytes exceeded - expected at most 5, got 14"),
+        Limits(max_bytes=10),
+        Limits(max_values=5),
+        Limits(max_ndim=1),
+        Limits(max_depth=0),
+        Limits(max_head_bytes=5),
     ],
 )
-def test_limits_hold_while_reading(limits, message):
+def test_limits_hold_while_reading(limits, sentence):
     text = wire_item([["uint8", [1, 2], Ext(3, b"ab")]])
     with pytest.raises(LimitError) as caught:
         decode_mm_kwargs_item(text, limits=limits)
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("filler", [b"\x90", b"\x80", b"\x91", b"\x81\xa0"])
@@ -138,19 +132,19 @@ def test_ten_megabytes_of_containers_cost_next_to_nothing(filler):
 
 
 @pytest.mark.parametrize(
-    ("elem", "message"),
+    "elem",
     [
-        (FieldElem([{1}], BatchedField()), "$.x[0]: builtins.set has no form on the wire"),
-        (FieldElem(2**64, BatchedField()), "$.x.data: an integer beyond 64 bits"),
-        (FieldElem(np.array(["2020"], "M8[Y]"), BatchedField()), "$.x: dtype datetime64[Y] has no form"),
-        (FieldElem(1, None), "$.x.field: builtins.NoneType has no form"),
-        (1, "$: an item maps text to FieldElem - got 'x': int"),
+        FieldElem([{1}], BatchedField()),
+        FieldElem(2**64, BatchedField()),
+        FieldElem(np.array(["2020"], "M8[Y]"), BatchedField()),
+        FieldElem(1, None),
+        1,
     ],
 )
-def test_what_the_format_lacks_is_refused(elem, message):
+def test_what_the_format_lacks_is_refused(elem, sentence):
     with pytest.raises(UnsupportedTypeError) as caught:
         encode_mm_kwargs_item({"x": elem})
-    assert str(caught.value).startswith(message)
+    assert str(caught.value) == sentence
 
 
 QWEN = {
@@ -192,26 +186,20 @@ def test_torch_and_raw_tensors_are_joined_too():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "message"),
+    "outputs",
     [
-        ([{**OUTPUTS[0], "image_sizes": np.zeros((1, 2), np.int64)}], "$[0].image_sizes: the layout qwen2_vl "
-         "has no such field, and vLLM would drop it"),
-        ([{**OUTPUTS[0], "pixel_values": QWEN["pixel_values"][:20]}], "$[0].pixel_values: image_grid_thw "
-         "does not add up to the rows - expected 16 rows, got 20"),
-        ([{"pixel_values": QWEN["pixel_values"]}], "$[0]: pixel_values needs image_grid_thw - expected "
-         "image_grid_thw, got pixel_values"),
-        ([{"image_embeds": np.zeros((7, 2)), "image_grid_thw": QWEN["image_grid_thw"][:1]}],
-         "$[0].image_embeds: image_embeds needs the model's spatial_merge_size"),
-        ([QWEN], "$[0].pixel_values: each output must hold one item - got 2 image"),
-        ([OUTPUTS[0], {"image_grid_thw": QWEN["image_grid_thw"][:1]}],
-         "$[1]: each output must have the fields of the first - expected pixel_values, image_grid_thw, got "
-         "image_grid_thw"),
+        [{**OUTPUTS[0], "image_sizes": np.zeros((1, 2), np.int64)}],
+        [{**OUTPUTS[0], "pixel_values": QWEN["pixel_values"][:20]}],
+        [{"pixel_values": QWEN["pixel_values"]}],
+        [{"image_embeds": np.zeros((7, 2)), "image_grid_thw": QWEN["image_grid_thw"][:1]}],
+        [QWEN],
+        [OUTPUTS[0], {"image_grid_thw": QWEN["image_grid_thw"][:1]}],
     ],
 )  # fmt: skip
-def test_outputs_that_do_not_fit_their_layout_are_refused(outputs, message):
+def test_outputs_that_do_not_fit_their_layout_are_refused(outputs, sentence):
     with pytest.raises(EncodeError) as caught:
         collate_items(layout_of("Qwen2VLForConditionalGeneration"), outputs)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value) == sentence
 
 
 def test_unknown_architectures_are_refused():
