@@ -39,7 +39,8 @@ from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.tokens.sampled import Turn, assistant_turns, mark_sampled
+from mmrender.tokens.sampled import mark_sampled
+from mmrender.turns.sampled import SampledTurn, sampled_turns
 
 Unprinted: TypeAlias = Literal["error", "allow"]
 
@@ -142,16 +143,14 @@ class Rendering:
         text = self.text(request)
         layout = self.writer.lay_out(text)
         roles = tuple([message.role for message in messages])
-        turns: list[Turn] = []
+        turns: list[SampledTurn] = []
         rewritten: list[int] = []
         if "assistant" in roles:
-            turns, rewritten = assistant_turns(text, request, profile, self.known.render)
+            turns, rewritten = sampled_turns(text, request, profile, self.known.render)
         encoded, sidecar = self.encode(
             layout,
             request,
-            cuts=sorted(
-                {cut for turn in turns for cut in (turn.prompt_stop, turn.answer_start) if cut is not None}
-            ),
+            cuts=sorted({cut for turn in turns for cut in turn.cuts}),
         )
         if encoded.is_closed:
             # Each prompt ends in tokens that the conversation does not go on from.

@@ -1,18 +1,18 @@
-"""Proof that a bridge's tail does not depend on what came before it.
+"""Proof that a bridge's tail does not depend on earlier messages.
 
-The tail is rendered after histories that differ from the skeleton in a single respect each, and then in many
-at once. A template that looks back writes another tail, and what it looks at is named by the smallest change
-that still shows the difference.
+The tail is rendered after histories that differ from the skeleton in one respect each, and then in several at
+once. A template that looks back writes another tail, and the smallest change that still shows the difference
+names the respect.
 
-A history counts only if the completion could have followed it: one whose turn ends in another stop token than
-the one that was sampled is not evidence. And where the stop token that was sampled, or the roles of the
-conversation, show that it is of such a kind, that history takes the skeleton's place, with its own proof.
+A history only counts if the completion could have followed it: a history whose turn ends in another stop
+token than the sampled one is not evidence. If the sampled stop token, or the roles of the conversation, show
+that the conversation is of that kind, the history takes the skeleton's place, with its own proof.
 """
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -26,7 +26,7 @@ from mmrender.bridge.histories import (
     skeleton,
     variations,
 )
-from mmrender.bridge.tail import HELD, NotBridged, NotPrinted, ReasoningState, Tails
+from mmrender.bridge.tail import WITH_REASONING, Extended, NotBridged, NotPrinted, Sampled, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role
 from mmrender.rendering import unprinted_messages
@@ -34,92 +34,78 @@ from mmrender.sidecar import common_prefix
 from mmrender.template.text import plain
 
 _COMBINATIONS = 24
-"""Histories that differ in many respects at once. Any two respects meet in one of four."""
+"""Number of histories that differ in several respects at once. Any two respects meet in a quarter of them."""
 _SHARE = 0.5
 _MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
+
+NeedKind: TypeAlias = Literal[
+    "other stop", "token in prompt", "token in turn", "no content", "roles", "reasoning", "other opening"
+]
+
+_IS_POSSIBLE: Mapping[NeedKind, Callable[[Sampled, Sequence[Any]], bool]] = {
+    "other stop": lambda sampled, usual: sampled.stop_id not in usual,
+    "token in prompt": lambda sampled, ids: any(token in sampled.prompt for token in ids),
+    "token in turn": lambda sampled, ids: any(token in sampled.said for token in ids),
+    "no content": lambda sampled, _: not sampled.said,
+    "roles": lambda sampled, roles: sampled.roles is None or {*roles} <= {*sampled.roles},
+    "reasoning": lambda sampled, states: sampled.reasoning in states,
+    "other opening": lambda sampled, usual: not any(map(sampled.begins_with, usual)),
+}
+"""Whether a sampled turn may meet a need, by its kind."""
+
+
+class Need(NamedTuple):
+    """A condition that a conversation must meet to have had a history.
+
+    Attributes:
+        kind: What `values` are. `other stop`: the stop tokens of the skeleton's turn, which the history's
+            turn does not end in. `token in prompt` and `token in turn`: added tokens that the template writes
+            there, one of which is present, but not in the skeleton. `no content`: the template prints no
+            content of the turn. `roles`: roles that the skeleton lacks. `reasoning`: states of the turn's
+            reasoning. `other opening`: the beginning of the skeleton's turn, which the history's lacks.
+        values: See `kind`.
+    """
+
+    kind: NeedKind
+    values: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Objection:
-    """A history after which the template writes another tail, and what such a history needs.
+    """A history after which the template writes another tail.
 
     Attributes:
-        reason: What the template looks at.
-        other_stop: Whether the history's turn ends in another stop token than the skeleton's.
-        in_prompt: Added tokens that the template writes before such a turn and not before the skeleton's; a
-            prompt without any of them has no such history.
-        in_turn: The same for the turn itself, and a completion.
-        is_silent: Whether the template prints no content of the turn, where it prints the skeleton's.
-        roles: Roles that the skeleton lacks.
-        reasoning: States of the turn's reasoning in which it stands; none: in all.
-        opening: Text that such a turn does not begin with, and the skeleton's does.
-        variation: Index of the variation that makes it, if all histories with its stop token, or its roles,
-            have its tail; else -1.
+        reason: The respect that the template looks at.
+        needs: Conditions that a conversation with this history meets. Without any, all conversations may
+            have it.
+        variation: Index of the variation that makes it if all histories with its stop token, or its roles,
+            have its tail, or -1.
         stop_id: The stop token of its turn.
     """
 
     reason: str
-    other_stop: bool = False
-    in_prompt: tuple[int, ...] = ()
-    in_turn: tuple[int, ...] = ()
-    is_silent: bool = False
-    roles: tuple[Role, ...] = ()
-    reasoning: tuple[ReasoningState, ...] = ()
-    opening: str = ""
+    needs: tuple[Need, ...] = ()
     variation: int = -1
     stop_id: int | None = None
 
-    def stands(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        *,
-        is_cut_off: bool,
-        ended_alike: bool,
-        roles: Collection[Role] | None,
-        reasoning: ReasoningState,
-        turn: str | None,
-    ) -> bool:
-        """Whether the prompt, the completion and the roles of the conversation leave such a history open.
+    def applies(self, sampled: Sampled) -> bool:
+        """Whether a sampled turn may have followed this history."""
+        return all(_IS_POSSIBLE[need.kind](sampled, need.values) for need in self.needs)
 
-        Args:
-            prompt: Its tokens.
-            completion: Its tokens, without a stop token.
-            is_cut_off: Whether the completion lacked one.
-            ended_alike: Whether it ended in a stop token of the skeleton's turn.
-            roles: Roles of the conversation, or None where they are not known.
-            reasoning: State of the completion's reasoning.
-            turn: The beginning of its text; None if the prompt ends within a turn.
-        """
-        return not (
-            (self.opening and turn is not None and self._begins(turn, is_cut_off=is_cut_off))
-            or (self.reasoning and reasoning not in self.reasoning)
-            or (self.other_stop and ended_alike)
-            or (self.is_silent and completion)
-            or (roles is not None and not set(self.roles) <= set(roles))
-            or (self.in_turn and not any(token in completion for token in self.in_turn))
-            or (self.in_prompt and not any(token in prompt for token in self.in_prompt))
-        )
+    def needed(self, kind: NeedKind) -> tuple[Any, ...] | None:
+        """Values of one kind of need, or None without that need."""
+        return next((need.values for need in self.needs if need.kind == kind), None)
 
-    def _begins(self, turn: str, *, is_cut_off: bool) -> bool:
-        """Whether a turn has the skeleton's beginning, or is cut off within it and goes on so."""
-        return turn.startswith(self.opening) or (is_cut_off and self.opening.startswith(turn))
-
-    def is_shown(self, ended: int | None, roles: Collection[Role] | None) -> bool:
-        """Whether the completion, or the conversation's roles, show that this standing history is theirs."""
+    def is_certain(self, sampled: Sampled) -> bool:
+        """Whether a sampled turn shows that it followed a history like this one, which applies to it."""
         if self.variation < 0:
             return False
-        if self.reasoning:
+        if self.needed("reasoning") is not None:
             return True
-        if self.other_stop:
-            return ended is not None and ended == self.stop_id
-        return roles is not None and bool(self.roles) and set(self.roles) <= set(roles)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no conversation rules such a history out."""
-        evidence = (self.in_prompt, self.in_turn, self.roles, self.reasoning, self.opening)
-        return not (self.other_stop or self.is_silent or any(evidence))
+        if self.needed("other stop") is not None:
+            return sampled.last_id is not None and sampled.last_id == self.stop_id
+        roles = self.needed("roles")
+        return roles is not None and sampled.roles is not None and {*roles} <= {*sampled.roles}
 
 
 @dataclass(frozen=True)
@@ -127,14 +113,12 @@ class Proof:
     """Findings about extensions of one shape.
 
     Attributes:
-        objections: Histories that stand against taking the tail from the skeleton.
-        stop_id: The stop token that ends the skeleton's turn.
+        objections: Histories whose tail is not the skeleton's.
         counts_media: Whether the tail depends on the number of earlier images or videos, so that the skeleton
-            has to hold as many.
+            must have the same number.
     """
 
     objections: tuple[Objection, ...]
-    stop_id: int | None
     counts_media: bool = False
 
 
@@ -143,10 +127,10 @@ class TailProver:
 
     Args:
         tails: Renders and cuts tails.
-        reads: What the template's source says that it reads.
+        reads: Fields and texts that the template's source tests.
         extension: The new messages.
-        media: What the skeleton holds; None where it is not known that the tail depends on it.
-        base: Indexes of variations that the skeleton holds.
+        media: Media of the skeleton. None until the tail is found to depend on their number.
+        base: Indexes of variations that the skeleton includes.
     """
 
     def __init__(
@@ -162,175 +146,157 @@ class TailProver:
         self._extension = extension
         self._media = media
         self._base = tuple(base)
-        self._history = self._skeleton(media or NO_MEDIA)
+        self.skeleton = self._skeleton(media or NO_MEDIA)
+        """The history whose tail is taken."""
+        self._usual = self._extended(self.skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
-        """Prove it; `against_rewriting`: earlier turns must stay as the template wrote them, too."""
+        """Prove it. With `against_rewriting`, earlier turns must also stay as the template wrote them."""
         try:
-            self._expected = self._tails.find(self._history, self._extension)
+            self._usual.tail  # noqa: B018 - raises if there is none
         except TemplateLimitError:
-            raise  # what took too long once may not again
+            raise  # the template may be faster the next time
         except TemplateError as error:
             reason = f"the template does not take this extension after a short conversation: {error}"
-            return Proof((Objection(reason),), None)
+            return Proof((Objection(reason),))
         except NotBridged as refusal:
-            return Proof((Objection(str(refusal)),), None)
-        stop_id = self._expected.end.token_id
+            return Proof((Objection(str(refusal)),))
         probes = () if self._media is not None else _MEDIA_PROBES
-        if any(self._follows(self._skeleton(count)) == "another tail" for count in probes):
-            return Proof((), stop_id, counts_media=True)
-        objections: tuple[Objection, ...] = tuple(map(Objection, self._dropped()))
-        objections = objections or self._objections()
+        if any(self._compare(self._extended(self._skeleton(count))) == "another tail" for count in probes):
+            return Proof((), counts_media=True)
+        objections = tuple(map(Objection, self._omitted_texts())) or self._objections()
         if against_rewriting:
             objections += tuple(dict.fromkeys(self._rewriting()))
-        return Proof(objections, stop_id)
-
-    @property
-    def skeleton(self) -> ProbeHistory:
-        """The history whose tail is taken."""
-        return self._history
+        return Proof(objections)
 
     def _skeleton(self, media: MediaCount) -> ProbeHistory:
         history = skeleton(self._extension, self._tails.profile, media)
-        if self._base:
-            known = self._variations()
-            for index in self._base:
-                history = known[index].of(history)
-        return history
+        return self._changed([self._variations()[index] for index in self._base], history)
 
     def _variations(self) -> list[Variation]:
-        """Every variation; the indexes of all but media are those of any number of media."""
-        found = variations(self._extension, self._tails.profile)
-        return [*found, *self._reads.variations(), *media_placements(self._media)]
+        """Every variation. Media come last, so the other indexes do not depend on their number."""
+        other = variations(self._extension, self._tails.profile)
+        return [*other, *self._reads.variations(), *media_placements(self._media)]
+
+    def _extended(self, history: ProbeHistory) -> Extended:
+        return Extended(self._tails, history, self._extension)
+
+    def _changed(self, chosen: Iterable[Variation], history: ProbeHistory | None = None) -> ProbeHistory:
+        history = self.skeleton if history is None else history
+        for variation in chosen:
+            history = variation.of(history)
+        return history
 
     def _objections(self) -> tuple[Objection, ...]:
-        """Histories after which the tail is another; none further after one that nothing rules out."""
-        taken: list[Variation] = []
-        found: list[Objection] = []
-        seen: list[tuple[set[Role], int | None, str | None]] = []
+        """Histories with another tail, up to the first that every conversation may have had."""
+        combinable: list[Variation] = []
+        objections: list[Objection] = []
+        seen: list[_Seen] = []
         for index, variation in enumerate(self._variations()):
-            if not self._is_possible(variation):
+            varied = self._extended(variation.of(self.skeleton))
+            difference = self._compare(varied) if self._is_possible(variation, varied) else None
+            if difference is None:
                 continue
-            history = variation.of(self._history)
-            follows = self._follows(history)
-            if follows is None:
-                continue
-            stop_id, text = self._rest(history)
-            seen.append((self._new_roles(history), stop_id, text))
-            if follows in ("another tail", "another stop"):
-                objection = (
-                    self._unsaid(variation, stop_id)
-                    if variation.is_reasoning_alone
-                    else self._objection([variation], history, other_stop=follows == "another stop")
-                )
-                objection = replace(objection, variation=index, stop_id=stop_id)
-                found.append(objection)
-                if objection.is_open:
-                    return tuple(found)
-            if follows == "the same" and variation.combines:
-                taken.append(variation)
-        found = [
+            seen.append(_Seen.of(varied, self._new_roles(varied.history)))
+            if difference != "the same":
+                needs = self._needs(variation, varied, seen[-1].stop_id, difference)
+                objection = Objection(_depends_on([variation]), needs, index, seen[-1].stop_id)
+                objections.append(objection)
+                if not needs:
+                    return tuple(objections)
+            elif variation.combines:
+                combinable.append(variation)
+        objections = [
             objection if _is_decided(objection, seen) else replace(objection, variation=-1)
-            for objection in found
+            for objection in objections
         ]
-        # Many at once, for templates that look at two things together.
+        # Several at once, for templates that look at two things together.
         source = random.Random(0)  # noqa: S311 - the same combinations every time
         for _ in range(_COMBINATIONS):
-            chosen = [variation for variation in taken if source.random() < _SHARE]
-            if self._notices(chosen):
+            chosen = [variation for variation in combinable if source.random() < _SHARE]
+            if self._changes_tail(chosen):
                 for variation in list(chosen):
                     fewer = [other for other in chosen if other is not variation]
-                    chosen = fewer if self._notices(fewer) else chosen
-                found.append(self._objection(chosen, self._changed(chosen)))
-                taken = [variation for variation in taken if variation not in chosen]
-        return tuple(found)
+                    chosen = fewer if self._changes_tail(fewer) else chosen
+                varied = self._extended(self._changed(chosen))
+                objections.append(Objection(_depends_on(chosen), self._differences(varied)))
+                combinable = [variation for variation in combinable if variation not in chosen]
+        return tuple(objections)
 
-    def _objection(
-        self, chosen: Sequence[Variation], history: ProbeHistory, *, other_stop: bool = False
-    ) -> Objection:
-        names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
-        # Arguments may write tokens of their own, which calls of the same kind need not hold.
-        calls = [msgspec.structs.replace(call, arguments={}) for call in history.assistant.tool_calls]
-        found = self._tails.written(history.answering(tool_calls=tuple(calls)), self._extension)
-        usual = self._tails.written(self._history, self._extension)
-        return Objection(
-            f"what the template writes for this extension depends on {names}",
-            other_stop,
-            in_prompt=tuple(sorted(found.prompt - usual.prompt)),
-            in_turn=tuple(sorted(found.turn - usual.turn)),
-            is_silent=usual.prints_content and not found.prints_content,
-            roles=tuple(sorted(self._new_roles(history))),
-            opening=usual.opening if found.text and not found.text.startswith(usual.opening) else "",
-        )
+    def _needs(
+        self, variation: Variation, varied: Extended, stop_id: int | None, difference: str
+    ) -> tuple[Need, ...]:
+        """Conditions for a history with another tail."""
+        ends = self._tails.profile.end_ids
+        usual = self._usual.tail.end.token_id
+        other_stop = Need("other stop", tuple(sorted(ends if usual is None else ends | {usual})))
+        if variation.is_reasoning_alone:
+            # If the template writes no stop token after the turn, the turn was sampled without one.
+            needs = (Need("reasoning", ("alone",)),)
+            return needs if stop_id is not None else (other_stop, *needs)
+        differences = self._differences(varied)
+        return (other_stop, *differences) if difference == "another stop" else differences
 
-    @staticmethod
-    def _unsaid(variation: Variation, stop_id: int | None) -> Objection:
-        """A turn of reasoning alone; where the template ends none with a stop token, none was sampled."""
-        reason = f"what the template writes for this extension depends on {variation.looks_at}"
-        return Objection(reason, stop_id is None, reasoning=("alone",))
+    def _differences(self, varied: Extended) -> tuple[Need, ...]:
+        """Conditions that show in a history's turn, in its prompt, or in its roles."""
+        usual, roles = self._usual, self._new_roles(varied.history)
+        # Arguments may write tokens of their own, which calls of the same kind need not have.
+        if any(call.arguments for call in varied.history.assistant.tool_calls):
+            calls = [
+                msgspec.structs.replace(call, arguments={}) for call in varied.history.assistant.tool_calls
+            ]
+            varied = self._extended(varied.history.answering(tool_calls=tuple(calls)))
+        begins_otherwise = varied.sampled and not varied.sampled.startswith(usual.opening)
+        needs = [
+            Need("other opening", (usual.opening,) if begins_otherwise else ()),
+            Need("roles", tuple(sorted(roles))),
+            Need("token in turn", tuple(sorted(varied.turn_ids - usual.turn_ids))),
+            Need("token in prompt", tuple(sorted(varied.prompt_ids - usual.prompt_ids))),
+        ]
+        silent = [Need("no content")] if usual.prints_content and not varied.prints_content else []
+        return (*silent, *[need for need in needs if any(need.values)])
 
     def _new_roles(self, history: ProbeHistory) -> set[Role]:
         """Roles that the skeleton lacks."""
-        known = {message.role for message in self._history.messages}
+        known = {message.role for message in self.skeleton.messages}
         return {message.role for message in history.messages} - known
 
-    def _rest(self, history: ProbeHistory) -> tuple[int | None, str | None]:
-        """The stop token of a history's turn, and the text from it on; None where that is not known."""
-        try:
-            tail = self._tails.find(history, self._extension)
-        except (TemplateError, NotBridged):
-            return None, None
-        return tail.end.token_id, tail.text[tail.end.start :]
+    def _changes_tail(self, chosen: Iterable[Variation]) -> bool:
+        return self._compare(self._extended(self._changed(chosen))) == "another tail"
 
-    def _changed(self, chosen: Iterable[Variation]) -> ProbeHistory:
-        changed = self._history
-        for variation in chosen:
-            changed = variation.of(changed)
-        return changed
-
-    def _notices(self, chosen: Iterable[Variation]) -> bool:
-        return self._follows(self._changed(chosen)) == "another tail"
-
-    def _varied(self) -> Iterator[Variation]:
-        """Variations of anything but media and the texts that the template looks for."""
-        return filter(self._is_possible, variations(self._extension, self._tails.profile))
-
-    def _is_possible(self, variation: Variation) -> bool:
-        if "content" in variation.answer and not self._history.assistant.has_text:
-            # None was sampled, as before the call that ends the completion.
+    def _is_possible(self, variation: Variation, varied: Extended) -> bool:
+        """Whether a conversation may differ in this respect, and the template prints it as text."""
+        if "content" in variation.answer and not self.skeleton.assistant.has_text:
+            # The skeleton has no content, as before the call that ends the completion.
             return False
-        if not variation.in_parts:
-            return True
         try:
-            return "'type'" not in self._tails.render(variation.of(self._history))
+            return not variation.in_parts or "'type'" not in varied.text
         except TemplateError:
             return False
 
-    def _follows(self, history: ProbeHistory) -> Literal["the same", "another tail", "another stop"] | None:
-        """Text after this history, from the stop token on; None where the template refuses it."""
-        expected = self._expected
-        wanted = expected.text[expected.end.start :]
+    def _compare(self, varied: Extended) -> Literal["the same", "another tail", "another stop"] | None:
+        """Compare the tail after a history, from the stop token on. None if the template refuses it."""
+        usual = self._usual.tail
+        expected = usual.text[usual.end.start :]
         try:
-            tail = self._tails.find(history, self._extension)
+            tail = varied.tail
         except TemplateError:
             return None
         except NotPrinted:
-            text = self._tails.render(history, self._extension)
-            return "the same" if text.endswith(wanted) else "another tail"
+            return "the same" if varied.text.endswith(expected) else "another tail"
         except NotBridged:
             return "another tail"
-        if tail.text[tail.end.start :] == wanted:
+        if tail.text[tail.end.start :] == expected:
             return "the same"
-        # A stop token that opens the next turn says nothing of how this one ended.
-        usual = None if expected.end.is_opener else expected.end.token_id
-        ended = tail.end.closer_id if tail.end.token_id is None else tail.end.token_id
-        return "another stop" if ended not in (None, usual) and usual is not None else "another tail"
+        # A stop token that opens the next turn does not show how this one ended.
+        usual_id = None if usual.end.is_opener else usual.end.token_id
+        stop_id = tail.end.closer_id if tail.end.token_id is None else tail.end.token_id
+        return "another stop" if stop_id not in (None, usual_id) and usual_id is not None else "another tail"
 
-    def _dropped(self) -> Iterator[str]:
-        """Texts of new messages that the template leaves out."""
-        first = len(self._history.messages)
-        text = self._tails.render(self._history, self._extension)
-        for index in unprinted_messages(text, self._extension, first):
+    def _omitted_texts(self) -> Iterator[str]:
+        """Reasons for the texts of new messages that the template leaves out."""
+        first = len(self.skeleton.messages)
+        for index in unprinted_messages(self._usual.text, self._extension, first):
             yield f"the template does not print the text of new_messages[{index}]"
 
     def _rewriting(self) -> Iterator[Objection]:
@@ -339,40 +305,72 @@ class TailProver:
             yield Objection("the template writes the date, which may have changed since")
             return
         why = "the template would write earlier turns differently once this extension follows"
-        usual = self._tails.written(self._history, self._extension)
         keeps_reasoning = False
-        for variation in [Variation(looks_at=""), *self._varied()]:
-            history = variation.of(self._history)
+        respects = variations(self._extension, self._tails.profile)
+        for variation in [Variation(looks_at=""), *respects]:
+            history = variation.of(self.skeleton)
+            alone, later = Extended(self._tails, history, ()), self._extended(history)
+            if not self._is_possible(variation, later):
+                continue
             try:
-                prompt = plain(self._tails.render(history, unanswered=True))
-                alone, turn = (self._tails.turn(history, after) for after in ((), self._extension))
+                prompt, text = plain(alone.prompt), plain(later.text[: later.stop])
+                is_kept = text.startswith(plain(alone.text[: alone.stop]))
             except (TemplateError, NotBridged):
                 continue
             reason = f"{why} (seen by varying {variation.looks_at})" if variation.looks_at else why
-            shared = common_prefix(prompt, turn.text)
-            found = self._tails.written(history, self._extension)
-            in_prompt = tuple(sorted(found.prompt - usual.prompt))
-            if shared < min(turn.begin, len(prompt)):
-                yield Objection(reason, in_prompt=in_prompt)
+            tokens = tuple(sorted(alone.prompt_ids - self._usual.prompt_ids))
+            in_prompt = (Need("token in prompt", tokens),) if tokens else ()
+            shared = common_prefix(prompt, text)
+            if shared < min(later.turn.begin, len(prompt)):
+                yield Objection(reason, in_prompt)
                 continue
-            states = alone.changed_in(turn)
+            with_reasoning = alone.reasoning in WITH_REASONING
+            states: tuple[str, ...] = ()
             if shared < len(prompt):
-                states = HELD if alone.reasoning in HELD else ("none", "empty")
+                states = WITH_REASONING if with_reasoning else ("none", "empty")
+            elif with_reasoning:
+                states = () if is_kept else WITH_REASONING
+            elif alone.said != later.said:
+                states = ("none", "empty")
+            else:
+                states = ("empty",) if later.reasoning == "none" else ("none",)
             if states:
-                yield Objection(reason, in_prompt=in_prompt, reasoning=states)
-            keeps_reasoning |= alone.reasoning in HELD and not states
+                yield Objection(reason, (Need("reasoning", states), *in_prompt))
+            keeps_reasoning |= with_reasoning and not states
         if not keeps_reasoning:
-            yield Objection(why, reasoning=HELD)
+            yield Objection(why, (Need("reasoning", WITH_REASONING),))
 
 
-def _is_decided(objection: Objection, seen: Sequence[tuple[set[Role], int | None, str | None]]) -> bool:
+def _depends_on(chosen: Iterable[Variation]) -> str:
+    names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
+    return f"what the template writes for this extension depends on {names}"
+
+
+class _Seen(NamedTuple):
+    """A history's new roles, its turn's stop token, and the text from there on, None without a tail."""
+
+    roles: set[Role]
+    stop_id: int | None
+    text: str | None
+
+    @classmethod
+    def of(cls, varied: Extended, roles: set[Role]) -> "_Seen":
+        try:
+            tail = varied.tail
+        except (TemplateError, NotBridged):
+            return cls(roles, None, None)
+        return cls(roles, tail.end.token_id, tail.text[tail.end.start :])
+
+
+def _is_decided(objection: Objection, histories: Sequence[_Seen]) -> bool:
     """Whether every history seen with the objection's stop token, or with its roles, has its tail."""
-    if objection.reasoning:
+    if objection.needed("reasoning") is not None:
         return True
-    roles = set(objection.roles)
+    roles = {*(objection.needed("roles") or ())}
+    is_by_stop = objection.needed("other stop") is not None
     texts = {
-        text
-        for new, stop_id, text in seen
-        if (stop_id == objection.stop_id if objection.other_stop else roles and roles <= new)
+        seen.text
+        for seen in histories
+        if (seen.stop_id == objection.stop_id if is_by_stop else roles and roles <= seen.roles)
     }
     return len(texts) == 1 and None not in texts

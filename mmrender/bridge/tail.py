@@ -1,24 +1,26 @@
-"""A tail: what a template writes from the end of the assistant's content on.
+"""Cutting off a bridge's tail: the template's text from the end of the assistant's content on.
 
-Everything is read from provenance: which message each character belongs to, and which characters are
-content. A completion that was cut off, in its content or inside reasoning, is closed with what the template
+Everything is read from provenance: the message of each character, and the characters that are content. A
+completion that was cut off, in its content or inside reasoning, is closed with the text that the template
 writes there.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from mmrender.bridge.histories import ProbeHistory
+from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
-from mmrender.messages import Message, RenderRequest
+from mmrender.messages import Message, RenderRequest, Role
+from mmrender.model.spelling import TokenText
 from mmrender.template.known import KnownTemplate
 from mmrender.template.probes import WORD, with_reasoning
-from mmrender.template.text import Span, TracedStr, plain
+from mmrender.template.profile import ReasoningFormat
+from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
-from mmrender.tokens.spelling import TokenText
-from mmrender.tokens.turns import TurnEnd, TurnReader, read_opening
+from mmrender.turns.turns import PROMPT_TOKENS, Turn, TurnEnd, Turns
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -26,7 +28,7 @@ class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
 
 
 class NotPrinted(NotBridged):
-    """The template prints nothing of the assistant's content, so its end cannot be seen."""
+    """The template does not print the assistant's content, so its end cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,93 +44,244 @@ class Tail:
         return plain(self.layout.text)
 
     @property
+    def rest(self) -> int:
+        """Start of the stop token, or end of the turn's own text without one."""
+        return self.end.start if self.end.token_id is not None else self.end.own
+
+    @property
     def close(self) -> str:
         """Template text between content and stop token, such as a newline."""
         return self.text[: self.rest]
 
-    @property
-    def rest(self) -> int:
-        """Where the stop token begins, or what follows the turn where there is none."""
-        return self.end.start if self.end.token_id is not None else self.end.own
-
 
 ReasoningState: TypeAlias = Literal["none", "empty", "alone", "written"]
-"""Whether a turn holds a reasoning block, whether there is anything in it, and whether nothing follows it."""
+"""Whether a turn has a reasoning block, whether the block has text, and whether text follows the block."""
+
+WITH_REASONING: tuple[ReasoningState, ...] = ("alone", "written")
+"""States of a turn whose reasoning block has text."""
 
 
-HELD: tuple[ReasoningState, ...] = ("alone", "written")
-"""States of a turn with reasoning in it."""
+def reasoning_state(format_: ReasoningFormat | None, turn: str) -> ReasoningState:
+    """Return the state of the reasoning in the text of a turn, its generation prompt included."""
+    if format_ is None or format_.begin not in turn:
+        return "none"
+    inside, _, after = turn.partition(format_.begin)[2].partition(format_.end)
+    if not inside.strip():
+        return "empty"
+    return "written" if after.strip() else "alone"
 
 
-class Turn(NamedTuple):
-    """A turn that ends a history, as the template writes it.
+class Sampled:
+    """The sampled turn that a bridge continues.
 
-    Attributes:
-        text: The history, up to the end of the turn's content.
-        begin: Where the turn begins.
-        said: The turn from its first content on.
-        reasoning: State of its reasoning.
+    Args:
+        turns: Finds turns in tokens.
+        prompt: Token ids of the prompt.
+        completion: Token ids sampled after it.
+        roles: Roles of the conversation so far, or None if they are not known.
     """
 
-    text: str
-    begin: int
-    said: str
-    reasoning: ReasoningState
+    def __init__(
+        self,
+        turns: Turns,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        roles: Collection[Role] | None,
+    ) -> None:
+        self.prompt = prompt
+        self.completion = completion
+        self.roles = roles
+        self.last_id = completion[-1] if completion else None
+        self.stop_id = self.last_id if self.last_id in turns.profile.stop_ids else None
+        self.said = completion if self.stop_id is None else completion[:-1]
+        """The completion without its stop token."""
+        self.turns = turns
 
-    def changed_in(self, other: "Turn") -> tuple[ReasoningState, ...]:
-        """States of sampled reasoning in which the turn is not what `other`, the same later on, holds."""
-        if self.reasoning in HELD:
-            return () if other.text.startswith(self.text) else HELD
-        if self.said != other.said:
-            return ("none", "empty")
-        return ("empty",) if other.reasoning == "none" else ("none",)
+    @cached_property
+    def is_fresh(self) -> bool:
+        """Whether the completion begins a turn, rather than continues the turn of the prompt."""
+        return self.turns.is_fresh(self.prompt)
+
+    @cached_property
+    def turn(self) -> TokenText:
+        """The text of the turn without its stop token, its generation prompt included."""
+        return self.turns.text_of([*self.turns.open(self.prompt), *self.said])
+
+    @cached_property
+    def reasoning(self) -> ReasoningState:
+        """State of the turn's reasoning."""
+        return reasoning_state(self.turns.profile.reasoning, self.turn.text)
+
+    def begins_with(self, opening: str) -> bool:
+        """Whether the completion is known to begin with a text, or is cut off within it."""
+        text = self.turns.text_of(self.said[:PROMPT_TOKENS]).text if self.is_fresh else ""
+        is_cut_off = self.is_fresh and self.stop_id is None
+        return text.startswith(opening) or (is_cut_off and opening.startswith(text))
 
 
-class Written(NamedTuple):
-    """What a template writes for a history.
+class Extended:
+    """A history and its extension in the template's text, which is rendered once, when first asked for.
 
-    Attributes:
-        prompt: Added tokens before the assistant's turn.
-        turn: Those of the turn, without stop tokens.
-        prints_content: Whether any content of the turn is printed.
-        text: The turn after its generation prompt; None where the template rewrites what it was asked with.
-        opening: What of it comes before all content.
+    The last message of the history is the assistant's turn that the extension follows. Every property
+    raises `TemplateError` if the template refuses the conversation.
     """
 
-    prompt: frozenset[int]
-    turn: frozenset[int]
-    prints_content: bool
-    text: str | None
-    opening: str
+    def __init__(self, tails: "Tails", history: ProbeHistory, extension: Sequence[Message]) -> None:
+        self.history = history
+        self._tails = tails
+        self._extension = extension
+        self._last = len(history.messages) - 1
+
+    @cached_property
+    def text(self) -> TracedStr:
+        """The whole text, with the generation prompt after an extension."""
+        return self._tails.render(self.history, self._extension)
+
+    @cached_property
+    def prompt(self) -> TracedStr:
+        """The text that the assistant was asked with: the history without its turn."""
+        return self._tails.render(self.history, is_prompt=True)
+
+    @cached_property
+    def turn(self) -> Turn:
+        """Places of the assistant's turn in the text."""
+        return self._tails.turns.of(self.text, self._last)
+
+    @property
+    def stop(self) -> int:
+        """End of the content that was sampled.
+
+        Raises:
+            NotPrinted: The template does not print it.
+            NotBridged: The template writes a new message before it.
+        """
+        if self.turn.stop is not None:
+            return self.turn.stop
+        if self.turn.content is not None:
+            raise NotBridged("the template writes a new message before the assistant's turn")
+        raise NotPrinted("the template does not print the assistant's content")
+
+    @property
+    def said(self) -> str:
+        """The turn from its first content on."""
+        turn = self.text[self.turn.begin : self.stop]
+        return plain(turn[next(start for start, _, origin in turn.spans if origin.is_content) :])
+
+    @property
+    def reasoning(self) -> ReasoningState:
+        """State of the turn's reasoning."""
+        turn = plain(self.text[self.turn.begin : self.stop])
+        return reasoning_state(self._tails.profile.reasoning, turn)
+
+    @property
+    def prints_content(self) -> bool:
+        """Whether any content of the turn is printed within it."""
+        return self.turn.content is not None and self.turn.content < self.turn.end
+
+    @property
+    def sampled(self) -> str | None:
+        """The turn after its generation prompt. None if the template rewrites the prompt."""
+        text = plain(self.text)
+        return text[len(self.prompt) : self.turn.end] if text.startswith(plain(self.prompt)) else None
+
+    @property
+    def opening(self) -> str:
+        """The part of `sampled` before all content."""
+        content = self.turn.content if self.prints_content else self.turn.end
+        return "" if self.sampled is None else self.sampled[: max(0, (content or 0) - len(self.prompt))]
+
+    @cached_property
+    def prompt_ids(self) -> frozenset[int]:
+        """Added tokens of the prompt."""
+        return self._tails.syntax(self.prompt)
+
+    @cached_property
+    def turn_ids(self) -> frozenset[int]:
+        """Added tokens of the turn. Stop tokens are left out, as another one may have been sampled."""
+        turn = self.text[self.turn.begin : self.turn.end]
+        return self._tails.syntax(turn) - self._tails.profile.stop_ids
+
+    @cached_property
+    def tail(self) -> Tail:
+        """The text after the content.
+
+        Raises:
+            NotPrinted: The template does not print the assistant's content.
+            NotBridged: It writes new messages before the assistant's turn, or earlier ones after it.
+            SpecialTokenError: Content holds a special token, and its role is set to `error`.
+        """
+        tail = self.text[self.stop :]
+        limit = len(tail)
+        for start, _, origin in reversed(tail.spans):
+            if origin.is_content:
+                # The extension states a call as far as its result names it, and the proof varies the rest.
+                if origin.message <= self._last and (
+                    origin.message < self._last or origin.kind != "tool_call"
+                ):
+                    names = {"tools": "the tool definitions", "documents": "the documents"}
+                    name = names.get(origin.kind, "earlier messages")
+                    raise NotBridged(f"the template writes {name} again after the assistant's turn")
+                limit = start
+        layout = self._tails.writer.lay_out(tail)
+        if any(0 <= placeholder.message <= self._last for placeholder in layout.placeholders):
+            raise NotBridged("the template writes earlier images again after the assistant's turn")
+        end = self._tails.turns.end(tail, layout.matches, self._last, limit)
+        calls = self.history.assistant.tool_calls and self._tails.profile.prints_tool_calls
+        if end.token_id is None and calls and self._extension:
+            raise NotBridged("the template writes no stop token after a tool call")
+        return Tail(layout, end)
+
+    @property
+    def close(self) -> str | None:
+        """Template text between content and stop token, or None if there is no tail."""
+        try:
+            return self.tail.close
+        except (TemplateError, NotBridged):
+            return None
+
+    @property
+    def rest_of_empty_turn(self) -> str | None:
+        """Template text between generation prompt and stop token, for a turn that says nothing."""
+        try:
+            prompt, text = plain(self.prompt), self.text
+        except TemplateError:
+            return None
+        if not plain(text).startswith(prompt):
+            return None
+        layout = self._tails.writer.lay_out(text[len(prompt) :])
+        spans = layout.text.spans
+        new = (start for start, _, origin in spans if origin.message > self._last and origin.is_content)
+        limit = next(new, len(layout.text))
+        return Tail(layout, self._tails.turns.end(layout.text, layout.matches, self._last, limit)).close
 
 
 class Tails:
-    """Renders and cuts the tails of one template with one set of template arguments.
+    """Renders histories with one template and one set of template arguments, and closes completions.
 
     Args:
-        known: The template, and what is known about it.
-        writer: Tells what is syntax.
+        known: The template, and the findings about it.
+        writer: Finds the syntax of a text.
+        turns: Finds turns.
     """
 
-    def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
+    def __init__(self, known: KnownTemplate, writer: TokenWriter, turns: Turns) -> None:
         self.profile = known.profile
-        self.turns = TurnReader(known.profile, writer.tokenizer)
+        self.turns = turns
+        self.writer = writer
         self._known = known
-        self._writer = writer
-        self._tokenizer = writer.tokenizer
 
     def render(
-        self, history: ProbeHistory, following: Sequence[Message] = (), *, unanswered: bool = False
+        self, history: ProbeHistory, extension: Sequence[Message] = (), *, is_prompt: bool = False
     ) -> TracedStr:
-        """Render a history, without the assistant's turn if `unanswered`, and what follows it."""
-        messages = history.messages[:-1] if unanswered else history.messages
+        """Render a history and its extension, or the prompt of the history's last turn."""
+        messages = history.messages[:-1] if is_prompt else history.messages
         try:
             return self._known.render(
                 RenderRequest(
-                    (*messages, *following),
+                    (*messages, *extension),
                     tools=history.tools,
                     documents=history.documents,
-                    add_generation_prompt=unanswered or bool(following),
+                    add_generation_prompt=is_prompt or bool(extension),
                     variables=self._known.arguments,
                 )
             )
@@ -136,202 +289,75 @@ class Tails:
             error.where = place_of_new(error.where, len(messages))
             raise
 
-    def turn(self, history: ProbeHistory, following: Sequence[Message]) -> Turn:
-        """The assistant's turn, once something follows."""
-        last = len(history.messages) - 1
-        text = self.render(history, following)
-        end = self._sampled_end(text, last)
-        begin = next(start for start, _, origin in text.spans if origin.message == last)
-        turn = text[begin:end]
-        first = next(start for start, _, origin in turn.spans if origin.is_content)
-        return Turn(plain(text[:end]), begin, plain(turn[first:]), self.reasoning_state(plain(turn)))
-
-    def reasoning_state(self, turn: str) -> ReasoningState:
-        """The state of the reasoning in the text of a turn, its generation prompt included."""
-        found = self.profile.reasoning
-        if found is None or found.begin not in turn:
-            return "none"
-        inside, _, after = turn.partition(found.begin)[2].partition(found.end)
-        if not inside.strip():
-            return "empty"
-        return "written" if after.strip() else "alone"
-
-    def written(self, history: ProbeHistory, following: Sequence[Message]) -> "Written":
-        """What the template writes for a history, and for the turn that ends it once something follows."""
-        last = len(history.messages) - 1
-        prompt = self.render(history, unanswered=True)
-        text = self.render(history, following)
-        edges = [
-            [start for start, _, origin in text.spans if origin.message >= at] for at in (last, last + 1)
-        ]
-        begin, end = (min(starts, default=len(text)) for starts in edges)
-        turn = text[begin:end]
-        contents = [start for start, _, o in turn.spans if o.message == last and o.is_content]
-        said = end if not contents else begin + contents[0]
-        asked = len(prompt) if plain(text).startswith(plain(prompt)) else -1
-        # The template may write another stop token than was sampled.
-        syntax = self._syntax(turn) - self.profile.stop_ids
-        if asked < 0:
-            return Written(self._syntax(prompt), syntax, bool(contents), None, "")
-        opening = plain(text[asked : max(said, asked)])
-        return Written(self._syntax(prompt), syntax, bool(contents), plain(text[asked:end]), opening)
-
-    def _syntax(self, text: TracedStr) -> frozenset[int]:
-        matches = self._writer.lay_out(text).matches
-        return frozenset([self._tokenizer.added_ids[match.token] for match in matches])
-
-    def find(self, history: ProbeHistory, following: Sequence[Message]) -> Tail:
-        """Render what follows a history, and cut it after the assistant's content.
-
-        Raises:
-            TemplateError: The template refuses the conversation.
-            NotPrinted: It does not print the assistant's content.
-            NotBridged: It writes new messages before the assistant's turn, or earlier ones after it.
-            SpecialTokenError: Content holds a special token, and its role is set to `error`.
-        """
-        last = len(history.messages) - 1
-        text = self.render(history, following)
-        tail = text[self._sampled_end(text, last) :]
-        # Where the first new content begins.
-        limit = len(tail)
-        for start, _, origin in reversed(tail.spans):
-            if origin.is_content:
-                # A call is known as far as its result states it; the proof varies the rest.
-                if origin.message <= last and (origin.message < last or origin.kind != "tool_call"):
-                    named = {"tools": "the tool definitions", "documents": "the documents"}
-                    what = named.get(origin.kind, "earlier messages")
-                    raise NotBridged(f"the template writes {what} again after the assistant's turn")
-                limit = start
-        layout = self._writer.lay_out(tail)
-        if any(0 <= placeholder.message <= last for placeholder in layout.placeholders):
-            raise NotBridged("the template writes earlier images again after the assistant's turn")
-        end = self.turns.end(layout, last, limit)
-        calls = history.assistant.tool_calls and self.profile.prints_tool_calls
-        if end.token_id is None and calls and following:
-            raise NotBridged("the template writes no stop token after a tool call")
-        return Tail(layout, end)
-
-    def _sampled_end(self, text: TracedStr, last: int) -> int:
-        return self.turns.sampled_end(text, last, content_end(text.spans, last))
+    def syntax(self, text: TracedStr) -> frozenset[int]:
+        """Added tokens of a text that are syntax."""
+        matches = self.writer.lay_out(text).matches
+        return frozenset([self.writer.tokenizer.added_ids[match.token] for match in matches])
 
     def closing(
-        self,
-        tail: Tail,
-        history: ProbeHistory,
-        extension: Sequence[Message],
-        prompt: Sequence[int],
-        completion: Sequence[int],
+        self, tail: Tail, history: ProbeHistory, extension: Sequence[Message], sampled: Sampled
     ) -> tuple[str, int]:
-        """Text that closes a completion without a stop token, and where the tail goes on from there."""
-        written, reasoning = self.turns.text_of(completion).text, self.profile.reasoning
-        turn = self.turn_text(prompt, completion)
+        """Text that closes a completion without a stop token, and the character of the tail that follows."""
+        completion, reasoning = self.turns.text_of(sampled.completion).text, self.profile.reasoning
         history = history.answering(content=f"{WORD}A", tool_calls=())
-        if self.turns.is_fresh(prompt):
-            rest = self._rest_of_nothing(written, history, extension)
-            if rest is not None:
-                return rest, tail.rest
-        if read_opening(reasoning, turn).inside:
-            return self._reasoning_close(history, extension, written), tail.rest
-        if reasoning is not None and (end := turn.find_last(reasoning.end)) >= 0:
-            # Nothing but reasoning: what the template writes after its end is still to come, or a part of it.
-            said = turn.text[end + len(reasoning.end) :]
-            _, found, after = self._reasoning_close(history, extension, "").partition(reasoning.end)
-            if found and after.startswith(said):
+        if sampled.is_fresh:
+            silent = Extended(self, history.answering(content="", reasoning_content=None), extension)
+            rest = silent.rest_of_empty_turn
+            if rest is not None and rest.startswith(completion):
+                return rest[len(completion) :], tail.rest
+        if self.turns.opening(sampled.turn).inside:
+            return self._reasoning_close(history, extension, completion), tail.rest
+        if reasoning is not None and (end := sampled.turn.find_last(reasoning.end)) >= 0:
+            # Nothing but reasoning: the text after its end is still missing, or a part of that text.
+            said = sampled.turn.text[end + len(reasoning.end) :]
+            _, delimiter, after = self._reasoning_close(history, extension, "").partition(reasoning.end)
+            if delimiter and after.startswith(said):
                 return after[len(said) :], tail.rest
             if tail.end.token_id is None and not said.strip():
                 return "", tail.rest
         if tail.end.token_id is None:
-            return "", tail.rest if written.endswith(tail.close) else 0
+            return "", tail.rest if completion.endswith(tail.close) else 0
         close = tail.close
         if any(message.role == "tool" for message in extension[:1]):
-            # The tail begins after a call; this completion may have been cut off before one.
-            close = self._close_after(history, extension) or ""
-        return "" if written.endswith(close) else close, tail.end.start
+            # The tail begins after a call, but this completion may have been cut off before one.
+            close = Extended(self, history, extension).close or ""
+        return "" if completion.endswith(close) else close, tail.end.start
 
-    def turn_text(self, prompt: Sequence[int], completion: Sequence[int]) -> TokenText:
-        """The text of a turn, its generation prompt included."""
-        return self.turns.text_of([*self.turns.begun(prompt), *completion])
-
-    def _rest_of_nothing(
-        self, written: str, history: ProbeHistory, extension: Sequence[Message]
-    ) -> str | None:
-        """Rest of what the template writes for a turn without content, of which it begins with `written`."""
-        history = history.answering(content="", reasoning_content=None)
-        try:
-            prompt = plain(self.render(history, unanswered=True))
-            text = self.render(history, extension)
-        except TemplateError:
-            return None
-        if not plain(text).startswith(prompt + written):
-            return None
-        layout = self._writer.lay_out(text[len(prompt) :])
-        last, spans = len(history.messages) - 1, layout.text.spans
-        new = (start for start, _, origin in spans if origin.message > last and origin.is_content)
-        close = Tail(layout, self.turns.end(layout, last, next(new, len(layout.text)))).close
-        return close[len(written) :] if close.startswith(written) else None
-
-    def _reasoning_close(self, history: ProbeHistory, extension: Sequence[Message], written: str) -> str:
+    def _reasoning_close(self, history: ProbeHistory, extension: Sequence[Message], completion: str) -> str:
         """Template text between reasoning without content and its stop token.
 
-        White space that ends `written` is left out where the template would write no other.
+        White space that ends the completion is left out if the template would trim it.
         """
         reasoning = self.profile.reasoning
         if reasoning is None:
             return ""
-        blank = written[len(written.rstrip()) :]
+        blank = completion[len(completion.rstrip()) :]
         silent = history.answering(content="")
 
         def thinking(text: str) -> ProbeHistory:
-            answer = with_reasoning(silent.assistant, text, reasoning.carrier)
-            return silent.answering(content=answer.content, reasoning_content=answer.reasoning_content)
+            return replace(silent, assistant=with_reasoning(silent.assistant, text, reasoning.carrier))
 
-        thoughtful = thinking(f"{WORD}T")
+        # A template may drop reasoning once a message follows it.
         for following in (extension, ()):
-            # A template may drop reasoning once something follows it.
-            close = self._close_after(thoughtful, following)
+            thought = Extended(self, thinking(f"{WORD}T"), following)
+            close = thought.close
             if close is None:
                 continue
             if blank and close.startswith(blank):
-                with_blank = self.render(thinking(f"{WORD}T{blank}"), following)
-                if len(with_blank) == len(self.render(thoughtful, following)):
+                with_blank = Extended(self, thinking(f"{WORD}T{blank}"), following)
+                if len(with_blank.text) == len(thought.text):
                     return close[len(blank) :]
             return close
-        after_content = self._close_after(history, extension) or ""
+        after_content = Extended(self, history, extension).close or ""
         return reasoning.before_end + reasoning.end + reasoning.after_end + after_content
-
-    def _close_after(self, history: ProbeHistory, following: Sequence[Message]) -> str | None:
-        try:
-            return self.find(history, following).close
-        except (TemplateError, NotBridged):
-            return None
-
-
-def content_end(spans: Sequence[Span], last: int) -> int:
-    """Character after the content of message `last`, the assistant's.
-
-    Raises:
-        NotPrinted: The template does not print it.
-        NotBridged: The template writes something of a later message before it.
-    """
-    end = -1
-    for _, stop, origin in spans:
-        if origin.message > last:
-            break
-        if origin.message == last and origin.is_content:
-            end = stop
-    if end >= 0:
-        return end
-    if any(origin.message == last and origin.is_content for _, _, origin in spans):
-        raise NotBridged("the template writes a new message before the assistant's turn")
-    raise NotPrinted("the template does not print the assistant's content")
 
 
 def place_of_new(where: str | None, first: int) -> str | None:
-    """The path of a message after a history as the caller knows it; one of the history itself is left out."""
-    found = re.match(r"messages\[(\d+)\][^,]*(, )?", where or "")
-    if found is None or where is None:
+    """Return the caller's path of a message after a history. A path within the history is left out."""
+    path = re.match(r"messages\[(\d+)\][^,]*(, )?", where or "")
+    if path is None or where is None:
         return where
-    number = int(found.group(1)) - first
+    number = int(path.group(1)) - first
     if number < 0:
-        return where[found.end() :] or None
-    return f"new_messages[{number}]{where[found.end(1) + 1 :]}"
+        return where[path.end() :] or None
+    return f"new_messages[{number}]{where[path.end(1) + 1 :]}"

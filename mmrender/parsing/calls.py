@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from mmrender.model.spelling import TokenText, readable
 from mmrender.parsing.grammars import Field, Grammar, Pattern, Section
 from mmrender.parsing.literals import CutShort, Reader, read_json
 from mmrender.parsing.schema import ToolSchemas, typed
-from mmrender.tokens.spelling import TokenText, readable
 
 CallStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed", "missing_name", "unknown_tool", "malformed"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mmrender.tokens.spelling import TokenText, readable
+from mmrender.model.spelling import TokenText, readable
 
 _MAX_DEPTH = 100
 _SPACE = re.compile(r"\s*")

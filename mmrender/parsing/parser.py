@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mmrender.content import normalize_tools
 from mmrender.messages import Message, ToolCall
+from mmrender.model.spelling import TokenText, readable
 from mmrender.parsing.calls import Block, CallScanner, CallStatus
 from mmrender.parsing.grammars import Grammar
 from mmrender.parsing.schema import ToolSchemas, tool_schemas
 from mmrender.sidecar import common_prefix
 from mmrender.template.probes import Carrier, with_reasoning
 from mmrender.template.profile import ReasoningFormat
-from mmrender.tokens.spelling import TokenText, readable
-from mmrender.tokens.turns import Opening, TurnReader, read_opening
+from mmrender.turns.turns import Opening, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class GrammarChoice:
 class ResponseParser:
     """Reads completions of one model; without a grammar all is content. Safe to use from many threads."""
 
-    def __init__(self, turns: TurnReader, choice: GrammarChoice, edges: Edges) -> None:
+    def __init__(self, turns: Turns, choice: GrammarChoice, edges: Edges) -> None:
         self.profile = turns.profile
         self.choice = choice
         self.edges = edges
@@ -320,4 +320,4 @@ class ResponseParser:
         if self.profile.reasoning is None:
             return Opening()
         ids = self._prompt_ids if prompt_ids is None else prompt_ids
-        return read_opening(self.profile.reasoning, self._turns.text_of(self._turns.begun(ids)))
+        return self._turns.opening(self._turns.text_of(self._turns.open(ids)))

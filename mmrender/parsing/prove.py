@@ -28,7 +28,7 @@ from mmrender.parsing.parser import (
 from mmrender.parsing.schema import KINDS
 from mmrender.template.known import KnownTemplate
 from mmrender.template.probes import WORD, assistant, tool_definition, user, with_reasoning
-from mmrender.tokens.turns import TurnReader, read_opening
+from mmrender.turns.turns import Turns
 
 _ARGUMENTS: dict[str, Any] = {
     "text": "two lines,\n\"quoted\" and 'single', ünïcode 日本 \\ </b>",
@@ -96,7 +96,7 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
     `grammar` names the tool-call grammar, for a template that prints no calls or an unknown kind; None has it
     proved. Raises `InputError` where there is no grammar of that name.
     """
-    grammars, turns = all_grammars(grammar), TurnReader(known.profile, known.tokenizer)
+    grammars, turns = all_grammars(grammar), Turns(known.profile, known.tokenizer)
     if grammar is not None and grammar not in grammars:
         names = " or ".join(grammars)
         raise InputError("no such tool-call grammar", where="grammar", expected=names, got=repr(grammar))
@@ -122,7 +122,7 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
 class GrammarProver:
     """Tries grammars on what a template prints."""
 
-    def __init__(self, known: KnownTemplate, turns: TurnReader) -> None:
+    def __init__(self, known: KnownTemplate, turns: Turns) -> None:
         self._probes = known.probes
         self._profile = known.profile
         self.turns = turns
@@ -139,7 +139,7 @@ class GrammarProver:
         for probe in self._probed(grammar, _LEARN):
             if probe.text is None or (grammar is None and probe.message.tool_calls):
                 continue
-            opening = read_opening(format_, self.turns.text_of(probe.prompt_ids))
+            opening = self.turns.opening(self.turns.text_of(probe.prompt_ids))
             source = self.turns.text_of(probe.token_ids)
             for piece in split(source, grammar, format_, opening).pieces:
                 place = (piece.before, piece.after)

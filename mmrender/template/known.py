@@ -34,7 +34,7 @@ from mmrender.template.text import TracedStr, clip, plain
 
 Value = TypeVar("Value")
 
-_ROOMS = ("content", "model", "template", "tokens", "bridge", "parsing")
+_ROOMS = ("content", "model", "template", "turns", "tokens", "bridge", "parsing")
 _CODE = ("*.py", *(f"{room}/*.py" for room in _ROOMS))
 """Files of this library whose code may change a finding."""
 FOLDER = "profiles"

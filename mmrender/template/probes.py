@@ -1,7 +1,7 @@
 """Probes of a chat template: short conversations with unmistakable texts, rendered with it.
 
-Everything that mmrender infers about a template is inferred through the one `Probes` object here. A probe
-that the template refuses gives None, which is "unknown" and never "yes".
+Everything that mmrender infers about a template is inferred through the `Probes` object here. A probe that
+the template refuses returns None, which means "unknown" and never "yes".
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,13 +29,13 @@ from mmrender.template.chat import ChatTemplate, ToolImages, ViewForm
 from mmrender.template.text import TracedStr, plain
 
 WORD = "qwertz"
-"""A word that no template writes by itself; every text of a probe holds it."""
+"""A word that no template writes by itself. Every text of a probe contains it."""
 
 Carrier: TypeAlias = Literal["reasoning_content", "thinking_part"]
 """Field of a message that a template prints reasoning from."""
 
 _CALL_ID = "call{:05d}"
-"""Mistral's templates take ids of nine letters or digits only."""
+"""Mistral's templates only accept ids of nine letters or digits."""
 
 
 def user(text: str = f"{WORD}U", **fields: Any) -> Message:
@@ -81,18 +81,26 @@ RESULT = tool_result(CALL)
 
 
 class ProbedTurn(NamedTuple):
-    """One assistant turn as the template prints it."""
+    """One assistant turn as the template prints it.
+
+    Attributes:
+        header: The part of the generation prompt that the turn begins with.
+        text: The text that the model would have sampled, without the stop token.
+    """
 
     header: str
-    """The part of the generation prompt that the turn begins with."""
     text: str
-    """The text that the model would have sampled, without the stop token."""
 
 
 class Probes:
-    """Renders probes with one template and one set of template arguments; `form` is found where not given.
+    """Renders probes with one template and one set of template arguments.
 
-    `tool_images="user"` moves images out of tool results where the template writes none there.
+    Args:
+        template: The template.
+        tokenizer: Finds added tokens, which no result cuts.
+        arguments: Template variables.
+        form: Shapes of messages that the template takes. None has them found by probing.
+        tool_images: `"user"` moves images out of tool results if the template drops them there.
     """
 
     def __init__(
@@ -108,7 +116,7 @@ class Probes:
         self.tokenizer = tokenizer
         self.arguments = dict(arguments or {})
         self._tool_images = tool_images
-        self._opened: dict[str, list[str | None]] = {}
+        self._questions: dict[str, list[str | None]] = {}
         if form is not None:
             self.form = form
 
@@ -120,7 +128,7 @@ class Probes:
         prompt: bool = False,
         form: ViewForm | None = None,
     ) -> TracedStr | None:
-        """Render a conversation, with the generation prompt if asked; None where the template refuses it."""
+        """Render a conversation, with the generation prompt if `prompt`. None if the template refuses it."""
         try:
             request = RenderRequest(
                 messages, tools=tools, add_generation_prompt=prompt, variables=self.arguments
@@ -129,24 +137,16 @@ class Probes:
         except TemplateError:
             return None
 
-    def shows(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        form: ViewForm | None = None,
-    ) -> bool | None:
-        """Whether the template prints a text; None where it refuses the conversation."""
-        shown = self.render(messages, tools=tools, form=form)
-        return None if shown is None else text in shown
+    def prints(self, text: str, messages: Sequence[Message], **options: Any) -> bool | None:
+        """Whether the template prints a text. `options` are as for `render`, and None means the same."""
+        rendered = self.render(messages, **options)
+        return None if rendered is None else text in rendered
 
     def generation_prompt(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
-        """Text that opens the assistant's turn after `messages`; None where the template refuses them."""
-        without = self.render(messages, tools=tools)
-        with_prompt = self.render(messages, tools=tools, prompt=True)
+        """Text that opens the assistant's turn after `messages`, or None if the template refuses them."""
+        without, with_prompt = (self.render(messages, tools=tools, prompt=prompt) for prompt in (False, True))
         if without is None or with_prompt is None:
             return None
         body, prompted = plain(without), plain(with_prompt)
@@ -159,15 +159,15 @@ class Probes:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ProbedTurn | None:
-        """The turn of an assistant message that answers a question; None where the template refuses it.
+        """The turn of an assistant message that answers a question, or None if the template refuses it.
 
         It ends before the first of the stop tokens after its last content.
         """
         key = repr(tools)
-        if key not in self._opened:
-            opened = [self.render([user()], tools=tools, prompt=prompt) for prompt in (False, True)]
-            self._opened[key] = [None if text is None else plain(text) for text in opened]
-        body, prompted = self._opened[key]
+        if key not in self._questions:
+            questions = [self.render([user()], tools=tools, prompt=prompt) for prompt in (False, True)]
+            self._questions[key] = [None if text is None else plain(text) for text in questions]
+        body, prompted = self._questions[key]
         full = self.render([user(), message], tools=tools)
         if body is None or prompted is None or full is None:
             return None
@@ -184,7 +184,7 @@ class Probes:
 
     @cached_property
     def form(self) -> ViewForm:
-        """Shapes that the template takes, each chosen by what it prints."""
+        """Shapes of messages that the template takes, each chosen by the output."""
         form = self._form_of_messages()
         if self._tool_images == "user" and not self.added_by_image("tool", form):
             moved = replace(form, tool_images="user")
@@ -194,10 +194,10 @@ class Probes:
     def _form_of_messages(self) -> ViewForm:
         form = ViewForm()
         parts = [Message(role="user", content=(TextPart(f"{WORD}P"),))]
-        shown = self.render(parts, form=form) or ""
+        rendered = self.render(parts, form=form) or ""
         text_only, listed = replace(form, content="text"), replace(form, content="list")
-        if f"{WORD}P" not in shown or f"'{WORD}P'" in shown:
-            form = text_only if self.shows(f"{WORD}P", parts, form=text_only) else form
+        if f"{WORD}P" not in rendered or f"'{WORD}P'" in rendered:
+            form = text_only if self.prints(f"{WORD}P", parts, form=text_only) else form
         if form.content == "parts" and not self._prints_strings(form) and self._prints_strings(listed):
             form = listed
         if form.content != "text" and self.added_by_image("user", form) == "":
@@ -212,31 +212,31 @@ class Probes:
         return replace(form, none_content="empty")
 
     def _prints_strings(self, form: ViewForm) -> bool:
-        shown = self.render([user(), assistant()], form=form) or ""
-        return f"{WORD}U" in shown and f"{WORD}A" in shown and "'type'" not in shown
+        text = self.render([user(), assistant()], form=form) or ""
+        return f"{WORD}U" in text and f"{WORD}A" in text and "'type'" not in text
 
     def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
-        """Text that an image part adds to a message of `role`; None where the template refuses it."""
+        """Text that an image part adds to a message of `role`, or None if the template refuses it."""
         return self.added_by(ImagePart(UNKNOWN_SOURCE), role, form)
 
     def added_by(self, part: ImagePart | VideoPart, role: Role, form: ViewForm | None = None) -> str | None:
-        """Text that a media part adds to a message of `role`; None where the template refuses it."""
+        """Text that a media part adds to a message of `role`, or None if the template refuses it."""
         before, middle, after = messages_around(role)
-        shown = []
+        texts = []
         for parts in ((), (part,)):
             message = msgspec.structs.replace(middle, content=(*parts, TextPart(f"{WORD}X")))
             text = self.render([*before, message, *after], form=form)
             if text is None:
                 return None
-            shown.append(plain(text))
-        added = self.inserted(*shown)
+            texts.append(plain(text))
+        added = self.inserted(*texts)
         # A template that does not expect parts prints their Python form, which is not a placeholder.
         return "" if "'type'" in added else added
 
     def inserted(self, without: str, with_more: str) -> str:
         """The part of `with_more` between the beginning and the end that it shares with `without`.
 
-        No added token is cut.
+        It cuts no added token.
         """
         start = self._token_start(with_more, common_prefix(without, with_more))
         rest, old = with_more[start:], without[start:]
@@ -246,13 +246,13 @@ class Probes:
         return rest[: next((match.own_stop for match in inside), stop)]
 
     def _token_start(self, text: str, position: int) -> int:
-        """The beginning of the added token that a character lies within, else the character."""
+        """The start of the added token around a character, or the character itself."""
         inside = (match for match in self.tokenizer.find(text) if match.own_start < position < match.own_stop)
         return next((match.own_start for match in inside), position)
 
 
 def messages_around(role: Role) -> tuple[list[Message], Message, list[Message]]:
-    """A message of `role`, and those that a template wants before and after it."""
+    """A message of `role`, and the messages that a template expects before and after it."""
     match role:
         case "tool":
             return [user(), CALLING], RESULT, []

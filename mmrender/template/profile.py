@@ -1,15 +1,15 @@
 """The profile of a chat template, found by rendering probes and never assumed.
 
-A profile answers for one template with one set of template arguments: which shapes it takes, what its
-generation prompt is, what ends an assistant's turn, how it writes reasoning, whether history stays as it was
-written, which roles may hold images, and whether everything that it prints is attributed.
+A profile holds the findings about one template with one set of template arguments: the shapes of messages
+that it takes, its generation prompts, the tokens that end an assistant's turn, its spelling of reasoning,
+whether it rewrites history, the roles that may hold images, and whether its whole output is attributed.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from mmrender.messages import Message, Role
 from mmrender.model.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ _TAG_AFTER = re.compile(_TAG)
 _NAMED_TAG = re.compile(r"([<\[\u25c1])(\w[^<>\[\]\u25c1\u25b7]*)([>\]\u25b7])")
 _LETTERS = re.compile(r"\w+\Z")
 _BREAK = "\n\n"
+_SYSTEM = Message(role="system", content=f"{WORD}S")
 _IMAGE_ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
 
 
@@ -44,12 +45,12 @@ class ReasoningFormat:
     """Delimiters of a reasoning block, as the template prints them.
 
     Attributes:
-        begin: Opens it, such as `<think>`.
-        end: Closes it.
-        after_begin: What the template writes between `begin` and the reasoning.
-        before_end: What it writes between the reasoning and `end`.
-        after_end: What it writes between `end` and the content.
-        carrier: Which field of a message the template prints reasoning from.
+        begin: Opening delimiter, such as `<think>`.
+        end: Closing delimiter.
+        after_begin: Template text between `begin` and the reasoning.
+        before_end: Template text between the reasoning and `end`.
+        after_end: Template text between `end` and the content.
+        carrier: Field of a message that the template prints reasoning from.
     """
 
     begin: str
@@ -72,7 +73,7 @@ class ReasoningFormat:
         """Return the character at which the answer of a turn without reasoning begins in a conversation.
 
         None unless the turn's prompt ends in a block, open or empty, and the conversation continues the text
-        before that block. Empty blocks in earlier turns make no difference: nobody wrote them.
+        before that block. Empty blocks in earlier turns make no difference: the template wrote them.
 
         Args:
             text: The rendered conversation.
@@ -98,30 +99,30 @@ class TemplateProfile:
     """Findings about one template with one set of template arguments.
 
     Attributes:
-        form: Shapes the template takes.
-        generation_prompts: What it writes to open the assistant's turn; several where that depends on the
-            conversation, the one after a lone user message first.
-        openings: Text between a question, or a tool's result, and the answer, if there are no generation
-            prompts.
-        closes: What it writes right after the assistant's content, by what follows: `user`, `tool`, `end`.
-        openers: Stop tokens that open the next turn, and are written only once it follows, by what follows:
-            `user`, `tool`.
-        stop_ids: Tokens that end the assistant's turn: those of the model's files, and those that the
-            template writes at its end.
-        end_ids: Added tokens that close a turn which nothing follows.
-        closer_ids: Special tokens that close a turn in history, on which no model stops.
-        prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it; None
-            where no probe showed an answer.
-        answers_stable: Whether the answers of the probes without reasoning followed their prompts, but for
-            empty blocks; see `ReasoningFormat.answer_start`.
-        image_roles: Roles in which an image part writes something, and never less than one per part.
-        roles: Roles the template accepts.
-        prints_tools: Whether tool definitions are printed; None where the template refuses the probe.
-        prints_tool_calls: Whether calls are printed; None where the template refuses the probe.
-        writes_content_before_results: Whether content beside calls is printed, and before the calls' results.
-        prints_reasoning: Where `reasoning_content` is printed: in the turns after the last user message
-            (`last`), in earlier ones (`history`).
-        reasoning: How reasoning is written; None where the template shows none.
+        form: Shapes of messages that the template takes.
+        generation_prompts: Texts that open the assistant's turn. The first is the one after a single user
+            message; there are more if they depend on the conversation.
+        openings: Text between a question, or a tool's result, and the answer, without generation prompts.
+        closes: Template text right after the assistant's content, by the message that follows: `user`,
+            `tool`, or `end` without one.
+        openers: Stop tokens that open the next turn, and are only written if it follows, by that message.
+        stop_ids: Tokens that end the assistant's turn: the stop tokens of the model's files, and tokens that
+            the template writes at the end of a turn.
+        end_ids: Added tokens that close a turn at the end of a conversation.
+        closer_ids: Special tokens that close a turn in history, but do not stop a model.
+        prefix_stable: Whether each prompt of the probes was a prefix of the rendering that continued it. None
+            if no probe rendered an answer.
+        answers_stable: Whether the answers of the probes without reasoning followed their prompts, apart from
+            empty blocks. See `ReasoningFormat.answer_start`.
+        image_roles: Roles in which each image part writes a text.
+        roles: Roles that the template accepts.
+        prints_tools: Whether tool definitions are printed. None if the template refuses the probe.
+        prints_tool_calls: Whether calls are printed. None if the template refuses the probe.
+        writes_content_before_results: Whether the content of a message with calls is printed before the
+            results of the calls.
+        prints_reasoning: Turns whose `reasoning_content` is printed: `last` for the turns after the last user
+            message, `history` for earlier turns.
+        reasoning: Spelling of reasoning. None if the template prints none.
         arguments: Template variables that a caller may set, such as `enable_thinking`.
         unattributed: Probe texts that the template printed without their origin.
         reads_clock: Whether the text depends on the date.
@@ -150,30 +151,21 @@ class TemplateProfile:
 
     @property
     def generation_prompt(self) -> str:
-        """Text that opens the assistant's turn after a user message; empty where the template opens none."""
+        """Text that opens the assistant's turn after a user message. Empty if the template opens none."""
         return self.generation_prompts[0] if self.generation_prompts else ""
 
     def generation_prompt_of(self, text: str) -> str:
-        """The generation prompt that a text ends in; empty if it ends in none."""
+        """The generation prompt at the end of a text, or an empty text."""
         return max(filter(text.endswith, self.generation_prompts), key=len, default="")
-
-    def opens_answer(self, text: str) -> bool:
-        """Whether an assistant's turn begins after a text, rather than goes on."""
-        if any(self.generation_prompts):
-            return self.generation_prompt_of(text) != ""
-        return text.endswith(self.openings)
 
 
 def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> TemplateProfile:
-    """Run every probe; `model_stop_ids` are the stop tokens that the model's files name."""
+    """Run every probe. `model_stop_ids` are the stop tokens that the model's files name."""
     thought = f"{WORD}R"
     thinking = assistant(reasoning_content=thought)
-    places = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
+    turns = {"last": [user(), thinking], "history": [user(), thinking, user("next"), assistant()]}
     with_both = probes.render([user(), assistant(tool_calls=(CALL,)), RESULT]) or ""
     closes = _closes(probes)
-    written = _close_ids(closes, probes.tokenizer)
-    special_ids = probes.tokenizer.special_ids
-    stop_ids = _stop_ids(written, special_ids, frozenset(model_stop_ids))
     prompts = _generation_prompts(probes)
     tools = [tool_definition(f"{WORD}F")]
     around = {role: messages_around(role) for role in get_args(Role)}
@@ -184,22 +176,19 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         generation_prompts=prompts,
         openings=() if any(prompts) else _openings(probes),
         closes=closes,
-        openers=_openers(closes, probes.tokenizer, stop_ids),
-        stop_ids=stop_ids,
-        end_ids=frozenset(written.get("end", ())),
-        closer_ids=_unstopped_closers(written, special_ids, stop_ids),
+        **_turn_ends(closes, probes.tokenizer, frozenset(model_stop_ids)),
         prefix_stable=_is_prefix_stable(probes),
         answers_stable=reasoning is not None and _are_answers_stable(probes, reasoning),
         image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by_image(role)),
         roles=tuple(
             role
             for role, (before, middle, after) in around.items()
-            if probes.shows(str(middle.content), [*before, middle, *after])
+            if probes.prints(str(middle.content), [*before, middle, *after])
         ),
-        prints_tools=probes.shows(f"{WORD}F", [user()], tools=tools),
-        prints_tool_calls=probes.shows("bravo", [user(), CALLING]),
+        prints_tools=probes.prints(f"{WORD}F", [user()], tools=tools),
+        prints_tool_calls=probes.prints("bravo", [user(), CALLING]),
         writes_content_before_results=f"{WORD}A" in with_both.partition(f"{WORD}T")[0],
-        prints_reasoning=tuple(place for place, shown in places.items() if probes.shows(thought, shown)),
+        prints_reasoning=tuple(name for name, messages in turns.items() if probes.prints(thought, messages)),
         reasoning=reasoning,
         arguments=probes.template.arguments,
         unattributed=_unattributed(probes),
@@ -210,139 +199,144 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
 def _generation_prompts(probes: Probes) -> tuple[str, ...]:
     conversations = [
         [user()],
-        [Message(role="system", content=f"{WORD}S"), user()],
+        [_SYSTEM, user()],
         [user(), assistant(), user("next")],
         [user(), CALLING, RESULT],
         [user(), CALLING, RESULT, RESULT],
     ]
-    found = [probes.generation_prompt(messages) for messages in conversations]
-    return tuple(dict.fromkeys(prompt for prompt in found if prompt is not None))
+    prompts = map(probes.generation_prompt, conversations)
+    return tuple(dict.fromkeys(prompt for prompt in prompts if prompt is not None))
 
 
 def _openings(probes: Probes) -> tuple[str, ...]:
-    """Text after the last content of a prompt, with a question and with a tool's result at its end."""
-    shown = [probes.render(messages, prompt=True) for messages in ([user()], [user(), CALLING, RESULT])]
+    """Text after the last content of a prompt that ends with a question, and with a tool's result."""
+    texts = [probes.render(messages, prompt=True) for messages in ([user()], [user(), CALLING, RESULT])]
     return tuple(
         plain(text[max([stop for _, stop, origin in text.spans if origin.is_content], default=0) :])
-        for text in shown
+        for text in texts
         if text is not None
     )
 
 
 def _closes(probes: Probes) -> dict[str, str]:
-    """Text right after the assistant's content, up to the next content, by what follows."""
-    found = {}
+    """Text right after the assistant's content, up to the next content, by the message that follows."""
+    closes = {}
     following = {"end": [], "user": [user(f"{WORD}N")], "tool": [RESULT]}
     for name, messages in following.items():
-        shown = plain(probes.render([user(), assistant(), *messages]) or "")
+        text = plain(probes.render([user(), assistant(), *messages]) or "")
         next_text = str(messages[0].content) if messages else ""
-        if f"{WORD}A" in shown and next_text in shown:
-            after = shown.rpartition(f"{WORD}A")[2]
-            found[name] = after.partition(next_text)[0] if next_text else after
-    return found
+        if f"{WORD}A" in text and next_text in text:
+            after = text.rpartition(f"{WORD}A")[2]
+            closes[name] = after.partition(next_text)[0] if next_text else after
+    return closes
 
 
-def _stop_ids(
-    written: Mapping[str, Sequence[int]], special_ids: frozenset[int], model_stop_ids: frozenset[int]
-) -> frozenset[int]:
-    """The model's stop tokens, and the first token of a close that holds none of these, if it is special.
+def _turn_ends(
+    closes: Mapping[str, str], tokenizer: Tokenizer, model_stop_ids: frozenset[int]
+) -> dict[str, Any]:
+    """The tokens that end a turn, by field of the profile.
 
-    Where the last turn closes with one of the model's, other closes hold what stands for it in history.
+    If the last turn closes with a stop token of the model, a close without one has a substitute for it in
+    history. Otherwise the first special token of that close is a stop token, too.
     """
-    if model_stop_ids.intersection(written.get("end", ())[:1]):
-        return model_stop_ids
-    return model_stop_ids | _unstopped_closers(written, special_ids, model_stop_ids)
-
-
-def _close_ids(closes: Mapping[str, str], tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """The added tokens of each close, by what follows."""
-    return {
+    tokens = {
         name: [tokenizer.added_ids[match.token] for match in tokenizer.find(text)]
         for name, text in closes.items()
     }
+    end, end_ids = closes.get("end"), tokens.get("end", [])
 
+    def closers_without(stop_ids: frozenset[int]) -> frozenset[int]:
+        firsts = {ids[0] for ids in tokens.values() if ids and stop_ids.isdisjoint(ids)}
+        return tokenizer.special_ids & firsts
 
-def _unstopped_closers(
-    written: Mapping[str, Sequence[int]], special_ids: frozenset[int], stop_ids: frozenset[int]
-) -> frozenset[int]:
-    """The first token of each close that holds no stop token, if it is special."""
-    return special_ids & {ids[0] for ids in written.values() if ids and stop_ids.isdisjoint(ids)}
-
-
-def _openers(closes: Mapping[str, str], tokenizer: Tokenizer, stop_ids: frozenset[int]) -> dict[str, int]:
-    """Stop tokens that only what follows the turn writes, by what follows."""
-    found = {}
-    end = closes.get("end")
+    stop_ids = model_stop_ids
+    if stop_ids.isdisjoint(end_ids[:1]):
+        stop_ids |= closers_without(stop_ids)
+    openers = {}
     for following, text in closes.items():
         if end is not None and following != "end" and text.startswith(end):
-            token = next(iter(tokenizer.find(text[len(end) :])), None)
-            if token is not None and token.start == 0 and tokenizer.added_ids[token.token] in stop_ids:
-                found[following] = tokenizer.added_ids[token.token]
-    return found
+            match = next(iter(tokenizer.find(text[len(end) :])), None)
+            if match is not None and match.start == 0 and tokenizer.added_ids[match.token] in stop_ids:
+                openers[following] = tokenizer.added_ids[match.token]
+    return {
+        "openers": openers,
+        "stop_ids": stop_ids,
+        "end_ids": frozenset(end_ids),
+        "closer_ids": closers_without(stop_ids),
+    }
+
+
+def _answers(
+    probes: Probes, conversations: Iterable[Sequence[Message]]
+) -> Iterator[tuple[TracedStr, int, str | None]]:
+    """Each assistant message of conversations: the rendered conversation, its index, and its prompt."""
+    for messages in conversations:
+        text = probes.render(messages)
+        if text is None:
+            continue
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                prompt = probes.render(messages[:index], prompt=True)
+                yield text, index, None if prompt is None else plain(prompt)
 
 
 def _is_prefix_stable(probes: Probes) -> bool | None:
-    """Whether every prompt is a prefix of what continues it, with calls and reasoning; None where unknown."""
+    """Whether each prompt is a prefix of the text that continues it, with calls and reasoning, or None."""
     thinking = assistant(reasoning_content=f"{WORD}R")
     calling = assistant("", tool_calls=(CALL,), reasoning_content=f"{WORD}R")
     conversations = [
         [user(), assistant(), user("next"), assistant()],
         [user(), thinking, user("next"), thinking],
         [user(), calling, RESULT, assistant(), user("next"), assistant()],
-        [Message(role="system", content=f"{WORD}S"), user(), assistant(), user("next"), assistant()],
+        [_SYSTEM, user(), assistant(), user("next"), assistant()],
     ]
-    found = None
-    for messages in conversations:
-        full = probes.render(messages)
-        if full is None or f"{WORD}A" not in full:
-            continue
-        found = True
-        for index in [index for index, message in enumerate(messages) if message.role == "assistant"]:
-            prompt = probes.render(messages[:index], prompt=True)
-            if prompt is None or not plain(full).startswith(plain(prompt)):
-                return False
-    return found
+    findings = (
+        prompt is not None and plain(text).startswith(prompt)
+        for text, _, prompt in _answers(probes, conversations)
+        if f"{WORD}A" in text
+    )
+    first = next(findings, None)
+    return first and all(findings)
 
 
 def _are_answers_stable(probes: Probes, reasoning: ReasoningFormat) -> bool:
-    """Whether the answers of all turns without reasoning follow their prompts, but for empty blocks."""
-    system, calling = Message(role="system", content=f"{WORD}S"), assistant(tool_calls=(CALL,))
-    for before in ([system, user(), assistant()], [user(), calling, RESULT, assistant()]):
-        messages = [*before, user("next"), assistant()]
-        full = probes.render(messages)
-        if full is None:
-            continue
-        for index in [index for index, message in enumerate(messages) if message.role == "assistant"]:
-            turn = next((low for low, _, origin in full.spans if origin.message == index), len(full))
-            prompt = probes.render(messages[:index], prompt=True)
-            if prompt is None or reasoning.answer_start(plain(full), turn, plain(prompt)) is None:
-                return False
+    """Whether the answers of all turns without reasoning follow their prompts, apart from empty blocks."""
+    calling = assistant(tool_calls=(CALL,))
+    conversations = [
+        [*before, user("next"), assistant()]
+        for before in ([_SYSTEM, user(), assistant()], [user(), calling, RESULT, assistant()])
+    ]
+    for text, index, prompt in _answers(probes, conversations):
+        turn = next((low for low, _, origin in text.spans if origin.message == index), len(text))
+        if prompt is None or reasoning.answer_start(plain(text), turn, prompt) is None:
+            return False
     return True
 
 
 def _unattributed(probes: Probes) -> tuple[str, ...]:
     """Probe texts that were printed without their origin."""
     thinker = assistant(reasoning_content=f"{WORD}R", tool_calls=(CALL,))
-    shown = probes.render([user(), thinker, RESULT]) or probes.render([user(), assistant()])
+    rendered = probes.render([user(), thinker, RESULT]) or probes.render([user(), assistant()])
     texts = [*(f"{WORD}{letter}" for letter in "UART"), "bravo"]
-    return tuple(text for text in texts if shown and text in shown and not _is_attributed(shown, text))
+    if rendered is None:
+        return ()
+    content = {char for low, high, origin in rendered.spans if origin.is_content for char in range(low, high)}
 
+    def is_attributed(text: str) -> bool:
+        matches = re.finditer(re.escape(text), plain(rendered))
+        return any(content.issuperset(range(*match.span())) for match in matches)
 
-def _is_attributed(shown: TracedStr, text: str) -> bool:
-    content = [range(low, high) for low, high, origin in shown.spans if origin.is_content]
-    covered = {char for span in content for char in span}
-    places = [found.start() for found in re.finditer(re.escape(text), plain(shown))]
-    return any(covered.issuperset(range(place, place + len(text))) for place in places)
+    return tuple(text for text in texts if text in rendered and not is_attributed(text))
 
 
 def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
-    """Find the delimiters printed around reasoning, else those of the block that the prompt opens."""
+    """Find the delimiters printed around reasoning, or those of the block that the prompt opens."""
     content, thought = f"{WORD}C", f"{WORD}R"
-    # Some templates print reasoning beside calls only.
+    # Some templates print reasoning only in messages with calls.
     for carrier, calls in product(get_args(Carrier), ((), (probe_call(name="probe_none"),))):
         turn = probes.turn(with_reasoning(assistant(content, tool_calls=calls), thought, carrier))
-        before, found, rest = ("" if turn is None else turn.header + turn.text).partition(thought)
-        if not found:
+        before, printed, rest = ("" if turn is None else turn.header + turn.text).partition(thought)
+        if not printed:
             continue
         between = rest.partition(content)[0]
         after = between.lstrip()
@@ -352,7 +346,7 @@ def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None
         answer = probes.turn(assistant(content, tool_calls=calls))
         ahead = "" if answer is None else answer.text.partition(content)[0]
         if turn is not None and ahead.rfind(begin) > ahead.rfind(end):
-            # Content follows the same delimiter: what leads up to it tells them apart.
+            # Content follows the same delimiter, so the text before the delimiter tells them apart.
             begin = turn.text.partition(thought)[0].rstrip()
         return ReasoningFormat(
             begin,
@@ -366,10 +360,10 @@ def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None
 
 
 def _prompted_reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
-    """The block that the generation prompt opens, if the template takes such a block out of content."""
+    """The block that the generation prompt opens, if the template takes blocks like it out of content."""
     content, thought = f"{WORD}C", f"{WORD}R"
-    opened = generation_prompt.rstrip()
-    begin = _last_delimiter(probes, opened)
+    prompt = generation_prompt.rstrip()
+    begin = _last_delimiter(probes, prompt)
     tag = _NAMED_TAG.fullmatch(begin) if begin is not None else None
     if begin is None or tag is None:
         return None
@@ -381,7 +375,7 @@ def _prompted_reasoning(probes: Probes, generation_prompt: str) -> ReasoningForm
 
     if not is_taken_out(""):
         return None
-    space = generation_prompt[len(opened) :]
+    space = generation_prompt[len(prompt) :]
     after_end = _BREAK if is_taken_out(_BREAK) else ""
     return ReasoningFormat(begin, end, after_begin=space, before_end=space, after_end=after_end)
 

@@ -10,7 +10,7 @@ its first character.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -54,6 +54,28 @@ class Layout:
     text: TracedStr
     matches: tuple[Match, ...]
     placeholders: tuple[Placeholder, ...]
+
+    def cut(self, start: int) -> "Layout":
+        """Return the layout from a character on that lies in no match."""
+        if not start:
+            return self
+        return Layout(
+            self.text[start:],
+            tuple(
+                [
+                    Match(low - start, high - start, token, own_low - start, own_high - start)
+                    for low, high, token, own_low, own_high in self.matches
+                    if low >= start
+                ]
+            ),
+            tuple(
+                [
+                    replace(placeholder, start=placeholder.start - start, stop=placeholder.stop - start)
+                    for placeholder in self.placeholders
+                    if placeholder.start >= start
+                ]
+            ),
+        )
 
 
 class Cut(NamedTuple):

@@ -22,8 +22,8 @@ from mmrender.errors import InputError, RenderError
 from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
-from mmrender.tokens.turns import turn_stop
 from mmrender.trajectory.sample import TrainingSample
+from mmrender.turns.turns import turn_ends, turn_stop
 
 if TYPE_CHECKING:
     from mmrender.protocols import RendererProtocol
@@ -246,8 +246,8 @@ class _Builder:
                 self.renderer.decode(rendered.token_ids[first : start + 1])
             ):
                 start += 1
-        stop_ids = self._profile.stop_ids
-        return slice(start, turn_stop(rendered.token_ids, rendered.spans, message, start, stop_ids))
+        end = turn_ends(rendered.spans).get(message, start)
+        return slice(start, turn_stop(rendered.token_ids, start, end, self._profile.stop_ids))
 
     def trained(
         self, rendered: RenderedTokens, messages: Collection[int], whole: Collection[int]

@@ -13,8 +13,8 @@ from mmrender.messages import Message, RenderRequest
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import plain
-from mmrender.tokens import sampled
-from mmrender.tokens.sampled import assistant_turns
+from mmrender.turns import sampled
+from mmrender.turns.sampled import sampled_turns
 from small_models import MODELS
 
 SHARED = ("glm4_5v", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking", "idefics3", "internvl3", "qwen2_5_vl")
@@ -68,10 +68,10 @@ def test_turns_of_long_conversations_are_those_that_whole_prompts_show(
             text = known.render(RenderRequest(messages))
         except TemplateError:
             continue
-        turns, rewritten = assistant_turns(text, RenderRequest(messages), known.profile, known.render)
+        turns, rewritten = sampled_turns(text, RenderRequest(messages), known.profile, known.render)
         with monkeypatch.context() as patch:
-            patch.setattr(sampled, "_CHECKED", len(messages))
-            assert assistant_turns(text, RenderRequest(messages), known.profile, known.render) == (
+            patch.setattr(sampled, "_MAX_WHOLE", len(messages))
+            assert sampled_turns(text, RenderRequest(messages), known.profile, known.render) == (
                 turns,
                 rewritten,
             ), messages
@@ -102,5 +102,5 @@ def test_turns_are_found_in_time_that_grows_with_the_conversation(name, kinds, s
         messages = conversation(random.Random(1), rounds, kinds)
         text = known.render(RenderRequest(messages))
         rendered.clear()
-        assistant_turns(text, RenderRequest(messages), known.profile, known.render)
+        sampled_turns(text, RenderRequest(messages), known.profile, known.render)
         assert sum(rendered) <= 16 * len(messages)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mmrender.model.spelling import TokenText
 from mmrender.parsing.grammars import Grammar
-from mmrender.tokens.spelling import TokenText
 from parsing_cases import BODIES, Case, written_case
 
 FEW, MANY = 15, 105

@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
+from mmrender.model.spelling import TokenSpeller, TokenText
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.tokens.spelling import TokenSpeller, TokenText
 from parsing_cases import byte_level, sentence_piece
 
 
