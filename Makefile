@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test errors blocks check lint types layers docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -74,6 +74,9 @@ types: $(MAIN_STAMP) ## mypy --strict
 
 layers: $(MAIN_STAMP) ## imports run one way (import-linter)
 	$(BIN)/lint-imports
+
+words: $(MAIN_STAMP) ## count words that make sentences harder to read, in code and guides
+	$(BIN)/python tools/check_words.py
 
 docs: $(MAIN_STAMP) ## build the documentation into site/, and check the pages that commands write
 	$(BIN)/python tools/profiles_page.py --check

@@ -99,10 +99,13 @@ class Page:
         folder = files("mmrender.view")
         style = folder.joinpath("page.css").read_text("utf-8")
         script = '"use strict";\n' + "".join(folder.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
-        policy = (
-            f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; "
-            "base-uri 'none'; form-action 'none'"
+        rules = (
+            "default-src 'none'",
+            f"script-src {_digest(script)}",
+            f"style-src {_digest(style)}",
+            "img-src data:",
         )
+        policy = "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
         parts = {
             "policy": policy,
             "title": html.escape(self._document.as_json()["title"]),
