@@ -311,7 +311,7 @@ class LocalBackend:
 
     def _work(self) -> None:
         """Sample what waits, and what comes meanwhile, to its end, on the worker's thread."""
-        count, taken = 0, list[_Waiting]()
+        count, taken = 0, set[_Waiting]()
         while count < len(self._waiting) < self._max_batch:
             count = len(self._waiting)
             time.sleep(_ARRIVAL_SECONDS)
@@ -319,10 +319,11 @@ class LocalBackend:
         def arrivals(room: int) -> list[Completion]:
             completions = []
             for waiting in [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]:
-                taken.append(waiting)
+                taken.add(waiting)
                 try:
-                    completions.append(self._completion(waiting))
+                    completions.append(self._completion(waiting, taken))
                 except Exception as error:  # noqa: BLE001 - the others go on
+                    taken.discard(waiting)
                     waiting.fail(error)
             return completions
 
@@ -332,11 +333,12 @@ class LocalBackend:
             for waiting in taken:
                 waiting.fail(error)
 
-    def _completion(self, waiting: _Waiting) -> Completion:
-        """Check a request, and begin its completion."""
+    def _completion(self, waiting: _Waiting, taken: set[_Waiting]) -> Completion:
+        """Check a request of those `taken`, which it leaves at its end, and begin its completion."""
         sampler, room = self._sampler(waiting.request, self.model)
 
         def done(completion: Completion, error: Exception | None) -> None:
+            taken.discard(waiting)
             if error is not None:
                 waiting.fail(error)
             else:

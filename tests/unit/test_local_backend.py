@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import media_inputs
-from mmrender.client.local import LocalBackend
+from mmrender.client.local import LocalBackend, _Waiting
 from mmrender.client.resolve import resolve_backend
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
@@ -285,6 +285,24 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
             backend.update_weights([], "1")
 
     asyncio.run(closing())
+
+
+def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, prompts):
+    backend, counts = LocalBackend(tiny_model), []
+
+    async def busy():
+        endless = {"ignore_eos": True, "max_tokens": 400}
+        running = asyncio.ensure_future(backend.generate(request(prompts["text"], "long", **endless)))
+        for number in range(4):
+            await backend.generate(request(prompts["text"], str(number), max_tokens=2))
+            gc.collect()
+            counts.append(sum(type(each) is _Waiting for each in gc.get_objects()))
+        assert not running.done()
+        backend.abort("long")
+        await running
+
+    asyncio.run(busy())
+    assert max(counts) <= 2  # the long one, and perhaps the last short one
 
 
 def test_what_cannot_be_padded_runs_apart_and_is_said_why(tiny_model, prompts, monkeypatch):
