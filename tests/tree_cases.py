@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from item_cases import patch_item, processed_item
 from mmrender.media.item import ReferenceItem
+from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.conversation import same_value
@@ -150,6 +151,30 @@ def grown(rollout: list[Call], name: str = "t") -> Trajectory:
     return trajectory
 
 
+def recorded(*, limited: bool) -> list[Trajectory]:
+    """The trajectories in the recorded files of versions 3, without allowed tokens, and 4."""
+    first = Call([10, ("A", 2), 11], [20, 21, 22], 2)
+    first.experts = first.experts_for(0)
+    shown = ImagePart("https://x.org/a.png"), ImagePart(b"PNG")
+    pixels = {"type": "image", "image": np.arange(6, dtype=np.uint8)}
+    first.messages = [
+        Message(role="user", content=(TextPart("look"), *shown)),
+        {"role": "user", "content": [pixels, "t"], "n": 1.0},
+        {"role": "assistant", "content": "x" * 5000, "logits": np.arange(300, dtype=np.float32)},
+    ]
+    second = Call([*first.segments, *first.completion, 12, ("C", 3)], [20, 21], 4)
+    call = ToolCall("zoom", {"x": [1, None, True]}, "c")
+    second.messages = [*first.messages, Message(role="assistant", tool_calls=(call,))]
+    retry = Call(first.segments, [22], 3)
+    retry.messages = first.messages[:2]
+    rollout = [first, second, retry]
+    for each in () if limited else rollout:
+        each.allowed = list  # type: ignore[method-assign]
+    group = [grown(rollout, "a"), grown(rollout[:1], "b")]
+    group[0].reward, group[1].error = 0.5, "out of time"
+    return group
+
+
 def same_array(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return first is second
@@ -175,7 +200,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
         assert old.routed_experts == new.routed_experts
         assert old.weight_versions == new.weight_versions
         assert old.allowed == new.allowed
-        assert old.messages == new.messages
+        assert same_value(old.messages, new.messages)
         assert old.tools == new.tools
         assert old.finish_reason == new.finish_reason
         assert same_value(old.extra, new.extra)

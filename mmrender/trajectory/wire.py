@@ -3,7 +3,9 @@
 The form is a dict:
 
 - `format` and `version`.
-- `table`, uint8: a msgpack `Table` of trajectories, their steps, and distinct messages.
+- `table`, uint8: a msgpack `Table` of trajectories, their steps, and distinct messages. Arrays and other
+  values that msgpack lacks are extensions of type 1, which hold a message of the codec. Versions 3 and 4,
+  which are read but not written, hold each message as frames of the codec.
 - `items`: the distinct media items, as `mmrender.media.wire.items_to_wire` writes them.
 - `experts`: by name of the step, such as `trajectories[0].steps[3]`, the first position of its router choices
   and the array `[rows, layers, top_k]`.
@@ -36,12 +38,15 @@ from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_pref
 from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
-VERSION: Final = 3
-LIMITED: Final = 4
-"""Version where a step holds `allowed`, without which its log-probabilities would be misread."""
+VERSION: Final = 5
+_VERSIONS: Final = (3, 4, VERSION)
+"""Versions that are read."""
 
 _MAX_TOKENS: Final = 1 << 26
 """Most tokens of all steps of one form together; on the wire, roots may share theirs."""
+_CODED: Final = 1
+"""Type of the extension for values that msgpack lacks."""
+_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 
@@ -113,13 +118,13 @@ class Table(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         trajectories: Their rows.
-        messages: The distinct messages, each as the frames of the codec.
+        messages: The distinct messages: whether one was a `Message`, and its plain form.
         token_sets: The distinct sets that sampled tokens were chosen among, int32, little-endian.
         tools: The distinct lists of tool definitions.
     """
 
     trajectories: list[TrajectoryRow]
-    messages: list[tuple[bytes, ...]]
+    messages: list[Any]
     token_sets: list[memoryview] = []
     tools: list[Tools] = []
 
@@ -143,10 +148,11 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
     writer = _Writer(media_sources)
     rows = [writer.row(record, f"trajectories[{number}]") for number, record in enumerate(records)]
     sets = [np.array(ids, _IDS).data for ids in writer.token_sets]
-    table = msgspec.msgpack.encode(Table(rows, list(writer.messages), sets, writer.tools))
+    messages = list(map(msgspec.Raw, writer.messages))
+    table = msgspec.msgpack.encode(Table(rows, messages, sets, writer.tools))
     return {
         "format": FORMAT,
-        "version": LIMITED if sets else VERSION,
+        "version": VERSION,
         "table": np.frombuffer(table, np.uint8),
         "items": items_to_wire(writer.items, share=share),
         "experts": writer.experts,
@@ -159,7 +165,7 @@ class _Writer:
     """Makes rows of trajectories, and the tables that these refer to."""
 
     media_sources: MediaSources
-    messages: dict[tuple[bytes, ...], int] = field(default_factory=dict)
+    messages: dict[bytes, int] = field(default_factory=dict)
     token_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
     tools: list[Tools] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
@@ -233,19 +239,46 @@ class _Writer:
         known = self._known_messages.get(id(message))
         if known is not None:
             return known[1]
-        plain = plain_message(message, self.media_sources, where)
+        record = isinstance(message, Message), plain_message(message, self.media_sources, where)
         try:
-            encoded = tuple(map(bytes, mmcodecs.encode_frames([isinstance(message, Message), plain])))
-        except mmcodecs.CodecError as error:
+            encoded = msgspec.msgpack.encode(_packed(record))
+        except (ValueError, OverflowError) as error:
             raise TrajectoryError(
                 "a message cannot be encoded",
                 where=where,
-                got=str(error),
+                got=_problem(record) or str(error),
                 remedy="Give media as bytes or URLs, or write with media_sources='drop'",
             ) from error
         row = self.messages.setdefault(encoded, len(self.messages))
         self._known_messages[id(message)] = message, row
         return row
+
+
+def _packed(value: Any) -> Any:
+    """Return a plain value for msgpack: what this lacks is a message of the codec in an extension."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: _packed(entry) for key, entry in value.items()}
+    if kind is list or kind is tuple:
+        return list(map(_packed, value))
+    return msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(value)))
+
+
+def _unpacked(kind: int, data: memoryview) -> Any:
+    if kind != _CODED:
+        raise ValueError(f"extension {kind} is unknown")
+    return mmcodecs.decode(bytes(data))
+
+
+def _problem(record: Any) -> str | None:
+    """Return the codec's words for the value that cannot be encoded, with its path."""
+    try:
+        mmcodecs.encode(record)
+    except mmcodecs.CodecError as error:
+        return str(error)
+    return None
 
 
 _MALFORMED: Final = (
@@ -275,17 +308,17 @@ def read_records(wire: Any) -> list[Record]:
     """
     marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
     # Compared as text, since damaged data may hold anything here, arrays among them.
-    if str(marks) not in (str([FORMAT, VERSION]), str([FORMAT, LIMITED])):
+    if str(marks) not in [str([FORMAT, version]) for version in _VERSIONS]:
         raise TrajectoryError(
             "the data does not hold trajectories that this release can read",
             where="wire",
-            expected=f"format {FORMAT!r}, version {VERSION} or {LIMITED}",
+            expected=f"format {FORMAT!r}, version {', '.join(map(str, _VERSIONS))}",
             got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
             remedy="Write and read with the same release of mmrender",
         )
     try:
         form = msgspec.convert(wire, _Form)
-        table = msgspec.msgpack.decode(_bytes_of(form.table), type=Table)
+        table = msgspec.msgpack.decode(_bytes_of(form.table), type=Table, ext_hook=_unpacked)
     except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     reader = _Reader(
@@ -424,9 +457,10 @@ def _experts(name: str, start: int, data: Any) -> RoutedExperts:
         raise
 
 
-def _read_message(frames: Sequence[bytes], index: int) -> Any:
+def _read_message(row: Any, index: int) -> Any:
     try:
-        is_message, plain = msgspec.convert(mmcodecs.decode(frames), tuple[bool, Any])
+        is_coded = isinstance(row, list) and all(isinstance(part, bytes) for part in row)  # version 3 or 4
+        is_message, plain = msgspec.convert(mmcodecs.decode(row) if is_coded else row, tuple[bool, Any])
         return msgspec.convert(plain, Message) if is_message else plain
     except (mmcodecs.CodecError, msgspec.ValidationError) as error:
         where = f"wire.messages[{index}]"

@@ -19,8 +19,9 @@ from mmrender.trajectory import (
     save_trajectories,
 )
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
-from tree_cases import A, assert_same, sidecar
+from tree_cases import A, assert_same, recorded, sidecar
 
+RECORDED = Path(__file__).parents[1] / "data/trajectories"
 SHOWS_A = sidecar((1, A))
 PROMPT = [1, *[9] * 6, 2]
 
@@ -60,11 +61,21 @@ def test_trajectories_survive_a_file(tmp_path):
 
 
 def test_files_from_before_tools_were_kept_are_read():
-    (read,) = load_trajectories(Path(__file__).parents[1] / "data/trajectories/without_tools.mmr")
+    (read,) = load_trajectories(RECORDED / "without_tools.mmr")
     assert [step.tools for step in read.steps] == [None, None]
     assert [sample.tools for sample in read.samples()] == [None]
     assert read.steps[1].token_ids.tolist() == [1, 2, *[9] * 6, 3, 20, 21, 4, 22]
     assert read.steps[0].messages[1] == {"role": "assistant", "content": "!"}
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_files_of_earlier_versions_are_read(version, tmp_path):
+    group = recorded(limited=version == 4)
+    save_trajectories(tmp_path / "now", [group])
+    now = load_trajectories(tmp_path / "now")
+    read = load_trajectories(RECORDED / f"version_{version}.mmr")
+    for old, new in zip(read, [*now, now[0]], strict=True):
+        assert_same(old, new)
 
 
 def test_messages_may_keep_their_images(tmp_path):
@@ -155,9 +166,10 @@ def test_fields_of_a_newer_writer_do_not_break_a_reader():
     for row in table["trajectories"]:
         for step in row["steps"]:
             step["media"] = [[*medium, *[None] * (4 - len(medium)), "newer"] for medium in step["media"]]
+    table = with_new_fields(table) | {"messages": table["messages"]}
     newer = {
         **wire,
-        "table": np.frombuffer(msgspec.msgpack.encode(with_new_fields(table)), np.uint8),
+        "table": np.frombuffer(msgspec.msgpack.encode(table), np.uint8),
         "items": with_new_fields(wire["items"]),
         "newer": 1,
     }
