@@ -16,4 +16,3 @@ from .wire import decode as decode
 from .wire import encode as encode
 from .wire import encode_frames as encode_frames
 from .wire import encode_parts as encode_parts
-from .wire import message_length as message_length

@@ -1,11 +1,11 @@
 """Arrays and tensors: their dtypes, their record on the wire, and who owns their memory.
 
-Writing: `describe` gives a `Source`, an array over the value's own memory. Nothing is copied, except that a
+Writing: `describe` makes a `Source`, an array over the value's own memory. Nothing is copied, except that a
 tensor on a device moves to the CPU and a lazily conjugated or negated one is resolved. Gradients are dropped.
 
 Reading: a numpy array is a read-only view of the message, or with `copy=True` a writable array of its own. A
-torch tensor can be written to by whoever holds it, so it is a view only where the message lies in writable
-memory; over `bytes` and other read-only memory it is a copy. A dtype that numpy lacks becomes a `RawTensor`.
+torch tensor is always writable, so it is a view only if the message lies in writable memory, and a copy over
+`bytes`. A dtype that numpy lacks becomes a `RawTensor`.
 
 The dtype table. An id never changes its meaning, and a name from outside is looked up here and nowhere else.
 
@@ -39,10 +39,10 @@ Framework: TypeAlias = Literal["numpy", "torch"]
 Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 AnyArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-# What the sender held. A reader distinguishes scalars only.
+# Kind of the sender's value. A reader distinguishes scalars only.
 ARRAY, SCALAR, TENSOR, RAW = range(4)
-# Where the elements of a record are: a payload frame, the record itself, a frame that also enters the table
-# of shared arrays under a key, or the table.
+# Storage of a record's elements: a payload frame, the record itself, a frame that also enters the table of
+# shared arrays under a key, or the table.
 FRAME, INLINE, ENTER, REFER = range(4)
 INDEX = struct.Struct("<I")
 _START = struct.Struct("<BBBBI")
@@ -104,7 +104,7 @@ class RawTensor:
         bits: Unsigned integers of the dtype's size, in the tensor's shape.
 
     Raises:
-        UnsupportedTypeError: The name is not in the table, or the bits are not such integers.
+        UnsupportedTypeError: The name is not in the table, or the bits have another dtype.
     """
 
     dtype: str
@@ -127,7 +127,7 @@ class RawTensor:
         return tuple(self.bits.shape)
 
     def to_torch(self) -> Any:
-        """Give a torch tensor with memory of its own."""
+        """Return a torch tensor with memory of its own."""
         return _tensor_over(self.bits.copy(), BY_NAME[self.dtype])
 
     def __eq__(self, other: object) -> bool:
@@ -153,7 +153,7 @@ class Source(NamedTuple):
     array: AnyArray
 
     def record(self, storage: int, rest: bytes) -> bytes:
-        """Write the array record; `rest` is what the storage needs: a frame index, a key, or the elements."""
+        """Write the array record. `rest` depends on the storage: a frame index, a key, or the elements."""
         shape = self.array.shape
         flags = self.kind | (self.array.dtype.str[0] == ">") << 2 | storage << 3
         start = _START.pack(self.row.id, flags, len(shape), 0, 0)
@@ -161,13 +161,13 @@ class Source(NamedTuple):
 
 
 def contiguous(array: AnyArray) -> memoryview:
-    """Give the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
+    """Return the elements as bytes in C order: a read-only view, or a copy of an array in another order."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.uint8).data.toreadonly()
 
 
 def describe(value: Any) -> Source | None:
-    """Describe a numpy array or scalar, a torch tensor or a `RawTensor`; give None for any other value.
+    """Describe a numpy array or scalar, a torch tensor or a `RawTensor`. None for any other value.
 
     Raises:
         UnsupportedTypeError: An array or tensor that the wire cannot keep.
@@ -209,7 +209,7 @@ def _of_tensor(value: Any) -> Source:
     plain = value.detach().cpu().resolve_conj().resolve_neg()
     if row.in_numpy:
         return Source(row, TENSOR, plain.numpy())
-    # numpy() knows no such dtype, but an integer of the same size has the same strides.
+    # numpy() lacks the dtype, but an integer of the same size has the same strides.
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[row.itemsize]
     return Source(row, TENSOR, plain.view(integer).numpy().view(row.carrier))
 
@@ -223,7 +223,7 @@ class Record(NamedTuple):
         dtype: numpy dtype of the elements or their bits.
         shape: Dimensions.
         storage: FRAME, INLINE, ENTER or REFER.
-        rest: What follows the dimensions in the record.
+        rest: The bytes after the dimensions of the record.
     """
 
     row: DType
@@ -235,7 +235,7 @@ class Record(NamedTuple):
 
 
 def read_record(data: memoryview, max_ndim: int) -> Record:
-    """Read and check a record, except for what its storage needs."""
+    """Read and check a record, except for its elements."""
     dims_end = _START.size + 8 * (data[2] if data.nbytes > 2 else 0)
     if data.nbytes < dims_end:
         raise DecodeError("array record too short", expected=f"{dims_end} bytes", got=str(data.nbytes))
@@ -266,8 +266,10 @@ def restore(
 ) -> Any:
     """Build an array, tensor or `RawTensor` over `data`, the elements in C order.
 
-    `dtype` is that of the elements or their bits, byte order included; `copy` gives writable memory.
-    `DecodeError` where the elements do not fill their bytes.
+    `dtype` is the dtype of the elements or their bits, with its byte order. `copy` makes the memory writable.
+
+    Raises:
+        DecodeError: The elements do not fill their bytes.
     """
     nbytes = math.prod(shape) * row.itemsize
     if data.nbytes != nbytes:
@@ -297,7 +299,7 @@ def _tensor_over(array: AnyArray, row: DType) -> Any:
             f"torch {torch.__version__} has no dtype {row.name}", remedy='Decode with framework="numpy"'
         )
     if not array.size:
-        # numpy gives empty arrays strides of 0, and torch would keep them.
+        # Empty arrays of numpy have strides of 0, and torch would keep them.
         return torch.empty(array.shape, dtype=dtype)
     tensor = torch.from_numpy(array)
     return tensor if row.in_numpy else tensor.view(dtype)

@@ -1,8 +1,8 @@
 """Aligned memory that is used again.
 
 Writing into fresh memory costs six to nine times a copy into warm memory, because the system hands the pages
-out one by one. A pool keeps them. Its buffers come back by themselves, when the last view of them is gone: a
-decoded array, a tensor over it, or a slice of any of these keeps the buffer out of the pool.
+out one by one. A pool keeps them. A buffer comes back when its last view is gone: a decoded array, a tensor
+over it, or a slice of either.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ ALIGNMENT = 64
 _STEP = 4096
 _HUGE = 2 << 20
 _HUGE_FROM = 3 << 19
-"""Bytes from which on a buffer is whole huge pages: it wastes a quarter at most of those it takes."""
+"""Bytes from which on a buffer consists of huge pages. It wastes at most a quarter of them."""
 
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Buffer: TypeAlias = bytearray | memoryview | Bytes
 
 
 def aligned_empty(nbytes: int) -> Bytes:
-    """Give `nbytes` of uninitialised memory whose address is a multiple of 64."""
+    """Return `nbytes` of uninitialised memory whose address is a multiple of 64."""
     slab = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -slab.ctypes.data % ALIGNMENT
     return slab[start : start + nbytes]
 
 
 def _slab(nbytes: int) -> Bytes:
-    """Give aligned memory for at least `nbytes`; long memory in huge pages, where the system has them.
+    """Return aligned memory for at least `nbytes`, in huge pages if it is long and the system has them.
 
-    The system hands out a huge page in a third of the time of as many ordinary ones.
+    A huge page comes in a third of the time of the ordinary pages that it replaces.
     """
     if nbytes < _HUGE_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned_empty(max(1, -(-nbytes // _STEP)) * _STEP)
@@ -53,11 +53,10 @@ def _slab(nbytes: int) -> Bytes:
 
 
 class BufferPool:
-    """Buffers of any size, aligned to 64 bytes, given back when their last view is gone. Thread-safe.
+    """Buffers of any size, aligned to 64 bytes, which return when their last view is gone. Thread-safe.
 
     Args:
-        max_idle_bytes: Memory kept for later while nobody uses it; beyond that, the smallest buffers are
-            freed.
+        max_idle_bytes: Memory that is kept while unused. Beyond it, the smallest buffers are freed.
     """
 
     def __init__(self, max_idle_bytes: int = 1 << 30) -> None:
@@ -79,10 +78,9 @@ class BufferPool:
         return sum(slab.nbytes for slab in list(self._idle))
 
     def acquire(self, nbytes: int) -> memoryview:
-        """Give a writable view of exactly `nbytes`, with old bytes in it.
+        """Return a writable view of exactly `nbytes`, with old bytes in it.
 
-        A waiting buffer is taken if it is long enough and not more than twice as long as needed, the smallest
-        such first; else memory is allocated.
+        The smallest idle buffer of `nbytes` to twice as many is used. Without one, memory is allocated.
         """
         self._settle()
         with self._lock:
@@ -97,7 +95,7 @@ class BufferPool:
         return lease.data
 
     def _settle(self, *returned: Bytes) -> None:
-        """Sort what came back into the idle list, unless somebody does so already; then they see it, too."""
+        """Sort returned buffers into the idle list, unless another thread does so, which sees these too."""
         self._returned.extend(returned)
         lock = self._lock  # a fork may replace it meanwhile
         while self._returned and lock.acquire(blocking=False):

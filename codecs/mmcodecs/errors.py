@@ -8,7 +8,7 @@ CodecError (ValueError)
 ├── DecodeError                 the input is malformed or truncated, or not of the type that was asked for
 │   └── MissingKeyError         a shared array that this reader does not hold; `keys` lists them
 ├── LimitError                  a bound of `Limits` is exceeded, while writing or while reading
-└── MissingPackageError         torch, xxhash or blake3 is needed and not installed; an ImportError too
+└── MissingPackageError         torch or xxhash is needed and not installed. An ImportError too
 ```
 
 Each carries `where` (a path such as `$.steps[3].pixels`, or the part of the message), `expected`, `got` and
@@ -20,18 +20,18 @@ from importlib import import_module
 from typing import Any, Final, Self
 
 _LONGEST_PART: Final = 1000
-"""Characters of one part of a printed message; the attributes hold all."""
+"""Maximum characters of one part of a printed message. The attributes hold all of it."""
 
 
 class DetailedError(Exception):
-    """An error that says what is wrong, where, what was expected, what came, and what to do.
+    """An error in parts: the problem, its place, the expected and the actual value, and a remedy.
 
     Args:
-        problem: What is wrong, as one clause.
+        problem: One clause.
         where: Path of the offending value, such as `$.steps[3].pixels`, or a part of the message.
-        expected: What would have been accepted.
-        got: What came instead.
-        remedy: What the caller can do about it.
+        expected: The accepted values.
+        got: The actual value.
+        remedy: Advice to the caller.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DetailedError(Exception):
 
 
 def _excerpt(text: str) -> str:
-    """Cut what came from outside, which may be of any length."""
+    """Cut a text from outside, which may have any length."""
     return text if len(text) <= _LONGEST_PART else f"{text[:_LONGEST_PART]}... ({len(text):,} characters)"
 
 
@@ -124,7 +124,7 @@ class MissingKeyError(DecodeError):
 
 
 class LimitError(CodecError):
-    """A bound of `Limits` is exceeded; the message names the field."""
+    """A bound of `Limits` is exceeded. The message names the field."""
 
 
 class MissingPackageError(CodecError, ImportError):

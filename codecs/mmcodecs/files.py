@@ -1,4 +1,4 @@
-r"""A file of messages: append one, read any by memory map; a power failure costs a torn append at most.
+r"""A file of messages: append one, read any by memory map. A power failure can lose only the last append.
 
 Version 1 of the format: a row of blocks. Each starts at a multiple of 64 and is a header of 64 bytes, one
 message in single mode (`mmcodecs.wire`), and zero bytes up to the next multiple. All integers are
@@ -16,8 +16,8 @@ little-endian and unsigned.
 | 40 | 16 bytes | zero |
 | 56 | u64 | XXH3-64 of the 56 bytes before |
 
-A reader follows the headers. Where one does not hold, it looks for the next block that does, with a higher
-number: what lies between is damaged, and keeps its numbers. Where none follows, an append was torn: readers
+A reader follows the headers. If a header is damaged, it looks for the next sound block with a higher number:
+the messages between are damaged, and keep their numbers. Without such a block an append was torn: readers
 ignore it and the next writer cuts it off. Each message is compared with its checksum when it is read.
 """
 
@@ -46,7 +46,7 @@ _SUM = struct.Struct("<Q")
 
 
 class _Block(NamedTuple):
-    """Place of a message in the file, and its checksum; None where the header is damaged."""
+    """Place of a message in the file, and its checksum, or None if the header is damaged."""
 
     start: int
     stop: int
@@ -63,8 +63,8 @@ class RecordReader:
         framework: As in `decode`.
         copy: As in `decode`.
         verify: Whether to compare each message with its checksum before it is decoded.
-        tail: Whether to read the newest messages, and leave out those that are torn. Without, only headers
-            are read until `settle` is called.
+        tail: Whether to read the newest messages, and leave out torn ones. Otherwise only headers are read
+            until `settle` is called.
         limits: Bounds to enforce.
 
     Attributes:
@@ -92,12 +92,12 @@ class RecordReader:
         self.limits = limits
         self._path = Path(path)
         self._blocks: list[_Block] = []
-        self._whole = 0  # so many leading messages were found not to be torn
+        self._whole = 0  # leading messages that are known not to be torn
         self.torn_bytes = 0
         self.refresh()
 
     def refresh(self) -> int:
-        """Take in what was appended since, and return the number of messages; raises as opening does."""
+        """Take in later appends, and return the number of messages. Raises as opening does."""
         self._view = _map(self._path)
         self._blocks = _follow(self._view, self._blocks[: self._whole])
         return self.settle() if self.tail else len(self._blocks)
@@ -111,14 +111,14 @@ class RecordReader:
         return len(self._blocks)
 
     def holds(self, number: int) -> bool:
-        """Read a message; return whether it has the checksum of its header."""
+        """Return whether a message has the checksum of its header. Reads the message."""
         block = self._blocks[number]
-        found = block.checksum is not None and _holds(self._view, block)
-        self._whole = max(self._whole, range(len(self._blocks))[number] + 1) if found else self._whole
-        return found
+        is_sound = block.checksum is not None and _holds(self._view, block)
+        self._whole = max(self._whole, range(len(self._blocks))[number] + 1) if is_sound else self._whole
+        return is_sound
 
     def checksum(self, number: int) -> int | None:
-        """Return the XXH3-64 that the header of a message gives; None where the header is damaged."""
+        """Return the XXH3-64 in the header of a message, or None if the header is damaged."""
         return self._blocks[number].checksum
 
     def __len__(self) -> int:
@@ -131,10 +131,10 @@ class RecordReader:
         return (self.read(number) for number in range(len(self)))
 
     def read(self, number: int, *, type: Any = None, verify: bool | None = None) -> Any:
-        """Decode one message; negative numbers count from the end. `verify` stands before the reader's own.
+        """Decode one message. Negative numbers count from the end. `verify` overrides the reader's option.
 
         Raises:
-            IndexError: There is no such message.
+            IndexError: The number is out of range.
             CodecError: The message is damaged.
         """
         block = self._blocks[number]
@@ -149,7 +149,7 @@ class RecordReader:
 class RecordWriter:
     """Append messages to a file. A lock admits one writer at a time, on systems that have file locks.
 
-    Each append reaches the system at once, so it survives the process; with `sync` it survives the machine.
+    Each append reaches the system at once, so it survives the process, and with `sync` the machine.
 
     Args:
         path: The file, made if it does not exist. A torn tail is cut off.
@@ -185,11 +185,11 @@ class RecordWriter:
         return self._count
 
     def append(self, value: Any) -> int:
-        """Write one message and give its number.
+        """Write one message and return its number.
 
         Raises:
-            EncodeError: Some value cannot be kept; the file is as it was.
-            OSError: Writing failed; what was written of the message is cut off.
+            EncodeError: Some value cannot be kept. The file is as it was.
+            OSError: Writing failed. The part that was written is cut off.
         """
         parts = encode_parts(value, limits=self.limits)
         length = sum(len(part) for part in parts)
@@ -252,19 +252,19 @@ def _end(blocks: list[_Block]) -> int:
 
 
 def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
-    """Return the messages of a file by their headers, those that are known first; the last may be torn."""
+    """Return the messages of a file by their headers, the known ones first. The last may be torn."""
     blocks = known.copy()
     if view.nbytes < _end(blocks):
         raise DecodeError("the file has become shorter", expected=str(_end(blocks)), got=str(view.nbytes))
     while (at := _end(blocks)) + BLOCK <= view.nbytes:
-        found = _block(view, at)
-        if found is None:
-            found = _next_block(view, at, len(blocks))
-        elif found[0] != len(blocks) or align(found[1].stop) > view.nbytes:
+        match = _block(view, at)
+        if match is None:
+            match = _next_block(view, at, len(blocks))
+        elif match[0] != len(blocks) or align(match[1].stop) > view.nbytes:
             break
-        if found is None:
+        if match is None:
             break
-        number, block = found
+        number, block = match
         if number > len(blocks):
             blocks += [_Block(at, block.start - BLOCK, None)] * (number - len(blocks))
         blocks.append(block)
@@ -272,13 +272,13 @@ def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
         magic, version, *_ = _HEADER.unpack(view[: _HEADER.size])
         if magic != MAGIC:
             raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
-        if version != VERSION:  # of which this release cannot check the header
+        if version != VERSION:  # this release cannot check its header
             raise DecodeError("unknown version", where="byte 0", expected=str(VERSION), got=str(version))
     return blocks
 
 
 def _block(view: memoryview, at: int) -> tuple[int, _Block] | None:
-    """Return number and place of the message whose header is at `at`; None where no header holds there."""
+    """Return number and place of the message whose header is at `at`, or None without a sound header."""
     start = at + BLOCK
     fields = view[at : at + _HEADER.size]
     magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
@@ -296,10 +296,10 @@ def _next_block(view: memoryview, at: int, number: int) -> tuple[int, _Block] | 
     firsts = np.frombuffer(view, np.uint64, view.nbytes // BLOCK * (BLOCK // 8))[:: BLOCK // 8]
     later = np.flatnonzero(firsts[at // BLOCK + 1 :] == np.frombuffer(MAGIC, np.uint64))
     for place in ((later + at // BLOCK + 1) * BLOCK).tolist():
-        found = _block(view, place)
-        # A message may hold a file of messages. What is between takes two blocks a message or more.
-        if found and 0 < found[0] - number <= (place - at) // (2 * BLOCK) and _holds(view, found[1]):
-            return found
+        match = _block(view, place)
+        # A message may hold a file of messages. Each message between takes at least two blocks.
+        if match and 0 < match[0] - number <= (place - at) // (2 * BLOCK) and _holds(view, match[1]):
+            return match
     return None
 
 

@@ -1,8 +1,8 @@
 """The table of shared arrays that both ends of a connection keep, so that an array is sent once.
 
 A value holds an array in `Shared`, with a key that identifies its content. The first message carries the
-array and enters it in the table; later ones carry the key alone. Both tables follow one rule, so they agree
-without talking: the preamble of each message holds the capacity C that the writer has chosen. The first
+array and enters it in the table, and later ones carry the key alone. Both tables follow one rule, so they
+agree without talking: the preamble of each message holds the capacity C that the writer has chosen. The first
 record of a key in a message counts: an entered array goes to the end of the table with its length in bytes,
 one that is referred to moves to the end. After the last record, entries leave from the front until the
 lengths add up to at most C. A reader that allows less than C refuses the message. An array longer than C is
@@ -26,10 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """An array with a key that identifies its content; it decodes as the array.
+    """An array with a key that identifies its content. It decodes as the array.
 
-    Within one message an array under one key is written once; over a connection of `Encoder` and `Decoder` it
-    is sent once.
+    Within a message, and over a connection of `Encoder` and `Decoder`, the array under a key is sent once.
 
     Attributes:
         value: numpy array, torch tensor or `RawTensor`.
@@ -67,7 +66,7 @@ class SharedTable(Generic[T]):
         self.total_bytes = 0
 
     def commit(self, uses: Uses[T], capacity: int) -> None:
-        """Apply the rule to what a message with this capacity used."""
+        """Apply the rule to the uses of a message with this capacity."""
         for key, (nbytes, content) in uses.items():
             if content is not None:
                 self.total_bytes += nbytes - self.entries.pop(key, (0, None))[0]
@@ -88,7 +87,7 @@ Entered: TypeAlias = tuple[Record, memoryview]
 
 
 def copied(uses: Uses[Entered]) -> Uses[Entered]:
-    """Give the same uses with memory of their own."""
+    """Return the same uses with memory of their own."""
     out: Uses[Entered] = {}
     for key, (nbytes, entered) in uses.items():
         own = None

@@ -1,13 +1,13 @@
 """The tagged dict: `{"__torch_tensor__": true, "dtype": "float32", "shape": [2, 3], "data": <bytes>}`.
 
 Other rollout libraries put tensors on the wire in this form, inside plain msgpack or JSON-like trees. It is
-read strictly: a dict is a tensor if it has exactly these four keys and the tag is `true`; a dict that merely
-holds the tag stays a dict. Four keys that do not fit together are an error, not a dict.
+read strictly: a dict is a tensor if it has exactly these four keys and the tag is `true`. Another dict with
+the tag stays a dict. Four keys that do not fit together are an error.
 
-The form is poorer than the codec's own: elements are little-endian (an array of the other order is copied),
-tuples become lists, numpy scalars become Python's. A user's dict that would be read as a tensor is refused.
-It has no head of its own either, so reading takes up to 150 bytes of memory for a byte of a hostile message:
-bound the length of what strangers send by `Limits(max_bytes=...)`.
+The form is poorer than the codec's own: elements are little-endian (a big-endian array is copied), tuples
+become lists, numpy scalars become Python's. A user's dict that would be read as a tensor is refused. Without
+a head to bound it, reading takes up to 150 bytes of memory for a byte of a hostile message: bound the length
+of messages from outside by `Limits(max_bytes=...)`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def is_tensor_payload(value: Any) -> bool:
 def decode_tensor_payload(
     payload: Any, *, to_torch: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
 ) -> Any:
-    """Read one tagged dict; anything else is returned as it is.
+    """Read one tagged dict. Any other value is returned as it is.
 
     Args:
         payload: The dict, its data as bytes, bytearray or memoryview.
-        to_torch: Whether to give a torch tensor instead of a numpy array. Over read-only data it is a copy.
-        copy: Whether to give memory of its own, writable; else a numpy array is a read-only view of the data.
+        to_torch: Build a torch tensor instead of a numpy array. Over read-only data it is a copy.
+        copy: Copy into writable memory. Otherwise a numpy array is a read-only view of the data.
         limits: Bounds to enforce.
 
     Raises:
@@ -64,10 +64,10 @@ def decode_tensor_payload(
 def walk_decode_tensors(
     value: Any, *, to_torch: bool = True, copy: bool = False, limits: Limits = DEFAULT_LIMITS
 ) -> Any:
-    """Give the tree with each tagged dict in it decoded; dicts, lists and tuples are made anew.
+    """Return a copy of the tree with each tagged dict in it decoded.
 
-    Arguments and errors are those of `decode_tensor_payload`, and a tree too deep is a `LimitError`. Errors
-    name the path. Subclasses of dict become dicts; those of list and tuple are left as they are.
+    For arguments and errors see `decode_tensor_payload`. A tree too deep is a `LimitError`. Errors name the
+    path. Subclasses of dict become dicts, and subclasses of list and tuple are left as they are.
     """
 
     def leaf(item: Any, depth: int) -> Any:
@@ -79,9 +79,9 @@ def walk_decode_tensors(
 
 
 def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
-    """Give the value as a plain tree with arrays as tagged dicts, their data as views of their memory.
+    """Return the value as a plain tree with arrays as tagged dicts, whose data are views of their memory.
 
-    Errors are those of `mmcodecs.encode`.
+    Raises as `mmcodecs.encode`.
     """
 
     def leaf(item: Any, depth: int) -> Any:
@@ -99,7 +99,7 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
 
 def encode_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """Write a value as plain msgpack with tagged dicts; errors are those of `mmcodecs.encode`."""
+    """Write a value as plain msgpack with tagged dicts. Raises as `mmcodecs.encode`."""
     return pack(to_tagged(value, limits=limits))
 
 
@@ -130,7 +130,7 @@ def _refuse_extension(code: int, _payload: memoryview) -> Any:
 
 
 def _rebuild(value: Any, leaf: Callable[[Any, int], Any], depth: int, limits: Limits) -> Any:
-    """Copy the dicts, lists and tuples of a tree, with `leaf` in place of whatever else is not a scalar."""
+    """Copy the dicts, lists and tuples of a tree, and replace other values but scalars by `leaf`."""
     kind = type(value)
     if kind in _SCALARS:
         return value

@@ -24,7 +24,6 @@ import numpy as np
 from msgspec.msgpack import Ext
 
 from mmcodecs.arrays import (
-    ARRAY,
     ENTER,
     FRAME,
     INDEX,
@@ -46,7 +45,6 @@ from mmcodecs.errors import (
     MissingKeyError,
     UnsupportedTypeError,
     limit_exceeded,
-    require,
 )
 from mmcodecs.shared import Entered, Shared, SharedTable, Uses
 
@@ -57,7 +55,7 @@ FRAMED_BYTES = 4096
 INLINE_BYTES = 256
 """Arrays up to this size lie in the head: a frame costs more than it saves."""
 LEAF_COST = 4
-"""Cost of an extension in `Limits.max_values`; a container counts one."""
+"""Cost of an extension in `Limits.max_values`. A container costs one."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NUMBERS = frozenset((type(None), bool, int, float))
@@ -87,9 +85,9 @@ class Limits:
     """Containers inside each other."""
     max_values: int = 65_536
     """Containers and extensions in the head: a list, tuple or dict counts one, an array or a framed text or
-    byte string four. Numbers and short texts do not count."""
+    byte string four, numbers and short texts nothing."""
     max_ndim: int = 8
-    """Dimensions of one array. At most 32, which is what numpy holds everywhere."""
+    """Dimensions of one array. At most 32, numpy's own limit."""
     max_key_bytes: int = 64
     """Length of the key of a shared array, in bytes."""
 
@@ -99,35 +97,33 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(slots=True)
 class ValueWriter:
-    """Turn one value into msgpack and payload frames; errors name the path of the value.
+    """Turns one value into msgpack and payload frames. Errors name the path of the value.
 
     Attributes:
         limits: Bounds to stay within.
-        table: The table of shared arrays of this connection, if there is one.
-        share_from: As in `Encoder`.
+        table: The table of shared arrays of this connection, or None.
         frames: The payloads that the body names, in the order of their indices.
-        uses: What the message does to the table of its connection.
+        uses: Effects of the message on the table.
     """
 
     limits: Limits
     table: SharedTable[bool] | None = None
-    share_from: int | None = None
     frames: list[AnyArray] = field(default_factory=list)
     uses: Uses[bool] = field(default_factory=dict)
     _num_values: int = 0
-    # The objects are kept beside their records, or an id might come to mean another object.
+    # By identity, with the objects, so that no id can come to mean another object.
     _written: dict[int, tuple[Any, bytes]] = field(default_factory=dict)
     _keyed: dict[bytes, tuple[tuple[Any, ...], int, bytes]] = field(default_factory=dict)
 
     def write(self, value: Any) -> bytes:
-        """Write the body; errors name the path of the value."""
+        """Write the body."""
         try:
             return pack(self._walk(value, 0))
         except CodecError as error:
             raise error.at("$") from error.__cause__
 
     def _walk(self, value: Any, depth: int) -> Any:
-        """Give the msgpack form of a value: itself, or with extensions in place of what msgpack lacks."""
+        """Return the msgpack form of a value: itself, or with extensions for types that msgpack lacks."""
         kind = type(value)
         if kind in _NUMBERS:
             return value
@@ -210,9 +206,6 @@ class ValueWriter:
             raise limit_exceeded("max_ndim", self.limits.max_ndim, array.ndim)
         if array.nbytes <= INLINE_BYTES:
             return Ext(ARRAY_RECORD, source.record(INLINE, bytes(contiguous(array))))
-        if key is None and self.share_from is not None and array.nbytes >= self.share_from:
-            form = source._replace(kind=ARRAY).record(INLINE, b"")  # equal for an array and a tensor
-            key = bytes(require("blake3", "hashing arrays").blake3(form).update(contiguous(array)).digest())
         if key is None:
             record = source.record(FRAME, self._add(array))
         else:
@@ -221,7 +214,7 @@ class ValueWriter:
         return Ext(ARRAY_RECORD, record)
 
     def _by_key(self, key: bytes, source: Source) -> tuple[int, bytes]:
-        """Give the storage and the rest of the record of an array under a key."""
+        """Return the storage and the rest of the record of an array under a key."""
         form, nbytes = (source.row, source.array.dtype.str, source.array.shape), source.array.nbytes
         if key not in self._keyed:
             if len(key) > self.limits.max_key_bytes:
@@ -241,7 +234,7 @@ class ValueWriter:
         return storage, rest
 
     def _add(self, payload: AnyArray) -> bytes:
-        """Add a frame, and give its index as a record holds it."""
+        """Add a frame, and return its index in the form of a record."""
         self.frames.append(payload)
         return INDEX.pack(len(self.frames) - 1)
 
@@ -249,9 +242,8 @@ class ValueWriter:
 def pack_flat(items: list[Any]) -> bytes | None:
     """Write a long list of numbers, None and short texts as msgpack, without a look at each from Python.
 
-    Give None for any other list. msgspec checks a list of integers in C. It would take a Decimal for a float,
-    so of floats and booleans the written bytes are checked: where every ninth byte says "float64", or every
-    byte "true" or "false", nothing else can lie in between.
+    Returns None for any other list. msgspec checks integers in C. It would take a Decimal for a float, so for
+    floats and booleans the bytes are checked: every ninth is "float64", or every one "true" or "false".
     """
     if len(items) < _FLAT_FROM:
         return None
@@ -285,7 +277,7 @@ def pack(tree: Any) -> bytes:
 
 
 def unpack(data: memoryview, extension: Callable[[int, memoryview], Any]) -> Any:
-    """Read msgpack. No garbage is collected meanwhile, which takes ten times as long for many containers."""
+    """Read msgpack. Garbage collection is off meanwhile: it costs ten times as much for many containers."""
     collects = data.nbytes > _GARBAGE_FROM and gc.isenabled()
     if not collects:
         return msgspec.msgpack.decode(data, ext_hook=extension)
@@ -297,7 +289,7 @@ def unpack(data: memoryview, extension: Callable[[int, memoryview], Any]) -> Any
 
 
 def _culprit(tree: Any) -> UnsupportedTypeError:
-    """Build the error for the part of a tree that msgspec cannot write, by trying each."""
+    """Find the value in a tree that msgspec cannot encode, and build its error."""
     if type(tree) in _CONTAINERS:
         steps = tree.items() if type(tree) is dict else enumerate(tree)
         for step, item in steps:
@@ -331,7 +323,7 @@ def unsupported(value: Any) -> UnsupportedTypeError:
 
 
 def neutral_form(value: Any) -> Any:
-    """Give the neutral form of a typed object, one level deep, or raise `UnsupportedTypeError`."""
+    """Return the neutral form of a typed object, one level deep, or raise `UnsupportedTypeError`."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, msgspec.Struct):
@@ -354,18 +346,18 @@ def neutral_form(value: Any) -> Any:
 
 @dataclass(slots=True)
 class ValueReader:
-    """Read one body over its payload frames.
+    """Reads one body over its payload frames.
 
     Args:
         frames: The payloads.
         framework: As in `mmcodecs.decode`.
         copy: As in `mmcodecs.decode`.
         limits: Bounds to enforce.
-        table: The table of the connection, if there is one.
-        capacity: The writer's capacity for it; 0 if it keeps none.
+        table: The table of shared arrays of this connection, or None.
+        capacity: The capacity of the writer's table, or 0.
 
     Attributes:
-        uses: What the message does to the table.
+        uses: Effects of the message on the table.
     """
 
     frames: list[memoryview]
@@ -380,11 +372,11 @@ class ValueReader:
     _used: set[int] = field(default_factory=set)
     _missing: dict[bytes, None] = field(default_factory=dict)
     _seen: dict[bytes, Any] = field(default_factory=dict)
-    # By identity, and kept alive here, so that an id cannot come to mean another list.
+    # By identity, with the lists, so that no id can come to mean another list.
     _flat: dict[int, list[Any]] = field(default_factory=dict)
 
     def read(self, body: memoryview) -> Any:
-        """Give the value, or raise nothing but `CodecError`."""
+        """Return the value. Raises nothing but `CodecError`."""
         try:
             # A decoder kept in an attribute would make a cycle, and hold the message until it is collected.
             value = unpack(body, self._extension)
@@ -424,7 +416,7 @@ class ValueReader:
             raise limit_exceeded("max_values", self.limits.max_values).at("body")
 
     def _extension(self, code: int, payload: memoryview) -> Any:
-        """Give the value of one extension; called by msgspec in the order of the body."""
+        """Return the value of one extension. msgspec calls it in the order of the body."""
         self._extensions += 1
         if code == TUPLE:
             items = unpack(payload, self._extension)
@@ -459,16 +451,16 @@ class ValueReader:
         elif storage == FRAME:
             data = self._frame(rest)
         else:
-            found = self._by_key(record)
-            if found is None:
+            shared = self._by_key(record)
+            if shared is None:
                 return None
-            data = found
+            data = shared
         if scalar:
             return restore(row, dtype, shape, data, framework="numpy", copy=False)[()]
         return restore(row, dtype, shape, data, framework=self.framework, copy=self.copy)
 
     def _by_key(self, record: Record) -> memoryview | None:
-        """Give the elements of a shared array, which come with the record or came before; None if missing."""
+        """Return the elements of a shared array, from the record or the table, or None if missing."""
         start = INDEX.size if record.storage == ENTER else 0
         key, table = bytes(record.rest[start:]), self.table
         if not 1 <= len(key) <= self.limits.max_key_bytes:
@@ -521,7 +513,7 @@ def convert(value: Any, target: Any) -> Any:
     """Build `target`, such as a Struct, dataclass or pydantic model, from a decoded value.
 
     Raises:
-        DecodeError: The value does not fit; the message says where.
+        DecodeError: The value does not fit. The message names the place.
     """
 
     def fill(kind: Any, item: Any) -> Any:

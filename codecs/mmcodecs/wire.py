@@ -12,49 +12,49 @@ All integers are little-endian and unsigned. A message is a **head** and **paylo
 |---|---|---|
 | 0 | 8 bytes | magic: `89 6D 6D 63 6F 64 65 63` (`\x89mmcodec`) |
 | 8 | u16 | version: 1 |
-| 10 | u16 | flags: bit 0 single mode; all others zero |
+| 10 | u16 | flags: bit 0 single mode, all others zero |
 | 12 | u32 | n: number of payload frames |
 | 16 | u64 | b: length of the body |
-| 24 | u64 | t: length of the message: single mode, all of it; frames mode, head plus all payloads |
+| 24 | u64 | t: length of the message (frames mode: head plus all payloads) |
 | 32 | u64 | capacity of the writer's table of shared arrays, in bytes; 0 without one |
 | 40 | 24 bytes | zero |
 | 64 | n x 24 bytes | frame table: u64 offset (frames mode: 0), u64 length, u64 zero |
 | 64 + 24 n | b bytes | body |
 
-**Body**: one msgpack value. Maps have string keys. What msgpack lacks is an extension:
+**Body**: one msgpack value. Maps have string keys. Types that msgpack lacks are extensions:
 
 | type | value | payload |
 |---|---|---|
 | 1 | array | an array record, below |
-| 2 | long list of scalars | msgpack array of nil, booleans, numbers, strings; same as a plain array |
+| 2 | long list of scalars | msgpack array of nil, booleans, numbers, strings, as a plain array |
 | 3 | tuple | msgpack array |
 | 7 | long or special bytes | u8 kind (0 bytes, 1 bytearray, 2 memoryview, 3 UTF-8 text), u8 storage, data |
 
-*Storage* is 0: the data is a u32, the index of a payload frame; or 1: the data is the bytes themselves.
+*Storage* 0: the data is a u32, the index of a payload frame. Storage 1: the data is the bytes themselves.
 
 **Array record**
 
 | offset | type | field |
 |---|---|---|
 | 0 | u8 | dtype id (`mmcodecs.arrays`) |
-| 1 | u8 | bits 0-1: sent as 0 array, 1 scalar, 2 tensor, 3 raw bits; bit 2: big-endian; bits 3-4: storage |
+| 1 | u8 | bits 0-1: sent as 0 array, 1 scalar, 2 tensor, 3 raw bits. Bit 2: big-endian. Bits 3-4: storage |
 | 2 | u8 | d: number of dimensions |
 | 3 | 5 bytes | zero |
 | 8 | d x u64 | dimensions, outermost first |
 | 8 + 8 d | | storage 0: u32 frame index. 1: the elements. 2: u32 frame index, then key. 3: key |
 
 Elements lie in C order. Their bytes are exactly `product(dimensions) * itemsize` long: a frame, or the rest
-of an inline record. Several records may name one frame; each frame is named at least once. A scalar has no
-dimensions and is inline. Storages 2 and 3 belong to the table of shared arrays (`mmcodecs.shared`): 2 also
+of an inline record. Several records may name one frame, and each frame is named at least once. A scalar is
+inline, without dimensions. Storages 2 and 3 belong to the table of shared arrays (`mmcodecs.shared`): 2 also
 enters the array under its key, 3 refers to the array that was entered.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -68,6 +68,7 @@ MAGIC = b"\x89mmcodec"
 VERSION = 1
 SINGLE = 1
 
+T = TypeVar("T")
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 TABLE_BYTES = 2 << 30
 _PREAMBLE = struct.Struct("<8sHHIQQQ24s")
@@ -77,10 +78,10 @@ _ENTRY = struct.Struct("<QQQ")
 def encode(
     value: Any, *, buffer: BufferPool | Buffer | None = None, limits: Limits = DEFAULT_LIMITS
 ) -> memoryview:
-    """Write a value as one message in single mode; each array is copied once, straight to its place.
+    """Write a value as one message in single mode. Each array is copied once, straight to its place.
 
     Args:
-        value: What to write; see `docs/codec.md` for the types.
+        value: See `docs/codec.md` for the types.
         buffer: Where to write: a pool, a writable buffer of the caller's (its start is used), or None for
             fresh memory. A pool's buffer returns when the result and everything decoded from it is gone.
         limits: Bounds to stay within.
@@ -99,16 +100,16 @@ def encode(
 def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytearray | memoryview]:
     """Write a value as `[head, payload, ...]` without copying a C-contiguous array.
 
-    Payloads are views of the arrays' own memory: do not write to an array before its frames are sent. Errors
-    are those of `encode`.
+    Payloads are views of the arrays' own memory: do not write to an array before its frames are sent. Raises
+    as `encode`.
     """
     return _message(value, limits).frames()
 
 
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
-    """Write a value as pieces that, joined, equal what `encode` gives, without copying a C-contiguous array.
+    """Write a value as pieces that join to the result of `encode`, without copying a C-contiguous array.
 
-    For `sendmsg` and `writev`, towards a reader that receives into one buffer. Errors are those of `encode`.
+    For `sendmsg` and `writev`, towards a reader that receives into one buffer. Raises as `encode`.
     """
     return _message(value, limits).parts()
 
@@ -125,9 +126,9 @@ def decode(
 
     Args:
         data: One buffer, or the list of frames.
-        copy: Give arrays writable memory of their own. Otherwise they are read-only views of `data` and keep
-            it alive.
-        framework: What arrays become: "numpy" or "torch". Torch tensors are views if `data` is writable
+        copy: Copy arrays into writable memory. Otherwise they are read-only views of `data` and keep it
+            alive.
+        framework: Class of the arrays: "numpy" or "torch". Torch tensors are views if `data` is writable
             memory, else copies.
         type: A type to build, such as a Struct, dataclass or pydantic model; None for the neutral form.
         limits: Bounds to enforce.
@@ -139,16 +140,8 @@ def decode(
     return value if type is None else convert(value, type)
 
 
-def message_length(start: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> int:
-    """Read from the first 64 bytes how long the message is, to receive it into one buffer.
-
-    Errors are those of `decode`.
-    """
-    return _read_preamble(as_bytes(start, "head"), limits).total
-
-
 def align(offset: int) -> int:
-    """Give the first multiple of 64 that is not below `offset`."""
+    """Return the first multiple of 64 that is not below `offset`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -157,10 +150,10 @@ class Message:
     """One value as a body, and payloads that are still in the memory of their arrays.
 
     Attributes:
-        body: What `ValueWriter` wrote.
-        payloads: Those that the body names.
+        body: The msgpack of `ValueWriter`.
+        payloads: The frames that the body names.
         limits: Bounds to stay within.
-        table_bytes: Capacity of the writer's table of shared arrays; 0 without one.
+        table_bytes: Capacity of the writer's table of shared arrays, or 0.
     """
 
     body: bytes
@@ -169,7 +162,7 @@ class Message:
     table_bytes: int = 0
 
     def single(self, buffer: BufferPool | Buffer | None) -> memoryview:
-        """Write the message into one buffer; see `encode`."""
+        """Write the message into one buffer, see `encode`."""
         head, (*offsets, total) = self.head(single=True)
         out = _writable(buffer, total)
         end = len(head)
@@ -181,12 +174,12 @@ class Message:
         return out
 
     def frames(self) -> list[bytearray | memoryview]:
-        """Give head and payloads as frames; see `encode_frames`."""
+        """Return head and payloads as frames, see `encode_frames`."""
         head, _ = self.head(single=False)
         return [head, *map(contiguous, self.payloads)]
 
     def parts(self) -> list[bytes | bytearray | memoryview]:
-        """Give the pieces of the single form; see `encode_parts`."""
+        """Return the pieces of the single form, see `encode_parts`."""
         head, (*offsets, _) = self.head(single=True)
         parts: list[bytes | bytearray | memoryview] = [head]
         end = len(head)
@@ -196,7 +189,7 @@ class Message:
         return parts
 
     def head(self, *, single: bool) -> tuple[bytearray, list[int]]:
-        """Write the head, and give the offset of each payload in single mode, and of the end."""
+        """Return the head, and the offset of each payload in single mode and of the end."""
         head = bytearray(_PREAMBLE.size + _ENTRY.size * len(self.payloads))
         end = len(head) + len(self.body)
         offsets = []
@@ -262,7 +255,7 @@ def read_message(
     limits: Limits,
     table: SharedTable[Entered] | None = None,
 ) -> Any:
-    """Read a message, with the table of a connection or without; see `decode`."""
+    """Read a message, with the table of a connection or without, see `decode`."""
     if framework not in ("numpy", "torch"):
         raise DecodeError("unknown framework", expected='"numpy" or "torch"', got=repr(framework))
     if isinstance(data, list | tuple):
@@ -298,7 +291,7 @@ def read_message(
 
 
 def _read_payloads(head: memoryview, preamble: _Preamble, frames: list[memoryview]) -> list[memoryview]:
-    """Check the frame table, and give the payloads: the frames, or the slices of a message in single mode."""
+    """Check the frame table, and return the payloads: the frames, or slices of a message in single mode."""
     entries = list(_ENTRY.iter_unpack(head[_PREAMBLE.size : preamble.table_end]))
     payloads = frames
     end = preamble.head_bytes
@@ -360,35 +353,27 @@ class Encoder:
     Neither end may be used from two threads at once.
 
     Args:
-        table_bytes: Capacity of the table; the reader must allow at least as much.
-        share_from: Hash arrays of at least this many bytes (blake3, about 5 GB/s) and share them without a
-            declared key. None shares only arrays in `Shared`.
+        table_bytes: Capacity of the table. The reader must allow at least as much.
         limits: Bounds to stay within.
     """
 
-    def __init__(
-        self,
-        *,
-        table_bytes: int = TABLE_BYTES,
-        share_from: int | None = None,
-        limits: Limits = DEFAULT_LIMITS,
-    ) -> None:
+    def __init__(self, *, table_bytes: int = TABLE_BYTES, limits: Limits = DEFAULT_LIMITS) -> None:
         self.table_bytes = table_bytes
-        self.share_from = share_from
         self.limits = limits
         self._table: SharedTable[bool] = SharedTable(table_bytes)
 
     def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
-        """Write a value as one buffer; see `mmcodecs.encode`."""
-        writer = ValueWriter(self.limits, self._table, self.share_from)
-        out = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).single(buffer)
-        self._table.commit(writer.uses, self.table_bytes)
-        return out
+        """Write a value as one buffer, see `mmcodecs.encode`."""
+        return self._commit(value, lambda message: message.single(buffer))
 
     def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
-        """Write a value as frames; see `mmcodecs.encode_frames`."""
-        writer = ValueWriter(self.limits, self._table, self.share_from)
-        out = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).frames()
+        """Write a value as frames, see `mmcodecs.encode_frames`."""
+        return self._commit(value, Message.frames)
+
+    def _commit(self, value: Any, form: Callable[[Message], T]) -> T:
+        """Write a value in a form, and then enter its arrays in the table."""
+        writer = ValueWriter(self.limits, self._table)
+        out = form(Message(writer.write(value), writer.frames, self.limits, self.table_bytes))
         self._table.commit(writer.uses, self.table_bytes)
         return out
 
@@ -398,12 +383,12 @@ class Encoder:
 
 
 class Decoder:
-    """The reading end of a connection; see `Encoder`.
+    """The reading end of a connection, see `Encoder`.
 
     Args:
         table_bytes: The largest capacity to accept from a writer.
         copy: As in `decode`.
-        framework: As in `decode`; a torch tensor of an array in the table is always a copy.
+        framework: As in `decode`. A torch tensor of an array in the table is always a copy.
         keep_views: Let the table hold views of a message that consists of shared arrays for at least a half,
             instead of copies. For a caller that never writes to the memory of a message again: one that
             receives each message into a buffer of a `BufferPool`, or hands over `bytes`.
@@ -426,7 +411,7 @@ class Decoder:
         self._table: SharedTable[Entered] = SharedTable(table_bytes, keep_views=keep_views)
 
     def decode(self, data: Readable | Sequence[Readable], *, type: Any = None) -> Any:
-        """Read a message; see `mmcodecs.decode`.
+        """Read a message, see `mmcodecs.decode`.
 
         Raises:
             MissingKeyError: It refers to arrays that are not in the table.

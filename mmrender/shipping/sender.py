@@ -126,7 +126,6 @@ class SenderOptions(TypedDict, total=False):
     max_unacked_messages: int
     max_unacked_bytes: int
     table_bytes: int
-    share_from: int | None
     limits: Limits
     timing: Timing
 
@@ -144,7 +143,6 @@ class Sender(End):
         max_unacked_messages: `send` waits while so many are unacknowledged. At most 4,096.
         max_unacked_bytes: `send` waits while messages of so many bytes on the wire are unacknowledged.
         table_bytes: Capacity of the table of shared arrays; the receiver may set a lower one.
-        share_from: Hash arrays of at least this many bytes and share those, too, that come without a key.
         limits: Of the codec, for what is encoded.
         timing: Time limits.
 
@@ -161,7 +159,6 @@ class Sender(End):
         max_unacked_messages: int = 1024,
         max_unacked_bytes: int = 4 << 30,
         table_bytes: int = 32 << 20,
-        share_from: int | None = None,
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
@@ -176,7 +173,6 @@ class Sender(End):
         self._max_unacked_messages = max_unacked_messages
         self._max_unacked_bytes = max_unacked_bytes
         self._table_bytes = table_bytes
-        self._share_from = share_from
         self._limits = limits
         self._timing = timing
         # Drawn when it first connects: a sender that was made before a fork is another one in each process.
@@ -440,7 +436,7 @@ class Sender(End):
             welcome = expect(Welcome, await connection.receive(), connection.peer)
         self._stats.connections += 1
         table_bytes = min(self._table_bytes, welcome.table_bytes)
-        self._encoder = Encoder(table_bytes=table_bytes, share_from=self._share_from, limits=self._limits)
+        self._encoder = Encoder(table_bytes=table_bytes, limits=self._limits)
         self._waiting = deque(self._unacked.values())
         self._changed.notify()
         try:

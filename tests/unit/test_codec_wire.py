@@ -12,7 +12,7 @@ from msgspec.msgpack import Ext, encode
 
 import mmcodecs
 from codec_fuzz import lay
-from mmcodecs.errors import BufferTooSmallError, DecodeError
+from mmcodecs.errors import BufferTooSmallError
 
 
 def message(body: bytes, payloads: list[bytes] = [], *, single: bool = True) -> bytes:  # noqa: B006
@@ -179,14 +179,6 @@ def test_limits_can_be_set() -> None:
             mmcodecs.decode(data, limits=limits)
         with pytest.raises(mmcodecs.LimitError):
             mmcodecs.encode(value, limits=limits)
-
-
-def test_the_length_can_be_read_ahead() -> None:
-    assert mmcodecs.message_length(WHOLE[:64]) == len(WHOLE)
-    with pytest.raises(DecodeError):
-        mmcodecs.message_length(WHOLE[:63])
-    with pytest.raises(mmcodecs.LimitError):
-        mmcodecs.message_length(WHOLE[:64], mmcodecs.Limits(max_bytes=100))
 
 
 def test_unknown_frameworks_are_refused() -> None:
