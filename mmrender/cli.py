@@ -20,7 +20,6 @@ from mmrender.renderer import Renderer
 
 if TYPE_CHECKING:
     from mmrender.client.resolve import BackendName
-    from mmrender.testing.parity import ParityReport
     from mmrender.tokens.rendered import RenderedTokens
     from mmrender.view import Page
 
@@ -28,7 +27,6 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Table
 except ImportError as error:
     raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
@@ -271,6 +269,7 @@ def parity(
     """
     from mmrender.testing.conversations import load_pictures
     from mmrender.testing.parity import check_parity
+    from mmrender.testing.reports import parity_status, parity_table
 
     if bridge:
         mode = "pil" if image_backend == "both" else image_backend
@@ -297,68 +296,34 @@ def parity(
     if as_json:
         _out.out(json.dumps([report.counts() for report in reports], indent=1), highlight=False)
     printed = _log if as_json else _out
-    printed.print(_parity_table(reports))
+    printed.print(parity_table(reports))
+    write = partial(printed.print, markup=False, highlight=False, soft_wrap=True)
     for report in reports:
-        where = f"{report.model}, {report.image_backend}"
-        if (found := report.mismatch) is not None:
-            what, *sides = found.difference
-            heading = f'{where}, case {found.case} of seed {seed}, rules "{found.rules}": {what} differ'
-            printed.print(f"\n{heading}", style="red", markup=False, soft_wrap=True)
-            shown = (
-                *sides,
-                json.dumps(found.options, default=repr),
-                json.dumps(found.messages, default=repr),
-            )
-            for name, value in zip(("ours", "reference", "options", "messages"), shown, strict=True):
-                printed.print(f"{name}: {value}", markup=False, highlight=False, soft_wrap=True)
-        elif report.not_compared is not None:
-            printed.print(f"\n{where}: {report.not_compared}", style="red", markup=False, soft_wrap=True)
+        for number, line in enumerate(report.problem(seed)):
+            write(line if number else f"\n{line}", style=None if number else "red")
         for note in report.notes():
-            printed.print(f"{where}: {note}", markup=False, highlight=False, soft_wrap=True)
-    outcomes = {report.outcome for report in reports}
-    raise typer.Exit(1 if "differs" in outcomes else 2 if "not compared" in outcomes else 0)
+            write(f"{report.model}, {report.image_backend}: {note}")
+    raise typer.Exit(parity_status(reports))
 
 
 def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str, *, as_json: bool) -> None:
     """Print how bridges compare with full renderings, as Markdown or JSON. Exit 1 if a bridge is wrong."""
-    from mmrender.testing.bridge_parity import check_bridge
+    from mmrender.testing.bridge_parity import BridgeReport, check_bridge
 
-    def print_row(*cells: object) -> None:
-        if not as_json:
-            _out.print(f"| {' | '.join(map(str, cells))} |", markup=False, highlight=False, soft_wrap=True)
-
-    print_row(
-        "model", "stable", "in text", "equal", "declined", "unstable", "declined", "wrong", "why declined"
-    )
-    print_row("---", *["--:"] * 7, "---")
-    mismatches, counts = [], []
+    write = partial(_out.print, markup=False, highlight=False, soft_wrap=True)
+    reports: list[BridgeReport] = []
     for model in models:
         renderer = _load(str(model), image_backend)
         with _log.status(f"bridging {model.name}"):
-            report = check_bridge(renderer, model.name, cases=cases, seed=seed)
-        counts.append(report.counts())
-        reasons = (report.declined + report.declined_unstable).most_common()
-        print_row(
-            report.model,
-            report.stable,
-            report.in_text,
-            report.equal,
-            report.declined.total(),
-            report.unstable,
-            report.declined_unstable.total(),
-            len(report.mismatches),
-            "; ".join(f"{count} {why}" for why, count in reasons),
-        )
-        mismatches += [(report.model, mismatch) for mismatch in report.mismatches]
+            reports.append(check_bridge(renderer, model.name, cases=cases, seed=seed))
+        if not as_json:
+            write("\n".join([*(BridgeReport.HEADER if len(reports) == 1 else ()), reports[-1].row()]))
     if as_json:
-        _out.out(json.dumps(counts, indent=1), highlight=False)
-    printed = _log if as_json else _out
-    for model_name, found in mismatches[:3]:
-        heading = f"{model_name}, a completion {found.case.ending}: {found.what} differ"
-        printed.print(f"\n[red]{heading}[/]")
-        for name in ("bridge", "reference"):
-            printed.print(f"{name}:", repr(getattr(found, name)), markup=False, highlight=False)
-    raise typer.Exit(1 if mismatches else 0)
+        _out.out(json.dumps([report.counts() for report in reports], indent=1), highlight=False)
+    problems = [problem for report in reports for problem in report.problems()]
+    for problem in problems[:3]:
+        (_log if as_json else _out).print(f"\n{problem}", markup=False, highlight=False)
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command()
@@ -468,28 +433,6 @@ def audit(
         _save(Page(report, title="Audit"), html)
     _out.out((json.dumps(report.plain(), indent=1) if as_json else report.text()), highlight=False)
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _parity_table(reports: "list[ParityReport]") -> Table:
-    table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    headings = ("compared", "refused", "tokens", "images", "videos", "pixel values", "seconds")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for report in reports:
-        result = report.outcome if report.mismatch is None else f"{report.mismatch.difference.what} differ"
-        colour = "green" if report.outcome == "equal" else "red"
-        counts = (
-            report.compared,
-            report.refused,
-            report.tokens,
-            report.images,
-            report.videos,
-            report.pixel_values,
-            round(report.seconds),
-        )
-        shown = [f"{count:,}" for count in counts]
-        table.add_row(report.model, report.image_backend, f"[{colour}]{result}[/]", *shown)
-    return table
 
 
 def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool | None) -> "RenderedTokens":

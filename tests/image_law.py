@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
 from mmrender.renderer import Renderer
-from mmrender.testing.parity import first_difference
+from mmrender.testing.difference import first_difference
 from mmrender.testing.reference import ReferenceRenderer
 
 Source = Image.Image | bytes

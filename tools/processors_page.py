@@ -23,8 +23,9 @@ from PIL import Image
 
 import families
 from mmrender.media.pixels import ImageBackend
-from mmrender.testing.parity import ParityReport, check_parity
+from mmrender.testing.parity import check_parity
 from mmrender.testing.reference import ReferenceRenderer, import_torchvision
+from mmrender.testing.reports import ParityReport
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 TABLE = Path(__file__).with_name("processors.toml")

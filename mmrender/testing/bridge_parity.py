@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from PIL import Image
 
@@ -84,6 +84,12 @@ class BridgeReport:
     declined_unstable: Counter[str] = field(default_factory=Counter)
     mismatches: list[BridgeMismatch] = field(default_factory=list)
 
+    HEADER: ClassVar = (
+        "| model | stable | in text | equal | declined | unstable | declined | wrong | why declined |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|---|",
+    )
+    """Markdown above rows of reports."""
+
     @property
     def equal(self) -> int:
         """Number of stable cases in which the bridge equals the rendering."""
@@ -95,6 +101,21 @@ class BridgeReport:
         names = [entry.name for entry in fields(self) if entry.name != "mismatches"]
         counted = {"equal": self.equal, "wrong": len(self.mismatches)}
         return {name: getattr(self, name) for name in names} | counted
+
+    def row(self) -> str:
+        """Return the counts as a row of a Markdown table."""
+        counts = (self.stable, self.in_text, self.equal, self.declined.total(), self.unstable)
+        reasons = (self.declined + self.declined_unstable).most_common()
+        cells = (self.model, *counts, self.declined_unstable.total(), len(self.mismatches))
+        why = "; ".join(f"{count} {reason}" for reason, count in reasons)
+        return f"| {' | '.join(map(str, cells))} | {why} |"
+
+    def problems(self) -> list[str]:
+        """Return each wrong bridge, with both sides."""
+        return [
+            f"{self.model}, a completion {case.ending}: {what} differ\nbridge: {ours!r}\nreference: {full!r}"
+            for case, what, ours, full in self.mismatches
+        ]
 
 
 def check_bridge(

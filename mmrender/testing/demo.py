@@ -33,7 +33,7 @@ from mmrender.renderer import Renderer
 from mmrender.rollout import RendererClient
 from mmrender.shipping import Sender
 from mmrender.testing.conversations import load_pictures
-from mmrender.testing.parity import first_difference
+from mmrender.testing.difference import first_difference
 from mmrender.testing.receiver import TIMEOUT, trajectory_digest
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.testing.tiny_model import build_tiny_model

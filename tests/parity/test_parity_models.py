@@ -21,15 +21,10 @@ from mmrender.media.processors.adapter import TransformersProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.testing import reference
 from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
-from mmrender.testing.parity import (
-    RULES,
-    ParityPair,
-    ParityReport,
-    _parts,
-    check_parity,
-    first_difference,
-)
+from mmrender.testing.difference import first_difference, parts_of_batch
+from mmrender.testing.parity import RULES, ParityPair, check_parity
 from mmrender.testing.reference import has_reference_backend
+from mmrender.testing.reports import ParityReport
 from mmrender.testing.shrinking import shrink
 from small_models import build_engine
 
@@ -292,7 +287,7 @@ def test_items_are_parts_of_a_batch_that_is_padded_with_one_value(padding, fits)
     items = [np.array([[3, 0, 5]]), np.array([[7]])]
     batch = np.array([[3, 0, 5], [7, 9, 9]])
     batch[1, 1:] = padding
-    parts = _parts(items, batch)
+    parts = parts_of_batch(items, batch)
     assert (parts is not None) is fits
     if parts is not None:
         assert all(np.array_equal(part, item) for part, item in zip(parts, items, strict=True))

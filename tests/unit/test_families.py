@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrender.testing.parity import Difference, Mismatch, ParityReport
+from mmrender.testing.difference import Difference
 from mmrender.testing.reference import ReferenceRendering
+from mmrender.testing.reports import Mismatch, ParityReport
 from small_models import train_byte_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
