@@ -1,13 +1,14 @@
 """Many completions of a Transformers model at once: each prompt prefilled once, all decoded in one forward.
 
-Prompts that share a prefill have one length and images of one size, so nothing in it is padded, and the
-model's own code numbers the positions. A prompt that arrives joins the sequences that are decoded, at their
-next step: shorter caches are padded on the left, where nothing attends, and each sequence keeps its
-positions. So a completion depends on its companions by no more than the rounding of larger matrix products:
-logits differ by some 1e-6, and tokens only where a draw falls within that of a tie. Sequences of a model
-whose cache or arguments cannot be padded run with those of their own prefill; a warning says why.
+Prompts that share a prefill have one length and images of one size, so it needs no padding, and the model's
+own code numbers the positions. A prompt that arrives joins the decoded sequences at their next step: shorter
+caches are padded on the left, with attention masked there, and each sequence keeps its positions. So a
+completion depends on its companions only by the rounding of larger matrix products: logits differ by some
+1e-6, and tokens only if a draw is that close to a tie. If a model's cache or arguments cannot be padded,
+sequences of different prefills run apart, and a warning says why.
 """
 
+import asyncio
 import copy
 import inspect
 import itertools
@@ -20,13 +21,14 @@ from typing import Any, Final
 
 from mmrender.caching import cached_property
 from mmrender.client.token_sampler import TokenSampler
-from mmrender.client.types import EngineRequest, FinishReason, OnTokens
+from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import EngineUnsupportedError
 from mmrender.sidecar import MultiModalData, mm_token_type_ids
+from mmrender.trajectory.engine_data import WeightVersionSpan
 
 _PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 _PER_SEQUENCE: Final = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
-"""What `generate` carries along besides the cache: `(..., sequences, tokens)`."""
+"""Tensors that `generate` carries along besides the cache, of shape `(..., sequences, tokens)`."""
 _JOINED_LAYERS: Final = frozenset(
     {
         "DynamicLayer",
@@ -36,34 +38,40 @@ _JOINED_LAYERS: Final = frozenset(
         "LinearAttentionAndSlidingWindowAttentionLayer",
     }
 )
-"""Layers of a cache that hold states without a length, or keys and values of the last tokens."""
+"""Layers of a cache with states without a length, or with keys and values of the last tokens."""
 
 
-@dataclass(eq=False)
 class Completion:
-    """One completion on its way.
+    """One completion in progress, and the call that awaits its response on an event loop.
 
     Attributes:
-        request: What was asked for.
-        sampler: Chooses and holds its tokens.
-        room: The most tokens that it may have.
-        tell: Hears of each token.
-        done: Called at its end, with what failed or None; calls after the first count for nothing.
+        request: The request.
+        response: The response.
         stopped: Set to end it before its next token.
+        sampler: Chooses and keeps its tokens; set by `begin`.
+        room: Maximum number of tokens; set by `begin`.
         versions: Name of the weights that sampled each token.
     """
 
-    request: EngineRequest
     sampler: TokenSampler
     room: int
-    tell: OnTokens
-    done: Callable[["Completion", Exception | None], None]
-    stopped: threading.Event
-    versions: list[str] = field(default_factory=list)
+
+    def __init__(
+        self, request: EngineRequest, loop: asyncio.AbstractEventLoop, on_tokens: OnTokens | None
+    ) -> None:
+        self.request = request
+        self.response: asyncio.Future[EngineResponse] = loop.create_future()
+        self.stopped = threading.Event()
+        self.versions: list[str] = []
+        self._loop, self._on_tokens = loop, on_tokens
+
+    def begin(self, sampler: TokenSampler, room: int) -> None:
+        """Set the sampler and the maximum number of tokens."""
+        self.sampler, self.room = sampler, room
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it goes on."""
+        """Why it ended, or None before its end."""
         if self.sampler.has_ended:
             return "stop"
         if len(self.sampler.tokens) >= self.room:
@@ -71,24 +79,67 @@ class Completion:
         return "abort" if self.stopped.is_set() else None
 
     def sample(self, logits: Any, version: str) -> bool:
-        """Sample one token of these weights; return whether another one follows."""
+        """Sample one token with weights of this name, and return whether another one follows."""
         if self.finish_reason is None:
             try:
                 self.sampler.sample(logits)
-            except Exception as error:  # noqa: BLE001 - the others go on
-                self.done(self, error)
+            except Exception as error:  # noqa: BLE001 - other completions go on
+                self.fail(error)
                 return False
             self.versions.append(version)
-            self.tell(self.sampler.tokens[-1:], self.sampler.logprobs[-1:], None)
+            self._tell(self.sampler.tokens[-1:], self.sampler.logprobs[-1:], None)
         if self.finish_reason is not None:
-            self.done(self, None)
+            self.succeed()
             return False
         return True
+
+    def succeed(self) -> None:
+        """Answer the caller."""
+        self._tell([], [], self.finish_reason)
+        self._call(self._settle, self.response.set_result, self._response())
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in the caller, unless it has been answered."""
+        self._call(self._settle, self.response.set_exception, error)
+
+    def _settle(self, settle: Callable[[Any], None], outcome: Any) -> None:
+        if not self.response.done():
+            settle(outcome)
+
+    def _tell(self, *sampled: Any) -> None:
+        if self._on_tokens is not None:
+            self._call(self._on_tokens, *sampled)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has closed, so the caller is gone
+            self.stopped.set()
+
+    def _response(self) -> EngineResponse:
+        sampler, tokens = self.sampler, self.sampler.tokens
+        spans: list[WeightVersionSpan] = []
+        for version, sampled in itertools.groupby(self.versions):
+            start = spans[-1].stop if spans else 0
+            spans.append(WeightVersionSpan(version, start, start + len(list(sampled))))
+        # As vLLM: None for the model's own end of turn.
+        named = set(tokens[-1:]).intersection(self.request.sampling_params.get("stop_token_ids") or ())
+        return EngineResponse(
+            completion_ids=tokens,
+            logprobs=sampler.logprobs,
+            finish_reason=self.finish_reason or "abort",
+            usage=Usage(len(self.request.prompt_ids), len(tokens), 0),
+            stop_reason=next(iter(named), None),
+            allowed=sampler.allowed,
+            weight_versions=tuple(spans),
+            request_id=self.request.request_id,
+            top_logprobs=tuple(sampler.top) or None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """A prompt, the model's arguments for its media, and the completions that begin with it."""
+    """A prompt, the model's arguments for its media, and its completions."""
 
     ids: list[int]
     data: MultiModalData
@@ -97,21 +148,25 @@ class _Prompt:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """Length and sizes, which prompts of one forward share."""
+        """Length and sizes, equal for all prompts of one forward."""
         return len(self.ids), *sorted((name, tuple(tensor.shape)) for name, tensor in self.media.items())
 
 
 def decode(
-    model: Any, arrivals: Callable[[int], Sequence[Completion]], version: Callable[[], str], *, most: int
+    model: Any,
+    arrivals: Callable[[int], Sequence[Completion]],
+    version: Callable[[], str],
+    *,
+    max_batch_size: int,
 ) -> None:
-    """Sample completions to their ends; each one's `done` is called when it has ended.
+    """Sample completions to their ends, where each answers its caller.
 
     Args:
-        model: A Transformers model that gives logits.
-        arrivals: Called before each step with the number of completions that there is room for; returns those
-            that begin. Their requests are checked.
+        model: A Transformers model that returns logits.
+        arrivals: Called before each step with the number of further completions that may run. Returns new
+            ones, whose requests are checked.
         version: Called before each forward, for the name of the weights.
-        most: Completions that run at once.
+        max_batch_size: Maximum number of completions that run at once.
     """
     import torch
     from transformers import GenerationConfig
@@ -122,8 +177,8 @@ def decode(
     running: list[_Rows] = []
     with torch.inference_mode():
         while True:
-            room = most - sum(len(rows.live) for rows in running)
-            begun = [_Rows.prefilled(plain, group, version) for group in _alike(model, arrivals(room))]
+            room = max_batch_size - sum(len(rows.live) for rows in running)
+            begun = [_Rows.prefilled(plain, group, version) for group in _groups(model, arrivals(room))]
             running = _joined([*running, *(rows for rows in begun if rows is not None and rows.live)])
             if not running:
                 return
@@ -132,27 +187,27 @@ def decode(
             running = [rows for rows in running if rows.live]
 
 
-def _alike(model: Any, completions: Sequence[Completion]) -> list[list[_Prompt]]:
-    """Return the distinct prompts of completions, those together that can share a prefill."""
+def _groups(model: Any, completions: Sequence[Completion]) -> list[list[_Prompt]]:
+    """Return the distinct prompts of completions, grouped by the prefill that they can share."""
     prompts: dict[Any, _Prompt] = {}
     for completion in completions:
         if completion.finish_reason is not None:
-            completion.done(completion, None)
+            completion.succeed()
             continue
         ids, data = list(completion.request.prompt_ids), completion.request.multi_modal_data
-        shown = tuple((span.item.identity, span.modality, span.start) for span in data.spans(len(ids)))
-        key = tuple(ids), shown
+        items = tuple((span.item.identity, span.modality, span.start) for span in data.spans(len(ids)))
+        key = tuple(ids), items
         if key not in prompts:
             try:
                 prompts[key] = _Prompt(ids, data, _media_arguments(model, data, len(ids)))
-            except Exception as error:  # noqa: BLE001 - the others go on
-                completion.done(completion, error)
+            except Exception as error:  # noqa: BLE001 - other completions go on
+                completion.fail(error)
                 continue
         prompts[key].completions.append(completion)
-    alike: dict[Any, list[_Prompt]] = {}
+    groups: dict[Any, list[_Prompt]] = {}
     for prompt in prompts.values():
-        alike.setdefault(prompt.form, []).append(prompt)
-    return list(alike.values())
+        groups.setdefault(prompt.form, []).append(prompt)
+    return list(groups.values())
 
 
 @dataclass(eq=False)
@@ -162,8 +217,8 @@ class _Rows:
     Attributes:
         model: The model, with a plain generation config.
         live: The completion of each sequence.
-        ids: Their tokens, those of padding before them: `(rows, width)`. The last are not in the cache.
-        carried: What `generate` carries from step to step: the cache, and tensors of `_PER_SEQUENCE`.
+        ids: Their tokens after padding, of shape `(rows, width)`. The last ones are not in the cache.
+        carried: The cache and the tensors of `_PER_SEQUENCE`, which `generate` carries from step to step.
     """
 
     model: Any
@@ -173,20 +228,20 @@ class _Rows:
 
     @classmethod
     def prefilled(cls, model: Any, prompts: Sequence[_Prompt], version: Callable[[], str]) -> "_Rows | None":
-        """Run prompts of one form, and sample the first token of each completion; None if the model fails."""
+        """Run prompts of one form, and sample the first tokens. Return None if the model fails."""
         import torch
 
-        held: list[_Rows] = []
+        begun: list[_Rows] = []
         live = [(row, each) for row, prompt in enumerate(prompts) for each in prompt.completions]
 
         def begin(_: Any, input_ids: Any, **carried: Any) -> Any:
-            """Stand in for the loop of `generate`, which prepares its arguments."""
+            """Replace the loop of `generate`, which has prepared its arguments."""
             for name in ("logits_processor", "stopping_criteria", "generation_config"):
                 carried.pop(name, None)
-            held.append(cls(model, [], input_ids, carried))
+            begun.append(cls(model, [], input_ids, carried))
             weights = version()
             inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **carried)
-            held[0]._forward(inputs, live, weights)
+            begun[0]._forward(inputs, live, weights)
             return input_ids
 
         ids = torch.tensor([prompt.ids for prompt in prompts], device=model.device)
@@ -202,12 +257,12 @@ class _Rows:
                 )
         except Exception as error:  # noqa: BLE001 - other prompts go on
             for _, each in live:
-                each.done(each, error)
+                each.fail(error)
             return None
-        return held[0]
+        return begun[0]
 
     def step(self, version: Callable[[], str]) -> None:
-        """Sample the next token of each sequence, and drop those that have ended; if the model fails, all."""
+        """Sample the next token of each sequence, and drop ended ones, or all if the model fails."""
         try:
             weights = version()
             inputs = self.model.prepare_inputs_for_generation(
@@ -216,11 +271,11 @@ class _Rows:
             self._forward(inputs, list(enumerate(self.live)), weights)
         except Exception as error:  # noqa: BLE001 - other rows go on
             for each in self.live:
-                each.done(each, error)
+                each.fail(error)
             self.live = []
 
     def _forward(self, inputs: dict[str, Any], live: list[tuple[int, Completion]], weights: str) -> None:
-        """Run the model, and sample for each completion after the row of its sequence."""
+        """Run the model, and sample for each completion from the row of its sequence."""
         import torch
 
         outputs = self.model(**inputs, return_dict=True)
@@ -237,7 +292,7 @@ class _Rows:
         self.ids = torch.cat([self.ids, sampled], 1)
 
     def _select(self, rows: Any) -> None:
-        """Keep some sequences, each as often as it is named."""
+        """Keep the sequences of these rows, each as often as it is named."""
         self.ids = self.ids[rows]
         for name, value in self.carried.items():
             if hasattr(value, "reorder_cache"):
@@ -247,7 +302,7 @@ class _Rows:
         self._trim()
 
     def _trim(self) -> None:
-        """Drop the padding before the longest sequence, after that of a longer one was dropped."""
+        """Drop padding before the longest sequence, after a longer one has left."""
         mask = self.carried.get("attention_mask")
         cut = 0 if mask is None else int(mask.any(0).int().argmax())
         if not cut:
@@ -266,13 +321,14 @@ class _Rows:
             if cut_here:
                 layer.keys, layer.values = layer.keys[..., cut_here:, :], layer.values[..., cut_here:, :]
 
+    @property
     def width(self) -> int:
-        """Return the number of tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return int(self.ids.shape[1])
 
     @cached_property
     def form(self) -> Any:
-        """What sequences share that are decoded together."""
+        """Key of sequences that are decoded together."""
         if reason := self._apart():
             message = f"{type(self.model).__name__}: sequences of other prompts run apart - got {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -281,7 +337,7 @@ class _Rows:
         return layers, self.carried["position_ids"].shape[:-2]
 
     def _apart(self) -> str:
-        """Return why these sequences cannot be joined with others; empty if they can."""
+        """Return why these sequences cannot be joined with others, or an empty text."""
         cache: Any = self.carried.get("past_key_values")
         if self.carried.get("position_ids") is None:
             return "positions that are numbered from the cache"
@@ -290,8 +346,8 @@ class _Rows:
         if unknown := {type(layer).__name__ for layer in cache.layers} - _JOINED_LAYERS:
             return f"a cache with a {min(unknown)}"
         whole = [layer for layer in cache.layers if not getattr(layer, "is_sliding", False)]
-        if {*map(_keys, whole)} - {0, self.width() - 1}:
-            return "a cache of other sequences than the tokens"
+        if {*map(_keys, whole)} - {0, self.width - 1}:
+            return "a cache of another length than the tokens"
         named = {name for name, value in self.carried.items() if hasattr(value, "shape")} - {*_PER_SEQUENCE}
         return f"{min(named)}, which `generate` carries along" if named else ""
 
@@ -302,7 +358,7 @@ def _keys(layer: Any) -> int:
 
 
 def _joined(running: Sequence[_Rows]) -> list[_Rows]:
-    """Return rows with those of one form joined: the shorter are padded on the left."""
+    """Join the rows of each form, with the shorter ones padded on the left."""
     forms: dict[Any, list[_Rows]] = {}
     for rows in running if len(running) > 1 else ():
         forms.setdefault(rows.form, []).append(rows)
@@ -312,17 +368,18 @@ def _joined(running: Sequence[_Rows]) -> list[_Rows]:
 def _as_one(group: Sequence[_Rows]) -> _Rows:
     import torch
 
-    width = max(rows.ids.shape[1] for rows in group)
+    width = max(rows.width for rows in group)
     carried = dict(group[0].carried)
     for name in _PER_SEQUENCE:
         values = [rows.carried.get(name) for rows in group]
         is_mask = name == "attention_mask"
-        if all(value is None for value in values) and not (is_mask and len({*map(_Rows.width, group)}) > 1):
+        is_padded = len({rows.width for rows in group}) > 1
+        if all(value is None for value in values) and not (is_mask and is_padded):
             continue
-        # Without a mask all is attended to, and without types of tokens all is text.
+        # Without a mask all tokens are attended to, and without token types all are text.
         fill = torch.ones_like if is_mask else torch.zeros_like
-        held = [fill(rows.ids) if one is None else one for one, rows in zip(values, group, strict=True)]
-        carried[name] = torch.cat([_padded(one, width, -1) for one in held], -2)
+        full = [fill(rows.ids) if each is None else each for each, rows in zip(values, group, strict=True)]
+        carried[name] = torch.cat([_padded(each, width, -1) for each in full], -2)
     caches = [rows.carried["past_key_values"] for rows in group]
     carried["past_key_values"] = joined = copy.copy(caches[0])
     joined.layers = [_as_one_layer(layers) for layers in zip(*(one.layers for one in caches), strict=True)]
@@ -331,7 +388,7 @@ def _as_one(group: Sequence[_Rows]) -> _Rows:
 
 
 def _as_one_layer(layers: Sequence[Any]) -> Any:
-    """Return the layer of a cache that has the sequences of several."""
+    """Join layers of several caches to one with all sequences."""
     import torch
 
     joined = copy.copy(layers[0])
@@ -349,7 +406,7 @@ def _as_one_layer(layers: Sequence[Any]) -> Any:
 
 
 def _padded(value: Any, width: int, dim: int) -> Any:
-    """Return a tensor with zeros before it along one of its last two dimensions, up to a width."""
+    """Pad a tensor with zeros before one of its last two dimensions, up to a width."""
     import torch
 
     missing = width - value.shape[dim]
@@ -357,7 +414,7 @@ def _padded(value: Any, width: int, dim: int) -> Any:
 
 
 def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str, Any]:
-    """Return the keyword arguments for the items of a prompt, joined in prompt order."""
+    """Return the model's keyword arguments for the items of a prompt, joined in prompt order."""
     import torch
 
     if not data:
@@ -370,12 +427,12 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
             joined.setdefault(name, []).append(tensor)
     media = {name: torch.cat(tensors).to(model.device) for name, tensors in joined.items()}
     arguments = inspect.signature(model.forward).parameters
-    # Gemma 3 calls them otherwise, and lets the tokens of an image see one another.
+    # Gemma 3 has another name for them, and lets the tokens of an image attend to each other.
     for name in {"mm_token_type_ids", "token_type_ids"} & set(arguments):
         media[name] = torch.from_numpy(mm_token_type_ids(spans, length))[None].to(model.device)
     if unknown := sorted(media.keys() - set(arguments)):
         raise EngineUnsupportedError(
-            f"{type(model).__name__} does not take what the items hold",
+            f"{type(model).__name__} does not take the tensors of the items",
             where="multi_modal_data",
             expected=f"some of {', '.join(sorted(arguments))}",
             got=", ".join(unknown),
@@ -385,10 +442,10 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
 
 @contextmanager
 def _stray_pads(model: Any, ids: Any, sidecars: Sequence[MultiModalData]) -> Iterator[None]:
-    """Let pad tokens without an image, which a model may sample, be ordinary tokens of prompts `(rows, n)`.
+    """Treat pad tokens without an image, which a model may sample, as ordinary tokens of prompts `(rows, n)`.
 
-    Transformers takes every pad token for an image's. So such a token is given to the model under another id,
-    and the embedding that this looks up is replaced by the pad's own.
+    Transformers takes every pad token for an image's. So the model gets a stray one under another id, and its
+    embedding is replaced by the pad's own.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """`TokenSampler`: chooses the tokens of one completion of a model in this process, as vLLM would.
 
-The steps are those of Transformers, in the order of `vllm/v1/sample/sampler.py` of vLLM 0.32: a grammar masks
-the logits first; then come allowed tokens, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`,
-`top_k` and `top_p`. Reported log-probabilities are of the raw logits, among what was allowed.
+The steps are Transformers' own, in the order of `vllm/v1/sample/sampler.py` of vLLM 0.32: a grammar masks the
+logits, then come allowed tokens, `min_tokens`, `logit_bias`, penalties, temperature, `min_p`, `top_k` and
+`top_p`. Reported log-probabilities are of the raw logits, over the allowed tokens.
 """
 
 import math
@@ -19,30 +19,31 @@ from mmrender.trajectory.engine_data import AllowedTokens
 
 _KNOWN: Final = frozenset(name for name, row in PARAMETERS.items() if row.local)
 _GREEDY_BELOW: Final = 1e-5
+"""Temperature below which vLLM takes the likeliest token."""
 
 
 class _Choices(msgspec.Struct):
-    """The one structured output that can be followed here."""
+    """The only structured output that the local backend follows."""
 
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 
 
-def checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the sampling parameters that are set; refuse what cannot be followed here.
+def checked_params(params: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the sampling parameters that are not None.
 
     Raises:
         SamplingParameterError: A name is unknown, or a value cannot be used.
     """
-    params = check_sampling_params(given)
-    if unknown := params.keys() - _KNOWN:
+    checked = check_sampling_params(params)
+    if unknown := checked.keys() - _KNOWN:
         raise SamplingParameterError(
-            "the local backend has no such sampling parameter",
+            "the local backend does not know this sampling parameter",
             where=where(min(unknown)),
-            remedy=f"It has: {', '.join(sorted(_KNOWN))}",
+            remedy=f"It knows: {', '.join(sorted(_KNOWN))}",
         )
-    token_budget(params)
+    token_budget(checked)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        outside = [token for token in map(int, params.get(name) or ()) if token >= vocab_size]
+        outside = [token for token in map(int, checked.get(name) or ()) if token >= vocab_size]
         if outside:
             raise SamplingParameterError(
                 "a token id is outside the vocabulary",
@@ -51,31 +52,31 @@ def checked_params(given: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
                 got=str(outside[0]),
             )
     try:
-        msgspec.convert(params.get("structured_outputs", {"choice": ["x"]}), _Choices)
+        msgspec.convert(checked.get("structured_outputs", {"choice": ["x"]}), _Choices)
     except msgspec.ValidationError as error:
         raise SamplingParameterError(
-            "the local backend has no such structured output",
+            "the local backend does not know this structured output",
             where=where("structured_outputs"),
             expected="{'choice': [text, ...]}",
-            got=repr(dict(params["structured_outputs"]))[:200],
+            got=repr(dict(checked["structured_outputs"]))[:200],
         ) from error
-    return params
+    return checked
 
 
 class TokenSampler:
-    """Chooses the tokens of one completion; equal seeds and equal logits give equal tokens.
+    """Chooses the tokens of one completion. Equal seeds and equal logits produce equal tokens.
 
     Args:
         params: Checked sampling parameters.
         prompt_ids: The prompt, which `repetition_penalty` looks at.
-        stop_ids: Tokens that end the completion; `min_tokens` forbids them at first.
-        choices: Token sequences of which the completion is one, followed by a stop token.
+        stop_ids: Tokens that end the completion. `min_tokens` forbids them at first.
+        choices: The completion is one of these token sequences, followed by a stop token.
         forbidden: Tokens that are never sampled.
 
     Attributes:
-        tokens: What was sampled.
-        logprobs: Of each of them, among the tokens that were allowed.
-        top: For each of them the likeliest tokens with their logprobs, likeliest first; where asked for.
+        tokens: Sampled tokens.
+        logprobs: Log-probability of each sampled token over the allowed set.
+        top: By sampled token, the likeliest tokens with their logprobs, likeliest first, if requested.
     """
 
     def __init__(
@@ -87,7 +88,6 @@ class TokenSampler:
         forbidden: Sequence[int] = (),
     ) -> None:
         import torch
-        from transformers.generation import logits_process
 
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -95,8 +95,8 @@ class TokenSampler:
         self._stop_ids = stop_ids
         self._choices = choices
         self._forbidden = tuple(sorted(forbidden))
-        given = params.get("allowed_token_ids")
-        self._allowed = None if given is None else tuple(sorted({*given} - {*forbidden}))
+        allowed = params.get("allowed_token_ids")
+        self._allowed = None if allowed is None else tuple(sorted({*allowed} - {*forbidden}))
         self._limits: list[tuple[tuple[int, ...], bool] | None] = []
         self._num_top = params.get("logprobs") or 0
         self._prompt_ids = torch.tensor(list(prompt_ids))
@@ -105,46 +105,11 @@ class TokenSampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params["seed"])
-        temperature = float(params.get("temperature", 1.0))
-        self._is_greedy = temperature < _GREEDY_BELOW
-        self._steps: list[Callable[[Any, Any], Any]] = []
-        if params.get("min_tokens") and stop_ids:
-            self._steps.append(
-                logits_process.MinNewTokensLengthLogitsProcessor(
-                    len(prompt_ids), params["min_tokens"], sorted(stop_ids)
-                )
-            )
-        if params.get("logit_bias"):
-            # vLLM clamps as OpenAI does.
-            biases = [
-                [[int(token)], min(MAX_BIAS, max(-MAX_BIAS, float(bias)))]
-                for token, bias in params["logit_bias"].items()
-            ]
-            self._steps.append(logits_process.SequenceBiasLogitsProcessor(biases))
-        if params.get("repetition_penalty", 1.0) != 1.0:
-            penalty = float(params["repetition_penalty"])
-            self._steps.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
-        frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
-        if frequency or presence:
-
-            def penalize(ids: Any, logits: Any) -> Any:
-                counts = ids[0, len(prompt_ids) :].bincount(minlength=logits.shape[-1])
-                return logits - (frequency * counts + presence * (counts > 0))
-
-            self._steps.append(penalize)
-        if self._is_greedy:
-            return
-        if temperature != 1.0:
-            self._steps.append(logits_process.TemperatureLogitsWarper(temperature))
-        if params.get("min_p"):
-            self._steps.append(logits_process.MinPLogitsWarper(float(params["min_p"])))
-        if params.get("top_k", 0) > 0:
-            self._steps.append(logits_process.TopKLogitsWarper(params["top_k"]))
-        if params.get("top_p", 1.0) < 1.0:
-            self._steps.append(logits_process.TopPLogitsWarper(float(params["top_p"])))
+        self._is_greedy = params.get("temperature", 1.0) < _GREEDY_BELOW
+        self._steps = _steps(params, len(prompt_ids), sorted(stop_ids), self._is_greedy)
 
     def following(self) -> list[int] | None:
-        """Return the tokens that continue a choice (none after its end); None where all are allowed."""
+        """Return the tokens that continue a choice (none after its end), or None without choices."""
         if self._choices is None:
             return None
         count = len(self.tokens)
@@ -159,7 +124,7 @@ class TokenSampler:
 
     @property
     def allowed(self) -> tuple[AllowedTokens, ...]:
-        """Spans of sampled tokens with what they were chosen among."""
+        """Spans of sampled tokens with their allowed or forbidden tokens."""
         spans: list[AllowedTokens] = []
         start = 0
         for limit, tokens in groupby(self._limits):
@@ -170,20 +135,20 @@ class TokenSampler:
         return tuple(spans)
 
     def sample(self, logits: Any) -> int:
-        """Sample one token, and note its logprob and its alternatives.
+        """Sample one token, and record its logprob and its alternatives.
 
         Args:
-            logits: Those of the next token, float32 of shape `(vocabulary,)` on the CPU.
+            logits: Logits of the next token, float32 of shape `(vocabulary,)` on the CPU.
 
         Raises:
-            EngineReplyError: They are not numbers.
+            EngineReplyError: A logit is NaN.
             SamplingParameterError: The parameters leave no token to sample.
         """
         import torch
 
         if bool(logits.isnan().any()):
             raise EngineReplyError(
-                "the model gave logits that are not numbers",
+                "the model returned NaN as a logit",
                 where=f"token {len(self.tokens)} of the completion",
                 expected="finite logits, or -inf",
                 got=f"NaN for {int(logits.isnan().sum())} of {logits.shape[-1]} tokens",
@@ -198,10 +163,10 @@ class TokenSampler:
             for step in self._steps:
                 logits = step(ids, logits)
         if not self._is_greedy:
-            # The largest p / Exp(1) is distributed as p: one draw for each token of the vocabulary.
+            # The largest p / Exp(1) is distributed as p, with one draw for each token of the vocabulary.
             logits = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)
         best, likeliest = logits[0].max(-1)
-        if not float(best) > -math.inf:  # probabilities of nothing are no numbers
+        if not float(best) > -math.inf:  # NaN if all probabilities are 0
             raise SamplingParameterError(
                 "the parameters together leave no token to sample",
                 where="sampling_params",
@@ -218,7 +183,7 @@ class TokenSampler:
         return token
 
     def _limit(self) -> tuple[tuple[int, ...], bool] | None:
-        """Return the tokens that the next one is chosen among, or those that it is not; and whether these."""
+        """Return the allowed tokens and False, or the forbidden ones and True, or None without a limit."""
         following = self.following()
         if following is None and self._allowed is None:
             return (self._forbidden, True) if self._forbidden else None
@@ -228,8 +193,47 @@ class TokenSampler:
         return tuple(sorted(allowed if self._allowed is None else allowed.intersection(self._allowed))), False
 
 
+def _steps(
+    params: Mapping[str, Any], prompt_len: int, stop_ids: list[int], is_greedy: bool
+) -> list[Callable[[Any, Any], Any]]:
+    """Return the functions that change the logits `(1, vocabulary)` of ids `(1, n)`, in vLLM's order."""
+    from transformers.generation import logits_process as hf
+
+    steps: list[Callable[[Any, Any], Any]] = []
+    if params.get("min_tokens") and stop_ids:
+        steps.append(hf.MinNewTokensLengthLogitsProcessor(prompt_len, params["min_tokens"], stop_ids))
+    if params.get("logit_bias"):
+        # vLLM clamps as OpenAI does.
+        biases = [
+            [[int(token)], min(MAX_BIAS, max(-MAX_BIAS, float(bias)))]
+            for token, bias in params["logit_bias"].items()
+        ]
+        steps.append(hf.SequenceBiasLogitsProcessor(biases))
+    if (penalty := float(params.get("repetition_penalty", 1.0))) != 1.0:
+        steps.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
+    frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)
+    if frequency or presence:
+
+        def penalize(ids: Any, logits: Any) -> Any:
+            counts = ids[0, prompt_len:].bincount(minlength=logits.shape[-1])
+            return logits - (frequency * counts + presence * (counts > 0))
+
+        steps.append(penalize)
+    if is_greedy:
+        return steps
+    if (temperature := float(params.get("temperature", 1.0))) != 1.0:
+        steps.append(hf.TemperatureLogitsWarper(temperature))
+    if params.get("min_p"):
+        steps.append(hf.MinPLogitsWarper(float(params["min_p"])))
+    if params.get("top_k", 0) > 0:
+        steps.append(hf.TopKLogitsWarper(params["top_k"]))
+    if params.get("top_p", 1.0) < 1.0:
+        steps.append(hf.TopPLogitsWarper(float(params["top_p"])))
+    return steps
+
+
 def masked(logits: Any, token_ids: Sequence[int], forbids: bool) -> Any:
-    """Return logits `(vocabulary,)` with minus infinity for what is not allowed."""
+    """Return logits `(vocabulary,)` with minus infinity for tokens that are not allowed."""
     import torch
 
     if forbids:

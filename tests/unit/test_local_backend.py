@@ -523,7 +523,7 @@ def test_logits_that_are_not_numbers_are_said_to_be(tiny_model, prompts):
     backend = LocalBackend(load_model(tiny_model, "float32", "cpu", purpose="a test"))
     with torch.no_grad():
         backend.model.get_output_embeddings().weight[7] = torch.nan
-    with pytest.raises(EngineReplyError, match=r"logits that are not numbers .* NaN for 1 of "):
+    with pytest.raises(EngineReplyError, match=r"returned NaN as a logit .* NaN for 1 of "):
         generate(backend, request(prompts["text"], max_tokens=2))
 
 
