@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import media_inputs
-from mmrender.client.local import LocalBackend, _Waiting
+from mmrender.client.decoding import Completion
+from mmrender.client.local import LocalBackend
 from mmrender.client.resolve import resolve_backend
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.transport import Transport
@@ -296,7 +297,7 @@ def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, prompts
         for number in range(4):
             await backend.generate(request(prompts["text"], str(number), max_tokens=2))
             gc.collect()
-            counts.append(sum(type(each) is _Waiting for each in gc.get_objects()))
+            counts.append(sum(type(each) is Completion for each in gc.get_objects()))
         assert not running.done()
         backend.abort("long")
         await running
