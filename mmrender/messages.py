@@ -5,7 +5,7 @@ Face users; nothing after it is tolerant. The typed dicts tell type checkers the
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, get_args
+from typing import Any, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, cast, get_args
 
 import msgspec
 
@@ -13,6 +13,7 @@ Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Modality: TypeAlias = Literal["image", "video"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
 
 
 class _UnknownSource:
@@ -35,7 +36,18 @@ class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
-class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+class MediaPart(msgspec.Struct, frozen=True, tag_field="type"):
+    """A medium among the content parts. Each modality has a subclass, whose tag is the modality's name."""
+
+    source: Any
+
+    @property
+    def modality(self) -> Modality:
+        """Kind of the medium."""
+        return cast(Modality, self.__struct_config__.tag)
+
+
+class ImagePart(MediaPart, frozen=True, tag="image"):
     """One image.
 
     `source` is what the caller gave: a `PIL.Image.Image`, a numpy array, `bytes`, a `pathlib.Path`, or a
@@ -43,10 +55,8 @@ class ImagePart(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
     from `images=`; rendering refuses a part that got none.
     """
 
-    source: Any
 
-
-class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video"):
+class VideoPart(MediaPart, frozen=True, tag="video"):
     """One video.
 
     With `times` or `frames_indices` the frames are taken as they are, as sampled already; otherwise the
@@ -62,7 +72,6 @@ class VideoPart(msgspec.Struct, frozen=True, tag_field="type", tag="video"):
         duration: Of that video, in seconds.
     """
 
-    source: Any
     fps: float | None = None
     times: tuple[float, ...] | None = None
     frames_indices: tuple[int, ...] | None = None
@@ -102,11 +111,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     extra: Mapping[str, Any] = {}
 
-    def media(self) -> Iterator[tuple[int, ImagePart | VideoPart]]:
+    def media(self) -> Iterator[tuple[int, MediaPart]]:
         """Yield `(index in content, part)` for each media part, in order."""
         if isinstance(self.content, tuple):
             for index, part in enumerate(self.content):
-                if isinstance(part, (ImagePart, VideoPart)):  # a union would be built for each part
+                if isinstance(part, MediaPart):
                     yield index, part
 
     @property
@@ -133,13 +142,13 @@ class RequestMedia(NamedTuple):
     message: int
     position: int
     role: Role
-    part: ImagePart | VideoPart
+    part: MediaPart
     fingerprint: Hashable | None
 
     @property
     def modality(self) -> Modality:
         """Kind of the part."""
-        return "image" if isinstance(self.part, ImagePart) else "video"
+        return self.part.modality
 
 
 class RenderRequest(msgspec.Struct, frozen=True):

@@ -27,12 +27,11 @@ from mmrender.errors import (
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import (
     UNKNOWN_SOURCE,
-    ImagePart,
+    MediaPart,
     Message,
     RenderRequest,
     RequestMedia,
     TextPart,
-    VideoPart,
 )
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
@@ -403,7 +402,7 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
     if type(message.content) is tuple:
         content = tuple(
             [
-                (type(part), next(fingerprints)) if isinstance(part, (ImagePart, VideoPart)) else part
+                (type(part), next(fingerprints)) if isinstance(part, MediaPart) else part
                 for part in message.content
             ]
         )

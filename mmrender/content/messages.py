@@ -30,7 +30,6 @@ from mmrender.content.values import (
 from mmrender.errors import MessageError
 from mmrender.messages import (
     ROLES,
-    ImagePart,
     Message,
     Part,
     RenderRequest,
@@ -243,7 +242,7 @@ def _openai_part(part: Part) -> dict[str, Any]:
     if isinstance(part, TextPart | ThinkingPart):
         written: dict[str, Any] = msgspec.to_builtins(part)
         return written
-    modality, source = ("image" if isinstance(part, ImagePart) else "video"), part.source
+    modality, source = part.modality, part.source
     written = {"type": modality} if source is None else {"type": modality, modality: source}
     if isinstance(source, str):
         written = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}

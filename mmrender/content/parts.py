@@ -28,7 +28,16 @@ from mmrender.content.values import (
     one_of,
 )
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, Message, Part, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import (
+    MODALITIES,
+    ImagePart,
+    MediaPart,
+    Message,
+    Part,
+    TextPart,
+    ThinkingPart,
+    VideoPart,
+)
 
 _KIND_OF_TYPE = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), "text"),
@@ -38,7 +47,7 @@ _KIND_OF_TYPE = {
 }
 PART_TYPES = tuple(_KIND_OF_TYPE)
 """Every `type` that a part may name."""
-MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in ("image", "video"))
+MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in MODALITIES)
 """Those of images and videos; most are keys of such parts too."""
 
 _KEYS = {
@@ -56,7 +65,7 @@ _TIMING = {
     "duration": ("this is no duration", "seconds, above 0", False, False),
 }
 """Fields of a `VideoPart`: what is wrong, what is expected, whether whole and whether a list."""
-_SETTINGS = dict.fromkeys(("image", "video"), "; a processor has the same settings for all parts")
+_SETTINGS: dict[str, str] = dict.fromkeys(MODALITIES, "; a processor has the same settings for all parts")
 _ARTICLE = {"text": "a", "image": "an", "video": "a", "thinking": "a"}
 _CONTENT_KEYS = tuple(key for keys in _KEYS.values() for key in keys if key in _KIND_OF_TYPE)
 """Keys that settle the kind of a part whose `type` is missing."""
@@ -341,7 +350,7 @@ def attach_media(
             sources[kind] = _sources_for(modality, given, slots)
 
     def filled(part: Part) -> Part:
-        waits = isinstance(part, ImagePart | VideoPart) and part.source is None and type(part) in sources
+        waits = isinstance(part, MediaPart) and part.source is None and type(part) in sources
         return msgspec.structs.replace(part, source=next(sources[type(part)])) if waits else part
 
     return tuple([

@@ -9,7 +9,7 @@ from mmrender.content.parts import attach_media
 from mmrender.content.tools import normalize_documents, normalize_tools
 from mmrender.content.values import copy_containers, describe
 from mmrender.errors import InputError
-from mmrender.messages import ImagePart, RenderRequest, RequestMedia, VideoPart
+from mmrender.messages import MediaPart, RenderRequest, RequestMedia
 
 
 def read_request(
@@ -22,7 +22,7 @@ def read_request(
     add_generation_prompt: bool = False,
     continue_final_message: bool | str = False,
     variables: Mapping[str, Any] | None = None,
-    fingerprint: Callable[[ImagePart | VideoPart], Hashable | None] | None = None,
+    fingerprint: Callable[[MediaPart], Hashable | None] | None = None,
     where: str = "messages",
     allow_empty: bool = False,
 ) -> RenderRequest:

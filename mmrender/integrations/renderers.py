@@ -25,7 +25,7 @@ from renderers.base import should_rerender_for_thinking_retention
 from mmrender.content import normalize_messages
 from mmrender.errors import RenderError
 from mmrender.media.pixels import ImageBackend
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, MessageLike, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, MessageLike
 from mmrender.parsing.calls import CallStatus
 from mmrender.renderer import Renderer
 from mmrender.sidecar import (
@@ -263,7 +263,7 @@ def _unloaded(messages: Sequence[MessageLike]) -> list[Message]:
         if not isinstance(message.content, tuple):
             return message
         parts = [
-            structs.replace(part, source=UNKNOWN_SOURCE) if isinstance(part, ImagePart | VideoPart) else part
+            structs.replace(part, source=UNKNOWN_SOURCE) if isinstance(part, MediaPart) else part
             for part in message.content
         ]
         return structs.replace(message, content=tuple(parts))

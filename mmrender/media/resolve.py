@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -22,10 +22,9 @@ from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
 from mmrender.media.video import as_array, open_video
-from mmrender.messages import ImagePart, VideoPart
+from mmrender.messages import ImagePart, MediaPart, Modality, VideoPart
 from mmrender.sidecar import MediaItem
 
-MediaPart: TypeAlias = ImagePart | VideoPart
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
@@ -92,6 +91,12 @@ class MediaCache:
         """Drop all items; counters stay."""
         self._items.clear()
         self._identities.clear()
+
+
+_EXPECTED_SOURCES: dict[Modality, str] = {
+    "image": "an image, bytes, a path or a URL",
+    "video": "frames or a video",
+}
 
 
 class MediaResolver:
@@ -163,8 +168,7 @@ class MediaResolver:
         if num_images is None:
             num_images = sum(isinstance(part, ImagePart) for _, part in media)
         for where, part in media:
-            kind = "image" if isinstance(part, ImagePart) else "video"
-            if kind == "video" and self.processor.videos is None:
+            if part.modality == "video" and self.processor.videos is None:
                 raise ProcessorError(
                     f"videos are not supported for {self.processor.name}",
                     where=where,
@@ -173,11 +177,11 @@ class MediaResolver:
                 )
             if part.source is None:
                 raise MessageError(
-                    f"the {kind} part has no source",
+                    f"the {part.modality} part has no source",
                     where=where,
-                    expected="an image, bytes, a path or a URL" if kind == "image" else "frames or a video",
+                    expected=_EXPECTED_SOURCES[part.modality],
                     got="None",
-                    remedy=f"Put it into the part, or pass it beside the messages: {kind}s=[...]",
+                    remedy=f"Put it into the part, or pass it beside the messages: {part.modality}s=[...]",
                 )
         if fingerprints is None:
             fingerprints = [part_fingerprint(part) for _, part in media]
@@ -244,7 +248,7 @@ def part_fingerprint(part: MediaPart) -> Hashable | None:
 
 
 def _timing(part: MediaPart) -> Hashable:
-    if isinstance(part, ImagePart):
+    if not isinstance(part, VideoPart):
         return None
     return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration
 

@@ -27,7 +27,7 @@ from mmrender.errors import (
     TemplateSyntaxError,
 )
 from mmrender.messages import (
-    ImagePart,
+    MediaPart,
     Message,
     Part,
     RenderRequest,
@@ -35,7 +35,6 @@ from mmrender.messages import (
     TextPart,
     ThinkingPart,
     ToolCall,
-    VideoPart,
 )
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.compiler import names_printed, names_read
@@ -260,7 +259,7 @@ def _content(
             case TextPart(text=written):
                 origin = _origin(index, role, "content", f"{path}.text")
                 parts.append({"type": "text", "text": TracedStr.whole(written, origin)})
-            case ImagePart() | VideoPart():
+            case MediaPart():
                 if not moves:
                     parts.append(_media(part, index, role, position, form))
             case ThinkingPart(thinking=thinking):
@@ -274,9 +273,9 @@ def _content(
     return parts
 
 
-def _media(part: ImagePart | VideoPart, index: int, role: Role, position: int, form: ViewForm) -> OwnedDict:
-    view = OwnedDict(type="image" if isinstance(part, ImagePart) else "video")
-    if form.image == "image_url" and isinstance(part, ImagePart):
+def _media(part: MediaPart, index: int, role: Role, position: int, form: ViewForm) -> OwnedDict:
+    view = OwnedDict(type=part.modality)
+    if form.image == "image_url" and part.modality == "image":
         view.update(type="image_url", image_url={})
     view._owner = _part_origin(index, role, position)
     return view

@@ -15,13 +15,13 @@ from mmrender.errors import TemplateError
 from mmrender.messages import (
     UNKNOWN_SOURCE,
     ImagePart,
+    MediaPart,
     Message,
     RenderRequest,
     Role,
     TextPart,
     ThinkingPart,
     ToolCall,
-    VideoPart,
 )
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.sidecar import common_prefix
@@ -219,7 +219,7 @@ class Probes:
         """Text that an image part adds to a message of `role`, or None if the template refuses it."""
         return self.added_by(ImagePart(UNKNOWN_SOURCE), role, form)
 
-    def added_by(self, part: ImagePart | VideoPart, role: Role, form: ViewForm | None = None) -> str | None:
+    def added_by(self, part: MediaPart, role: Role, form: ViewForm | None = None) -> str | None:
         """Text that a media part adds to a message of `role`, or None if the template refuses it."""
         before, middle, after = messages_around(role)
         texts = []

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mmrender.errors import InputError, TemplateLimitError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, RenderRequest
 from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate, ViewForm
 from mmrender.template.text import Spans, TracedStr, plain
@@ -58,9 +58,7 @@ def _without_media(message: Message) -> Message:
     if not any(message.media()):
         return message
     content = [
-        msgspec.structs.replace(part, source=UNKNOWN_SOURCE)
-        if isinstance(part, ImagePart | VideoPart)
-        else part
+        msgspec.structs.replace(part, source=UNKNOWN_SOURCE) if isinstance(part, MediaPart) else part
         for part in message.content or ()
     ]
     return msgspec.structs.replace(message, content=tuple(content))

@@ -14,17 +14,17 @@ from PIL import Image
 
 from mmrender.errors import InputError
 from mmrender.media.item import encoded_image
-from mmrender.messages import Role
+from mmrender.messages import MODALITIES, Modality, Role
 from mmrender.notebook import Drawn
 from mmrender.sidecar import MultiModalData, collapse
 from mmrender.template.text import Kind
 
-TokenKind: TypeAlias = Kind | Literal["template", "image", "video", "prompt", "completion"]
+TokenKind: TypeAlias = Kind | Modality | Literal["template", "prompt", "completion"]
 """`Kind` of the text a token was made from; `template` where no message is involved; a media placeholder; or,
 after a bridge, the previous prompt and the previous completion as they were."""
 
 CONTENT_KINDS: frozenset[str] = frozenset(
-    {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", "image", "video"}
+    {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", *MODALITIES}
 )
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
@@ -155,7 +155,7 @@ class RenderedTokens(Drawn):
             return False
         if self.roles[span.message] == "assistant":
             return span.sampled
-        return span.kind in CONTENT_KINDS and span.kind not in ("image", "video")
+        return span.kind in CONTENT_KINDS and span.kind not in MODALITIES
 
     @property
     def tokens_per_message(self) -> list[int]:

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from mmrender.caching import FileCache, cache_folder, digest_of_code
 from mmrender.errors import BatchError, ModelError
+from mmrender.messages import MODALITIES
 from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
@@ -266,9 +267,9 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
     ):
         seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
         mrope = MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
-    feature_token_ids = {
+    feature_token_ids: dict[str, int] = {
         modality: settings[key]
-        for modality in ("image", "video")
+        for modality in MODALITIES
         for key in (f"{modality}_token_index", f"{modality}_token_id")
         if isinstance(settings.get(key), int)
     }

@@ -19,7 +19,7 @@ from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
-from mmrender.messages import ROLES, Message, Role, TextPart, ThinkingPart
+from mmrender.messages import MODALITIES, ROLES, Message, Role, TextPart, ThinkingPart
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
 from mmrender.trajectory.sample import TrainingSample
@@ -264,7 +264,7 @@ class _Builder:
         for message in whole:
             mask[self.turn(rendered, message)] = True
         for span in rendered.spans:
-            if span.kind in ("image", "video"):  # no model samples an image, not even in the assistant's turn
+            if span.kind in MODALITIES:  # no model samples an image, not even in the assistant's turn
                 mask[span.start : span.stop] = False
         return mask
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmrender.content.parts import MEDIA_TYPES
 from mmrender.errors import TrajectoryError
-from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, VideoPart
+from mmrender.messages import MediaPart, Message, TextPart, ThinkingPart
 
 MediaSources: TypeAlias = Literal["drop", "keep"]
 """Whether messages keep the sources of their media, or hold None in their place."""
@@ -39,7 +39,7 @@ def without_sources(message: Any) -> Any:
             return message
         parts = tuple(
             msgspec.structs.replace(part, source=_blanked(part.source))
-            if isinstance(part, ImagePart | VideoPart)
+            if isinstance(part, MediaPart)
             else part
             for part in message.content
         )

@@ -6,6 +6,7 @@ Needs rich, of the extra `cli`.
 from rich.table import Table
 from rich.text import Text
 
+from mmrender.messages import MODALITIES
 from mmrender.sidecar import MediaItem
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view.data import shared_length
@@ -40,7 +41,7 @@ def token_strip(rendered: RenderedTokens) -> Text:
     strip = Text(no_wrap=False, overflow="fold")
     items = _items_by_offset(rendered)
     for span in rendered.spans:
-        if span.kind in ("image", "video"):
+        if span.kind in MODALITIES:
             strip.append(_folded(span, items.get(span.start)), STYLES[span.kind][0])
             continue
         styles = _SAMPLED if span.sampled else STYLES.get(span.kind, _SCAFFOLD)
@@ -101,7 +102,7 @@ def message_table(rendered: RenderedTokens) -> Table:
     for index, role in enumerate(rendered.roles):
         spans = [span for span in rendered.spans if span.message == index]
         sampled = sum(span.stop - span.start for span in spans if span.sampled)
-        media = sum(span.kind in ("image", "video") for span in spans)
+        media = sum(span.kind in MODALITIES for span in spans)
         table.add_row(str(index), role, str(counts[index]), str(sampled or ""), str(media or ""))
     outside = len(rendered) - sum(counts)
     if outside:

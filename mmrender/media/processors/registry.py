@@ -32,7 +32,7 @@ from mmrender.media.processor import (
 from mmrender.media.processors.patches import PatchProcessor, PatchVideoProcessor
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.watched import WatchedProcessor
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Modality, VideoPart
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MediaPart, Modality, VideoPart
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
 from mmrender.template.known import KnownTemplate
@@ -48,7 +48,7 @@ TEXT_WRITERS = frozenset({"ChameleonProcessor", "Emu3Processor", "Molmo2Processo
 GROUP = "mmrender.processors"
 """Entry points of other packages' classes. They follow the rules of `NATIVE`, and set `videos` themselves."""
 
-_PARTS: dict[Modality, ImagePart | VideoPart] = {
+_PARTS: dict[Modality, MediaPart] = {
     "image": ImagePart(UNKNOWN_SOURCE),
     "video": VideoPart(UNKNOWN_SOURCE),
 }
