@@ -2,26 +2,26 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
-import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from mmcodecs.forks import watch_forks
-from mmrender.client.hooks import ClientHooks, ObservedCall
+from mmrender.client.hooks import ClientHooks, Moment, RequestEvent
 from mmrender.client.transport import (
-    GATEWAY_STATUSES,
     MAX_ERROR_BYTES,
     JSONText,
     Reply,
     TransportConfig,
+    may_repeat_status,
     status_error,
 )
 from mmrender.errors import (
@@ -40,7 +40,7 @@ except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "aiohttp", "client", "the HTTP client") from error
 
 _log = logging.getLogger("mmrender.client")
-_NEVER_MADE: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _BROKEN: Final = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, ConnectionError)
 _UNTRUSTED: Final = (
     aiohttp.ClientConnectorCertificateError,
@@ -48,13 +48,14 @@ _UNTRUSTED: Final = (
     aiohttp.ServerFingerprintMismatch,
 )
 _SLICE: Final = 256 << 10
-"""Larger bodies are written in slices, so that other tasks have their turn."""
+"""Bytes of a body that are written before other tasks have their turn."""
 _PIECE: Final = 64 << 10
-"""What is copied of a file where the socket is full."""
+"""Bytes of a file that are copied at a time while the socket is full."""
+_call_ids = itertools.count(1)
 
 
 class _Body(aiohttp.Payload):
-    """A large body; what lies in a file goes to the socket without a copy."""
+    """A large body. Texts in a file go to the socket without a copy."""
 
     def __init__(self, pieces: Sequence[bytes | JSONText]) -> None:
         super().__init__(pieces, content_type="application/json")
@@ -69,7 +70,7 @@ class _Body(aiohttp.Payload):
                 if isinstance(piece, JSONText) and await _send_file(writer, piece):
                     continue
             except ConnectionError:
-                return  # the server closed it; its reply, if it sent one, is still to be read
+                return  # the server closed it, and its reply, if it sent one, is still to be read
             view = memoryview(joined([piece]))
             for start in range(0, max(1, len(view)), _SLICE):  # once at least: the headers go with it
                 await writer.write(view[start : start + _SLICE])
@@ -77,7 +78,7 @@ class _Body(aiohttp.Payload):
 
 
 async def _send_file(writer: Any, text: JSONText) -> bool:
-    """Send a text from its file; False, and nothing is sent, where it has none or the socket has TLS.
+    """Send a text from its file; return False if it has none or the socket has TLS, and nothing was sent.
 
     `loop.sendfile` would stop reading meanwhile, and so miss the reply of a server that refuses a long body.
     """
@@ -85,14 +86,14 @@ async def _send_file(writer: Any, text: JSONText) -> bool:
     if text.file is None or transport is None or transport.get_extra_info("sslcontext") is not None:
         return False
     sock, done = transport.get_extra_info("socket"), 0
-    transport.set_write_buffer_limits(0)  # so that `drain` waits until what was written has gone out
+    transport.set_write_buffer_limits(0)  # so that `drain` waits until everything written has gone out
     try:
         while done < len(text):
             await writer.drain()
             try:
                 done += os.sendfile(sock.fileno(), text.file, done, len(text) - done)
                 await asyncio.sleep(0)
-            except BlockingIOError:  # the transport waits for the socket where it has something to write
+            except BlockingIOError:  # the transport waits for the socket if it has something to write
                 piece = os.pread(text.file, min(_PIECE, len(text) - done), done)
                 await writer.write(piece)
                 done += len(piece)
@@ -107,13 +108,12 @@ def joined(pieces: Sequence[bytes | JSONText]) -> bytes:
 
 
 def encode_json(value: Any) -> list[bytes | JSONText]:
-    """Encode a JSON value, of what msgspec takes and `JSONText`, as pieces that follow each other.
+    """Encode a value of JSON types and `JSONText` as pieces that follow each other.
 
-    A `JSONText` is a piece of its own, not copied.
+    Each `JSONText` is a piece of its own, not copied.
     """
     texts: list[JSONText] = []
-    # Random, so that no text of the request can hold it.
-    mark = secrets.token_hex(16)
+    mark = secrets.token_hex(16)  # random, so that no text of the request contains it
 
     def stand_in(other: Any) -> str:
         if not isinstance(other, JSONText):
@@ -123,26 +123,86 @@ def encode_json(value: Any) -> list[bytes | JSONText]:
 
     try:
         whole = msgspec.json.encode(value, enc_hook=stand_in)
-        first, *others = whole.split(f'"{mark}"'.encode()) if texts else (whole,)
-        pieces: list[bytes | JSONText] = [first]
-        for text, after in zip(texts, others, strict=True):
-            pieces += [text, after]
-        return pieces
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(
             "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
         ) from error
+    first, *others = whole.split(f'"{mark}"'.encode()) if texts else (whole,)
+    pieces: list[bytes | JSONText] = [first]
+    for text, after in zip(texts, others, strict=True):
+        pieces += [text, after]
+    return pieces
+
+
+class _Call:
+    """One call: its request, its progress, and the hooks that are told of it."""
+
+    def __init__(self, method: str, target: str, json: Any, hooks: Sequence[ClientHooks]) -> None:
+        self.method = method
+        self.target = target
+        self.url = target.partition("?")[0]
+        self.where = f"{method} {self.url}"
+        self.body = [] if json is None else encode_json(json)
+        self.size = sum(map(len, self.body))
+        self.headers: dict[str, str] = {"Content-Type": "application/json"} if self.body else {}
+        self.attempt = 1
+        self.status: int | None = None
+        self.is_kept = False
+        """Whether the attempt uses a connection that served an earlier call."""
+        self._hooks = hooks
+        self._begun = time.perf_counter()
+        self._id = next(_call_ids)
+
+    def report(
+        self, moment: Moment, *, error: BaseException | None = None, reply_bytes: int | None = None
+    ) -> dict[str, str]:
+        """Call every hook; return the headers that they want to send."""
+        headers: dict[str, str] = {}
+        if not self._hooks:
+            return headers
+        seconds = time.perf_counter() - self._begun
+        event = RequestEvent(
+            self._id, self.method, self.url, self.attempt, self.size, seconds, self.status, reply_bytes, error
+        )
+        for hook in self._hooks:
+            try:
+                headers.update(getattr(hook, moment)(event) or {})
+            except Exception:  # noqa: BLE001 - a hook is foreign code
+                _log.exception("the hook %s.%s failed", type(hook).__name__, moment)
+        return headers
+
+    def may_repeat(self, error: EngineConnectionError | EngineStatusError, idempotent: bool | None) -> bool:
+        """Whether the attempt that failed may be made again: the one decision for all calls and streams.
+
+        - A connection that was never made: always.
+        - A kept connection that breaks before any answer: unless the call is not idempotent. It was closed,
+        by the
+          server or a proxy, before the request came. A sampled turn that was begun all the same ends with its
+          connection.
+        - A status: see `may_repeat_status`.
+        """
+        if isinstance(error, EngineStatusError):
+            return may_repeat_status(error, self.method, idempotent)
+        cause = error.__cause__
+        if isinstance(cause, _UNTRUSTED):
+            return False
+        was_closed = self.is_kept and self.status is None and isinstance(cause, _BROKEN)
+        return isinstance(cause, _NOT_CONNECTED) or (was_closed and idempotent is not False)
+
+
+_Session: TypeAlias = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
+"""A session, and the generator that closes it at its end."""
 
 
 class HTTPTransport:
     """Requests to one server over HTTP/1.1.
 
-    It may be shared by threads, each with its event loop, and pickled where its hooks can be. Connections
-    are pooled for each loop, and closed by `aclose` or when the loop ends. Redirects are not followed,
-    cookies are not kept, and proxy settings of the environment are not used.
+    It may be shared by threads, each with its event loop, and pickled if its hooks can be. Connections are
+    pooled for each loop, and closed by `aclose` or when the loop ends. Redirects are not followed, cookies
+    are not kept, and proxy settings of the environment are not used.
 
     Args:
-        config: The server's base URL, or that and all other settings.
+        config: The server's base URL, or all settings.
         hooks: Called at the beginning, the retries and the end of each call.
 
     Raises:
@@ -153,15 +213,9 @@ class HTTPTransport:
         self.config = TransportConfig(config) if isinstance(config, str) else config
         self.hooks = tuple(hooks)
         self.base_url = self.config.base_url
-        self._sessions: dict[int, _LoopSession] = {}
-        self.renew_after_fork()
-        watch_forks(self)
+        self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
         # Sessions outlive a dropped transport until their loops have closed them, as that takes an `await`.
         weakref.finalize(self, _close_sessions, self._sessions).atexit = False
-
-    def renew_after_fork(self) -> None:
-        """Replace the lock; connections stay with the parent's event loops."""
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(HTTPTransport, self.config, hooks=self.hooks), ()
@@ -171,10 +225,9 @@ class HTTPTransport:
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop; a later call opens new ones."""
-        with self._lock:
-            entry = self._sessions.pop(id(asyncio.get_running_loop()), None)
+        entry = self._sessions.pop(asyncio.get_running_loop(), None)
         if entry is not None:
-            await entry.keeper.aclose()
+            await entry[1].aclose()
 
     async def request(
         self,
@@ -189,8 +242,6 @@ class HTTPTransport:
     ) -> Reply:
         """Send a request and read the whole reply; see `Transport.request`.
 
-        See `_may_repeat` for the attempts that are repeated.
-
         Raises:
             EngineConnectionError: The server was not reached, or the connection broke.
             EngineTimeoutError: The call took longer than `timeout`.
@@ -199,10 +250,18 @@ class HTTPTransport:
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
         seconds = self.config.timeout if timeout is None else timeout
-        call = self._begun(method, path, json, headers)
+        call = self._begin(method, path, json, headers)
+        content = bytearray()
         try:
             async with asyncio.timeout(seconds):
-                reply = await self._repeated(call, max_reply_bytes, idempotent)
+                while call.status is None:
+                    try:
+                        async with self._attempt(call) as response:
+                            async for chunk in response.content.iter_any():
+                                content += chunk
+                                self._check_size(len(content), call, max_reply_bytes)
+                    except (EngineConnectionError, EngineStatusError) as error:
+                        await self._prepare_retry(call, error, idempotent)
         except TimeoutError as error:
             late = EngineTimeoutError(f"the server did not answer within {seconds:g} s", where=call.where)
             call.report("on_error", error=late)
@@ -210,8 +269,8 @@ class HTTPTransport:
         except BaseException as error:
             call.report("on_error", error=error)
             raise
-        call.report("on_response", reply_bytes=len(reply.body))
-        return reply
+        call.report("on_response", reply_bytes=len(content))
+        return Reply(response.status, response.headers, bytes(content))
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -225,13 +284,13 @@ class HTTPTransport:
         Raises:
             EngineError: As for `request`.
         """
-        call = self._begun(method, path, json, headers)
+        call = self._begin(method, path, json, headers)
         total = 0
         pending = bytearray()
         try:
             while call.status is None:
                 try:
-                    async with self._opened(call, silence=self.config.timeout) as response:
+                    async with self._attempt(call, read_timeout=self.config.timeout) as response:
                         async for chunk in response.content.iter_any():
                             total += len(chunk)
                             pending += chunk
@@ -241,7 +300,7 @@ class HTTPTransport:
                                     yield bytes(line.removesuffix(b"\r"))
                             self._check_size(len(pending), call)
                 except EngineConnectionError as error:
-                    await self._before_next(call, error, None)
+                    await self._prepare_retry(call, error, None)
             if pending:
                 yield bytes(pending.removesuffix(b"\r"))
         except BaseException as error:
@@ -249,28 +308,18 @@ class HTTPTransport:
             raise
         call.report("on_response", reply_bytes=total)
 
-    def _begun(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> ObservedCall:
+    def _begin(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> _Call:
         """Encode and report a call; the caller's headers override those of hooks."""
-        body = [] if json is None else encode_json(json)
-        call = ObservedCall(method, self.base_url + path, body, self.hooks)
-        content_type = {"Content-Type": "application/json"} if body else {}
-        call.headers = {**call.report("on_request"), **content_type, **(headers or {})}
+        call = _Call(method, self.base_url + path, json, self.hooks)
+        call.headers = {**call.report("on_request"), **call.headers, **(headers or {})}
         return call
 
-    async def _repeated(self, call: ObservedCall, most: int | None, idempotent: bool | None) -> Reply:
-        """Make attempts until one succeeds, fails in a way that is not retried, or is the last."""
-        while True:
-            try:
-                return await self._once(call, most)
-            except (EngineConnectionError, EngineStatusError) as error:
-                await self._before_next(call, error, idempotent)
-
-    async def _before_next(
-        self, call: ObservedCall, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
+    async def _prepare_retry(
+        self, call: _Call, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
     ) -> None:
-        """Wait before the next attempt of a call; raise the error of the last one if none is to be made."""
+        """Wait before the next attempt of a call; raise the error of the last one if there is to be none."""
         policy = self.config.retries
-        if call.attempt >= policy.attempts or not _may_repeat(call, error, idempotent):
+        if call.attempt >= policy.attempts or not call.may_repeat(error, idempotent):
             raise error
         call.attempt += 1
         wait = policy.wait_before(call.attempt)
@@ -281,43 +330,33 @@ class HTTPTransport:
         call.status = None
         await asyncio.sleep(wait)
 
-    async def _once(self, call: ObservedCall, most: int | None) -> Reply:
-        async with self._opened(call) as response:
-            content = bytearray()
-            async for chunk in response.content.iter_any():
-                content += chunk
-                self._check_size(len(content), call, most)
-            return Reply(response.status, response.headers, bytes(content))
-
-    def _check_size(self, size: int, call: ObservedCall, most: int | None = None) -> None:
-        own = self.config.max_reply_bytes
-        if size > (bound := own if most is None else min(most, own)):
+    def _check_size(self, size: int, call: _Call, max_bytes: int | None = None) -> None:
+        bound = self.config.max_reply_bytes
+        if size > (limit := bound if max_bytes is None else min(max_bytes, bound)):
             raise EngineReplyError(
                 "the server's reply is too long",
                 where=call.where,
-                expected=f"at most {bound} bytes",
-                remedy="Raise max_reply_bytes of the transport" if bound == own else None,
+                expected=f"at most {limit} bytes",
+                remedy="Raise max_reply_bytes of the transport" if limit == bound else None,
             )
 
     @contextlib.asynccontextmanager
-    async def _opened(
-        self, call: ObservedCall, *, silence: float | None = None
+    async def _attempt(
+        self, call: _Call, *, read_timeout: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
-        short = call.size <= _SLICE
         # aiohttp writes bytes with the headers in one piece.
-        data = joined(call.body) if short else _Body(call.body)
-        waits = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=silence)
-        start = b""
+        data = joined(call.body) if call.size <= _SLICE else _Body(call.body)
+        timeout = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=read_timeout)
+        excerpt = b""
         call.is_kept = False
         try:
-            session = await self._session()
-            async with session.request(
+            async with (await self._session()).request(
                 call.method,
                 call.target,
                 data=data or None,
                 headers=call.headers,
-                timeout=waits,
+                timeout=timeout,
                 allow_redirects=False,
                 trace_request_ctx=call,
             ) as response:
@@ -326,40 +365,32 @@ class HTTPTransport:
                     yield response
                     return
                 async for chunk in response.content.iter_any():
-                    start += chunk
-                    if len(start) >= MAX_ERROR_BYTES:
+                    excerpt += chunk
+                    if len(excerpt) >= MAX_ERROR_BYTES:
                         break
         except EngineError:
             raise
         except (aiohttp.ClientError, OSError, ValueError, TypeError) as error:
             raise _engine_error(error, call.where) from error
-        raise status_error(call.method, call.url, response.status, start, response.headers)
+        raise status_error(call.method, call.url, response.status, excerpt, response.headers)
 
     async def _session(self) -> aiohttp.ClientSession:
         """Return the session of the running event loop."""
         loop = asyncio.get_running_loop()
-        entry = self._sessions.get(id(loop))
-        # A loop that ended may have left its address to another one.
-        if entry is not None and entry.loop is loop and not entry.session.closed:
-            return entry.session
+        entry = self._sessions.get(loop)
+        if entry is not None and not entry[0].closed:
+            return entry[0]
         keeper = _open_session(self.config)
         # Runs to its first `yield` without giving way, so no second task can open another session meanwhile.
         session = await anext(keeper)
-        with self._lock:
-            ended = [key for key, entry in self._sessions.items() if entry.loop.is_closed()]
-            dropped = [self._sessions.pop(key) for key in ended]
-            self._sessions[id(loop)] = _LoopSession(loop, session, keeper)
-        for entry in dropped:
-            # Its loop ended without ending its generators, so nothing can be awaited there.
-            with contextlib.suppress(StopIteration):
-                entry.session.close().send(None)
+        for ended in [each for each in list(self._sessions) if each.is_closed()]:
+            dropped = self._sessions.pop(ended, None)
+            if dropped is not None:
+                # Its loop ended without ending its generators, so nothing can be awaited there.
+                with contextlib.suppress(StopIteration):
+                    dropped[0].close().send(None)
+        self._sessions[loop] = session, keeper
         return session
-
-
-class _LoopSession(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    session: aiohttp.ClientSession
-    keeper: AsyncGenerator[aiohttp.ClientSession, None]
 
 
 async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.ClientSession, None]:
@@ -378,32 +409,10 @@ async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.Clien
         yield session
 
 
-def _close_sessions(sessions: dict[int, _LoopSession]) -> None:
-    for entry in sessions.values():
-        if not entry.loop.is_closed():
-            entry.loop.call_soon_threadsafe(entry.loop.create_task, entry.keeper.aclose())
-
-
-def _may_repeat(
-    call: ObservedCall, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
-) -> bool:
-    """Whether a failed attempt may be made again: the one decision for all calls and streams.
-
-    - A connection that was never made: always.
-    - A kept connection that breaks before any answer: unless the call says that it is not idempotent. Such
-      a connection was closed, by the server or a proxy, before the request came; a sampled turn that was
-      begun all the same ends with its connection.
-    - A status of 502, 503 or 504: only an idempotent call, since a gateway gives these also for requests
-      that it passed on.
-    """
-    if isinstance(error, EngineStatusError):
-        known = call.method in ("GET", "HEAD") if idempotent is None else idempotent
-        return known and error.status in GATEWAY_STATUSES
-    cause = error.__cause__
-    if isinstance(cause, _UNTRUSTED):
-        return False
-    was_closed = call.is_kept and call.status is None and isinstance(cause, _BROKEN)
-    return isinstance(cause, _NEVER_MADE) or (was_closed and idempotent is not False)
+def _close_sessions(sessions: dict[asyncio.AbstractEventLoop, _Session]) -> None:
+    for loop, (_, keeper) in sessions.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(loop.create_task, keeper.aclose())
 
 
 async def _note_kept(_: object, context: SimpleNamespace, __: object) -> None:
@@ -415,7 +424,7 @@ def _engine_error(error: Exception, where: str) -> EngineError | InputError:
     text = str(error) or type(error).__name__
     if isinstance(error, _UNTRUSTED):
         return EngineConnectionError("the server cannot be trusted", where=where, got=text)
-    if isinstance(error, _NEVER_MADE):
+    if isinstance(error, _NOT_CONNECTED):
         return EngineConnectionError("the server was not reached", where=where, got=text)
     if isinstance(error, aiohttp.SocketTimeoutError):
         return EngineTimeoutError("the server went silent", where=where, got=text)

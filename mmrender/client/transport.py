@@ -1,4 +1,4 @@
-"""`Transport`: requests to one server, as backends see it; its configuration, retry policy and errors.
+"""`Transport`: requests to one server, as backends see it; its configuration, and what may be repeated.
 
 Needs no HTTP library.
 """
@@ -16,16 +16,24 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from mmrender.errors import EngineReplyError, EngineStatusError, InputError
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    InputError,
+)
 
 MAX_ERROR_BYTES: Final = 8192
 """Bytes of an error reply that are read and kept."""
 
 LONG_TEXT: Final = 2 << 20
-"""Bytes from which on a JSON text lies in a file."""
+"""Bytes above which a JSON text is kept in a file."""
 
 GATEWAY_STATUSES: Final = frozenset({502, 503, 504})
-"""Statuses that a gateway answers in a server's place, also for requests that it passed on."""
+"""Errors of a gateway, which may have passed the request on."""
+_TRANSIENT_STATUSES: Final = GATEWAY_STATUSES | {408, 425, 429, 500}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +48,7 @@ class Reply:
 class JSONText:
     """A member of a request that is JSON text, such as base64 in quotes; neither checked nor copied.
 
-    Long text lies in an unnamed file in memory, where the system has them: sockets send it from there without
-    a copy.
+    Long text is kept in an unnamed file in memory, if the system has them. Sockets send it without a copy.
     """
 
     __slots__ = ("__weakref__", "_data", "_size", "file")  # not a dataclass, which msgspec would write
@@ -99,10 +106,11 @@ class Transport(Protocol):
             json: Body, encoded by msgspec; `JSONText` members are sent as they are.
             headers: Besides the transport's own.
             timeout: Seconds for the whole call; None takes the transport's setting.
-            idempotent: Whether the call may be repeated after it may have reached the server; None means for
-                GET only, and for any call whose kept connection turns out to be closed. A connection that was
-                never made is always tried again.
-            max_reply_bytes: A longer answer is an `EngineReplyError`; so is one beyond the transport's bound.
+            idempotent: Whether the call may be repeated after it may have reached the server. By default GET
+                may, and any call whose kept connection turns out to be closed. A connection that was never
+                made is always tried again.
+            max_reply_bytes: A longer answer is an `EngineReplyError`, and so is an answer beyond the
+                transport's bound.
         """
         ...
 
@@ -131,7 +139,7 @@ Server: TypeAlias = str | NamedServer
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite number, more than `above` or at least `least`."""
+    """Require a finite number above `above`, or not below `least`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (above is not None and value <= above) or (least is not None and value < least):
         bound = f"more than {above:g}" if above is not None else f"{least:g} or more"
@@ -145,8 +153,8 @@ class RetryPolicy:
     Attributes:
         attempts: Attempts in all; 1 turns retries off.
         wait_initial: Seconds before the second attempt; doubled for each further one.
-        wait_jitter: Up to so many random seconds are added to each wait.
-        wait_max: The longest wait in seconds, also where the server names one by `Retry-After`.
+        wait_jitter: Maximum of the random seconds that are added to each wait.
+        wait_max: The longest wait in seconds, also for a wait that the server names by `Retry-After`.
 
     Raises:
         InputError: A value is out of range.
@@ -181,8 +189,8 @@ class TransportConfig:
         connect_timeout: Seconds for making one connection.
         retries: How often and when failed attempts are repeated; the transport decides which ones.
         max_connections: Open connections of one event loop; 0 for no bound. Calls beyond it wait.
-        keepalive: Seconds that an idle connection is kept. Uvicorn, under vLLM and SGLang, closes one after
-            5, and a request that meets the closing is lost; so it should be less than the server's.
+        keepalive: Seconds that an idle connection is kept; less than the server's. Uvicorn, under vLLM and
+            SGLang, closes one after 5, and a request that meets the closing is lost.
         max_reply_bytes: A longer reply, decompressed, is an error and is not read to its end.
 
     Raises:
@@ -237,6 +245,21 @@ class TransportConfig:
         """Hashable form; configurations with equal keys may share connections."""
         values = (getattr(self, name) for name in self.__slots__ if name != "headers")
         return (*values, tuple(sorted(self.headers.items())))
+
+
+def may_repeat_status(error: EngineStatusError, method: str, idempotent: bool | None) -> bool:
+    """Whether a call may be repeated after a status: an idempotent one (GET by default), at a gateway's."""
+    may_repeat = method in ("GET", "HEAD") if idempotent is None else idempotent
+    return may_repeat and error.status in GATEWAY_STATUSES
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a completion may succeed at another server, or later, if it is asked for anew."""
+    if isinstance(error, EngineStatusError):
+        return error.status in _TRANSIENT_STATUSES
+    return isinstance(
+        error, EngineConnectionError | EngineTimeoutError | EngineReplyError | EngineUnavailableError
+    )
 
 
 def status_error(

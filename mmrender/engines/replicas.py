@@ -15,14 +15,12 @@ from typing import Any, Final, Literal, TypeAlias
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight
-from mmrender.client.transport import RetryPolicy
+from mmrender.client.transport import RetryPolicy, is_transient
 from mmrender.engines.interface import InferenceEngineInterface, Result
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
-    EngineReplyError,
     EngineStateError,
-    EngineStatusError,
     EngineTimeoutError,
     EngineUnavailableError,
     EngineUnsupportedError,
@@ -37,7 +35,6 @@ Ending: TypeAlias = Literal["paused", "aborted", "down"]
 HEALTH_TIMEOUT: Final = 5.0
 """Seconds that an engine may take to answer for its health, its limit or a pause."""
 
-_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 _log = logging.getLogger("mmrender.engines")
 
@@ -483,15 +480,6 @@ class ReplicaPool:
             elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
                 raise limit
         return min((limit for limit in limits.values() if isinstance(limit, int)), default=None)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed at another time or engine."""
-    if isinstance(error, EngineStatusError):
-        return error.status in _TRANSIENT
-    return isinstance(
-        error, EngineConnectionError | EngineTimeoutError | EngineReplyError | EngineUnavailableError
-    )
 
 
 def _torn_down() -> EngineStateError:

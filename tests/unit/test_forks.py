@@ -382,14 +382,10 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_by_name(tiny_model):
     assert in_child(model).startswith("EngineStateError: the model was loaded before this process forked")
 
 
-@pytest.mark.parametrize(
-    "lock", [lambda: server_facts._known.lock, lambda: TRANSPORT._lock], ids=["facts", "transport"]
-)
-def test_a_transport_serves_the_child(lock):
-    with thread_within(lock()):
-        assert in_child(lambda: (server_facts.forget(TRANSPORT), asyncio.run(TRANSPORT.aclose()))) == (
-            "(None, None)"
-        )
+def test_a_transport_serves_the_child():
+    assert (
+        in_child(lambda: (server_facts.forget(TRANSPORT), asyncio.run(TRANSPORT.aclose()))) == "(None, None)"
+    )
 
 
 def test_requests_of_the_parent_are_not_those_of_the_child():
