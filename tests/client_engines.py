@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmrender.client import dynamo, vllm
+from mmrender.client import dynamo, vllm_images
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm import ABORT_PATH, VLLMBackend
 
 PROMPT, IDS, LOGPROBS, END = [10, 11, 12], [50, 51, 52], [-1.5, -0.25, 0.0], 52
 Reply = dict[str, Any]
@@ -66,7 +66,7 @@ def at(*path: Any) -> Callable[[Reply, Any], None]:
 ENGINES = {
     "vllm": Engine(
         VLLMBackend(),
-        vllm.GENERATE_PATH,
+        vllm_images.GENERATE_PATH,
         vllm_reply,
         {
             "reason": at("choices", 0, "finish_reason"),
@@ -81,7 +81,7 @@ ENGINES = {
         },
         ("/v1/models", {"data": [{"id": "m", "max_model_len": 2048}]}, 2047),
         ({}, [], "text", {"data": 1}, {"data": [{}]}, {"data": [{"id": "m", "parent": [1]}]}),
-        (vllm.ABORT_PATH, {"request_ids": ["generate-tokens-mine"]}),
+        (ABORT_PATH, {"request_ids": ["generate-tokens-mine"]}),
     ),
     "sglang": Engine(
         SGLangBackend(),

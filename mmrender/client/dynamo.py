@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, check_size, sample
+from mmrender.client.exchange import HTTPBackend, check_size, post
 from mmrender.client.placeholders import Ids, check_request
 from mmrender.client.reply import (
     LogprobEntry,
@@ -37,8 +37,9 @@ from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.client.vllm import GENERATE_PATH, sample_tokens
-from mmrender.client.vllm_images import PixelDtype, features_of, wire_forms
+from mmrender.client.vllm import sample_tokens
+from mmrender.client.vllm_handshake import wire_forms
+from mmrender.client.vllm_images import GENERATE_PATH, PixelDtype, data_in, features_of
 from mmrender.errors import EngineReplyError, EngineStatusError, EngineUnsupportedError, InputError
 from mmrender.sidecar import MediaSpan
 
@@ -94,7 +95,7 @@ class DynamoBackend(HTTPBackend):
             body = chat_body(request, self.nvext)
             setting = "DynamoBackend(max_body_bytes=...)"
             check_size(len(ids), (), self.max_body_bytes, where=CHAT_PATH, setting=setting)
-            return await sample(request, transport, CHAT_PATH, body, read, on_tokens=on_tokens)
+            return await post(request, transport, CHAT_PATH, body, read, on_tokens=on_tokens)
         except EngineStatusError as error:
             if error.status == 400 and error.remedy is None:
                 error.remedy = "A frontend withholds the worker's message; the worker's log has it"
@@ -127,7 +128,7 @@ class DynamoBackend(HTTPBackend):
             )
         forms = await wire_forms(spans, ids, request.model, Process.unknown(transport), self.pixels)
         prompt = await asyncio.to_thread(features_of, spans, forms)
-        texts = [text for texts in prompt["features"]["kwargs_data"].values() for text in texts]
+        texts = data_in(prompt)
         setting = "DynamoBackend(max_image_bytes=...)"
         check_size(len(ids), texts, self.max_image_bytes, where=GENERATE_PATH, setting=setting)
         prompt["token_ids"] = ids.tolist()

@@ -93,7 +93,7 @@ class HTTPBackend:
         return isinstance(exc, PromptTooLongError)
 
 
-async def sample(
+async def post(
     request: EngineRequest,
     transport: Transport,
     path: str,

@@ -1,13 +1,12 @@
-"""Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has seen.
+"""Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has.
 
-Everything is asked once and kept beside the transport. A server may come back with other flags behind the
-same URL, so what is known is dropped when a connection breaks, when a gateway answers in the server's
-place, and after a minute without a call. What would be silently wrong at another server is kept for the
-process that answers, which its metrics identify.
+Each is asked once and kept with the transport. A server may come back with other flags at the same URL, so
+facts are dropped when a connection breaks, when a gateway answers for the server, and after a minute without
+a call. Facts that would be silently wrong at another server are kept for one process, which the server's
+metrics identify.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
 from mmrender.client.transport import GATEWAY_STATUSES, Transport
@@ -31,30 +29,30 @@ from mmrender.errors import (
 
 _log = logging.getLogger("mmrender.client")
 _PAUSE: Final = 10.0
-"""Seconds after a failed look-up of the prompt limit in which it is not repeated."""
+"""Seconds after a failed look-up of the prompt limit before it is repeated."""
 _IDLE: Final = 60.0
-"""Seconds without a call after which a server is asked anew."""
+"""Seconds without a call after which facts are dropped."""
 _PROCESS_PATH: Final = "/metrics/?name[]=process_start_time_seconds"
-"""One metric alone, as Prometheus' own application lets it be asked; its slash is needed in vLLM."""
-_TRIES: Final = 4
-"""Times that a question is repeated where processes change meanwhile."""
+"""One metric alone, as Prometheus' own application takes the question; vLLM needs the slash."""
+_MAX_TRIES: Final = 4
+"""Bounds the repetitions of a question while the answering process changes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ServerFacts:
-    """Answers of one server.
+    """Answers of one server, or of one process of it.
 
     Attributes:
-        name: What identifies the process that they are of; empty for those of the whole server.
-        answers: By question.
-        asking: Questions under way.
+        name: The process's name; empty for the whole server.
+        answers: Answers by question.
+        asking: Questions in flight.
         hashes: Hashes of the images whose data the server has been sent.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
-        used_at: When something was last asked here.
-        processes: Those of each process that has answered at this address, the last 16.
+        used_at: Time of the last question.
+        processes: Facts of the last 16 processes that have answered at this address.
         is_silent: Whether the server does not say which process answers.
         latest: Name of the process that answered last.
-        alternates: Whether processes answer in turn, instead of one in the place of another.
+        alternates: Whether processes answer in turn, rather than one after another.
     """
 
     name: str = ""
@@ -69,37 +67,22 @@ class ServerFacts:
     alternates: bool = False
 
 
-class _Known:
-    """Findings by transport."""
-
-    def __init__(self) -> None:
-        self.facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
-        self.renew_after_fork()
-        watch_forks(self)
-
-    def renew_after_fork(self) -> None:
-        """Replace the lock, which another thread may hold."""
-        self.lock = threading.Lock()
-
-
-_known = _Known()
+_facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
 
 
 def facts_of(transport: Transport) -> ServerFacts:
-    """Return what is known of the server of a transport."""
+    """Return the facts about the server of a transport."""
     now = time.monotonic()
-    with _known.lock:
-        facts = _known.facts.get(transport)
-        if facts is None or now - facts.used_at > _IDLE:
-            facts = _known.facts[transport] = ServerFacts()
-        facts.used_at = now
+    facts = _facts.get(transport)
+    if facts is None or now - facts.used_at > _IDLE:
+        facts = _facts[transport] = ServerFacts()
+    facts.used_at = now
     return facts
 
 
 def forget(transport: Transport) -> None:
-    """Forget what is known of a server."""
-    with _known.lock:
-        _known.facts.pop(transport, None)
+    """Drop the facts about a server."""
+    _facts.pop(transport, None)
 
 
 async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
@@ -119,7 +102,7 @@ async def _shared(transport: Transport, key: Hashable, ask: Callable[[], Awaitab
 
 
 class Process(NamedTuple):
-    """A server process: how to reach it, and what is known of it."""
+    """A server process: how to reach it, and the facts about it."""
 
     transport: Transport
     facts: ServerFacts
@@ -150,14 +133,15 @@ class Process(NamedTuple):
         facts.is_silent = not name
         facts.alternates |= name != facts.latest and name in facts.processes
         facts.latest = name
-        known = facts.processes.get_or_compute(name, lambda: ServerFacts(name)) if name else facts
-        return cls(transport, known)
+        return cls(
+            transport, facts.processes.get_or_compute(name, lambda: ServerFacts(name)) if name else facts
+        )
 
     async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the process's answer to a question, as the function `ask_once` does a server's.
 
         Raises:
-            EngineMismatchError: Several processes answer at this address, and not alike.
+            EngineMismatchError: Processes that answer at this address do not agree.
         """
         if not self.facts.name:
             return await ask_once(self.transport, key, ask)
@@ -166,32 +150,32 @@ class Process(NamedTuple):
         return self.facts.answers[key]
 
     async def _settle(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Ask until one process answers everything, or some processes have answered alike."""
+        """Repeat a question until one process, or several that agree, answered."""
         answers: list[Any] = []
         seen: list[ServerFacts] = []
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             seen.append((await self.answering(self.transport)).facts)
             answers.append(await ask())
             if answers[-1] != answers[0]:
                 raise EngineMismatchError(
-                    "servers with unlike settings answer at one address",
+                    "servers with different settings answer at one address",
                     where=self.transport.base_url,
                     expected=str(answers[0])[:300],
                     got=str(answers[-1])[:300],
                     remedy="Start them with the same settings; if one has just replaced the other, ask again",
                 )
-            # Three times, so that servers that answer by turns do not come round to the same questions.
+            # Three times, so that servers that answer in turn do not come round to the same questions.
             after = [(await self.answering(self.transport)).facts for _ in range(3)]
             if all(each is seen[-1] for each in after):
                 seen = after
                 break
-        for each in seen:
-            each.answers[key] = answers[0]
+        for facts in seen:
+            facts.answers[key] = answers[0]
         return answers[0]
 
 
 async def prompt_limit(backend: RendererBackend, model: str, transport: Transport) -> int | None:
-    """Return the most tokens that a prompt may have, asked once; None if unknown.
+    """Return the maximum length of a prompt, asked once; None if unknown.
 
     A server that cannot say is asked again after a pause, and refuses long prompts itself meanwhile.
     """

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, data_urls, sample
+from mmrender.client.exchange import HTTPBackend, data_urls, post
 from mmrender.client.limits import truncates
 from mmrender.client.placeholders import check_request
 from mmrender.client.reply import (
@@ -79,7 +79,7 @@ class SGLangBackend(HTTPBackend):
             EngineUnsupportedError: A video, or router choices that the server does not give.
             MMRenderError: As for `RendererBackend.generate`.
         """
-        return await sample(
+        return await post(
             request,
             transport,
             "/generate",

@@ -6,10 +6,11 @@ Images go in one of three ways:
 - `hash_only`: the same, without the data of images that the server has seen;
 - `content_parts`: encoded images, which the server processes; its prompt is then compared with ours.
 
-`auto` takes the second where the server's cache is proved safe, else the first, and the third where server
-or items allow neither.
+`auto` takes the second if the server's cache is proved safe, else the first, and the third if server or items
+allow neither.
 
-What kills the engine or passes silently wrong is refused before it is sent. Verified with vLLM 0.32.
+A request that would kill the engine, or be misread silently, is refused before it is sent. Verified with vLLM
+0.32.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, check_size, data_urls, require_one_of, sample
+from mmrender.client.exchange import HTTPBackend, check_size, data_urls, post, require_one_of
 from mmrender.client.limits import limit_of, renormalised, reporting, truncates
 from mmrender.client.placeholders import Ids, check_request, require_dense
 from mmrender.client.reply import (
@@ -38,17 +39,17 @@ from mmrender.client.reply import (
 )
 from mmrender.client.sampling import spell
 from mmrender.client.server_facts import Process
-from mmrender.client.transport import JSONText, Transport, read_events
+from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.vllm_handshake import Range, has_safe_cache, require_safe_cache, wire_forms
 from mmrender.client.vllm_images import (
+    GENERATE_PATH,
     PIXEL_DTYPES,
-    ImageTensors,
+    SIZE_SETTING,
+    ImagePlan,
     PixelDtype,
-    Place,
-    has_safe_cache,
-    in_runs,
-    require_safe_cache,
-    wire_forms,
+    leaves_out_data,
+    split_video_steps,
 )
 from mmrender.errors import (
     EngineError,
@@ -62,26 +63,26 @@ from mmrender.sidecar import MediaSpan, collapse
 
 _log = logging.getLogger("mmrender.client")
 
-GENERATE_PATH: Final = "/inference/v1/generate"
+Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[EngineResponse]]
 ABORT_PATH: Final = "/inference/v1/abort_requests"
 ImageMode: TypeAlias = Literal["auto", "features", "hash_only", "content_parts"]
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMBackend(HTTPBackend):
-    """vLLM's wire. Frozen and picklable; what it learns about a server is kept with the transport.
+    """vLLM's wire. Frozen and picklable; facts about a server are kept with the transport.
 
     Attributes:
         images: How images are sent: `"auto"`, `"features"`, `"hash_only"` or `"content_parts"`; see the
             module.
-        pixels: Which pixels the server takes; `"ask"` finds out by a handshake. `"uint8"` are
-            levels that the server normalises, the others normalised values.
-        trust_cache: Leave out images that the server has also where it does not say how it caches them. A
-            wrong answer kills the engine.
-        max_body_bytes: The longest body that the server's frontend takes; None for no bound. Where hashes are
+        pixels: Pixels that the server takes; `"ask"` finds out by a handshake. `"uint8"` are levels that the
+            server normalises, the others normalised values.
+        trust_cache: Send hashes alone although the server does not say how it caches images. It kills the
+            engine if the cache is not `lru`, in one API process and one data-parallel rank.
+        max_body_bytes: The longest body that the server's frontend takes; None for no bound. If hashes are
             sent, longer requests are split; else they are refused before they are sent.
-        abort_on_cancel: Tell the server to stop where a call is cancelled or times out. Closing the
-            connection stops it too, unless a proxy keeps it open.
+        abort_on_cancel: Tell the server to stop when a call is cancelled or times out. Closing the connection
+            stops it too, unless a proxy keeps it open.
 
     Raises:
         InputError: A setting has an unknown value.
@@ -103,13 +104,13 @@ class VLLMBackend(HTTPBackend):
     ) -> EngineResponse:
         """Sample one completion; tokens are streamed if `on_tokens` is given, unless a limit holds for them.
 
-        Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are of what these leave over. A
-        server with `--return-sampling-mask` names the tokens that `top_p`, `top_k`, `min_p` and a grammar
-        kept, and its log-probabilities are of these, at the temperature of the request.
+        Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are renormalised over the tokens
+        that are left. A server with `--return-sampling-mask` names the tokens that `top_p`, `top_k`, `min_p`
+        and a grammar kept, and its log-probabilities are of these, at the temperature of the request.
 
         Raises:
             MediaError: An item cannot be sent as an encoded image.
-            EngineUnsupportedError: The server or the mode of images lacks what is needed.
+            EngineUnsupportedError: The server or the mode of images lacks a capability.
             EngineMismatchError: The server takes other pixels, or made another prompt of the images.
             MMRenderError: As for `RendererBackend.generate`.
         """
@@ -133,26 +134,39 @@ class VLLMBackend(HTTPBackend):
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)
         if not spans:
             return await send({"token_ids": ids.tolist()})
-        images = None
+        planned = None
         if self.images != "content_parts":
-            images = await self._as_tensors(request, transport, ids, spans)
-        if images is not None:
-            return await self._by_features(send, request, images)
+            planned = await self._plan(request, transport, ids, spans)
+        if planned is not None:
+            return await self._send_tensors(send, request, *planned)
         urls = await asyncio.to_thread(data_urls, spans)
         collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
-        self._check_size(len(collapsed), urls)
+        if self.max_body_bytes is not None:
+            check_size(len(collapsed), urls, self.max_body_bytes, where=GENERATE_PATH, setting=SIZE_SETTING)
         parts = [{"type": "image_url", "url": url} for url in urls]
         return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
 
-    async def _as_tensors(
+    async def _plan(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
-    ) -> ImageTensors | None:
-        """Find out how the server takes the images, and encode what it lacks; nothing is sampled.
+    ) -> tuple[ImagePlan, list[dict[str, Any]]] | None:
+        """Negotiate the form of the images, and encode those that the server lacks; nothing is sampled.
 
-        None where `auto` sends encoded images instead.
+        None if `auto` sends encoded images instead.
         """
         try:
-            return await self._looked_up(request, transport, ids, spans)
+            spans = split_video_steps(spans)
+            for span in spans:
+                require_dense(span)
+            asks = self.pixels == "ask" or self.images != "features"
+            process = await Process.answering(transport) if asks else Process.unknown(transport)
+            forms = await wire_forms(spans, ids, request.model, process, self.pixels)
+            by_hash = self.images == "hash_only"
+            if by_hash:
+                await require_safe_cache(process, trusted=self.trust_cache)
+            elif self.images == "auto":
+                by_hash = await has_safe_cache(process, trusted=self.trust_cache)
+            plan = ImagePlan(process, ids, spans, forms, by_hash, self.max_body_bytes)
+            return plan, await asyncio.to_thread(plan.prompts, plan.known)
         except EngineUnsupportedError as refusal:
             if self.images != "auto":
                 raise
@@ -163,91 +177,56 @@ class VLLMBackend(HTTPBackend):
             _log.info("%s: images are sent encoded: %s", transport.base_url, refusal)
             return None
 
-    async def _looked_up(
-        self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
-    ) -> ImageTensors:
-        spans = in_runs(spans)
-        for span in spans:
-            require_dense(span)
-        asks = self.pixels == "ask" or self.images != "features"
-        process = await Process.answering(transport) if asks else Process.unknown(transport)
-        forms = await wire_forms(spans, ids, request.model, process, self.pixels)
-        images = ImageTensors(process, ids, spans, forms)
-        if self.images == "hash_only":
-            await require_safe_cache(process, trusted=self.trust_cache)
-        if self.images == "hash_only" or (
-            self.images == "auto" and await has_safe_cache(process, trusted=self.trust_cache)
-        ):
-            images.known = {name for name in images.names if process.facts.hashes.get(name)}
-        texts = await asyncio.to_thread(images.encode)
-        for together in [texts] if images.known is None else [[text] for text in texts]:
-            self._check_size(len(ids), together)
-        return images
-
-    def _check_size(self, ids: int, texts: Sequence[JSONText]) -> None:
-        if self.max_body_bytes is not None:
-            setting = "VLLMBackend(max_body_bytes=...)"
-            check_size(ids, texts, self.max_body_bytes, where=GENERATE_PATH, setting=setting)
-
-    async def _by_features(
-        self, send: Callable[..., Awaitable[EngineResponse]], request: EngineRequest, images: ImageTensors
+    async def _send_tensors(
+        self, send: Send, request: EngineRequest, plan: ImagePlan, prompts: list[dict[str, Any]]
     ) -> EngineResponse:
-        """Send tensors in the form that the server takes; verify that no other server came in its place."""
-        process, sent = images.process, images.process.facts.hashes
-        by_hashes = images.known is not None
+        """Send the requests of a plan; verify that no other server replaced the one that was asked."""
+        process = plan.process
         try:
-            response = await self._in_pieces(send, request, images)
+            response = await self._send_all(send, request, process.transport, prompts)
         except (EngineStatusError, FailedInEngineError) as error:
-            # A miss has no text of its own: status 500, or on older servers an empty completion.
+            # A cache miss has no text of its own: status 500, or on older servers an empty completion.
             may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
-            if not may_be_miss or not images.leaves_out_data:
+            if not may_be_miss or not any(map(leaves_out_data, prompts)):
                 raise
-            for name in images.names:
-                sent.pop(name)
-            images.known = None if self.max_body_bytes is None else set()
-            response = await self._in_pieces(send, request, images)
-        if by_hashes:
-            for name in images.names:
-                sent.put(name, True)
+            for name in plan.names:
+                process.facts.hashes.pop(name)
+            prompts = await asyncio.to_thread(plan.prompts, None if self.max_body_bytes is None else ())
+            response = await self._send_all(send, request, process.transport, prompts)
+        if plan.by_hash:
+            for name in plan.names:
+                process.facts.hashes.put(name, True)
         now = await Process.answering(process.transport) if process.facts.name else process
-        if now != process and images.forms != await wire_forms(
-            images.spans, images.ids, request.model, now, self.pixels
+        if now != process and plan.forms != await wire_forms(
+            plan.spans, plan.ids, request.model, now, self.pixels
         ):
             raise EngineMismatchError(
-                "a server that takes other pixels came in the place of the one that was asked",
+                "a server that takes other pixels replaced the server that was asked",
                 where=process.transport.base_url,
                 remedy="Ask again; it is not known which of the two answered",
             )
         return response
 
-    async def _in_pieces(
-        self, send: Callable[..., Awaitable[EngineResponse]], request: EngineRequest, images: ImageTensors
+    async def _send_all(
+        self, send: Send, request: EngineRequest, transport: Transport, prompts: list[dict[str, Any]]
     ) -> EngineResponse:
-        """Send a request whose images a server's frontend may not take at once.
-
-        Then beginnings of the prompt go first, each with as many further images as fit, and sample a token.
-        So the server has the images and, in its prefix cache, the work.
-        """
-        *beginnings, _ = images.stops(self.max_body_bytes)
+        """Send the beginnings of a prompt, each sampling one token, and then the whole."""
         headers = {
             name: text for name, text in request.extra_headers.items() if name.lower() != "x-request-id"
         }
-        for count in beginnings:
+        for number, prompt in enumerate(prompts[:-1], 1):
             beginning = EngineRequest(
                 model=request.model,
-                prompt_ids=images.ids[: images.spans[count - 1].stop].tolist(),
+                prompt_ids=prompt["token_ids"],
                 sampling_params={"max_tokens": 1},
-                request_id=f"{request.request_id}-{count}",
+                request_id=f"{request.request_id}-{number}",
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 extra_headers=headers,
                 vocab_size=request.vocab_size,
             )
-            prompt = {"token_ids": beginning.prompt_ids, **await asyncio.to_thread(images.features, count)}
-            await sample_tokens(beginning, images.process.transport, prompt, aborts=self.abort_on_cancel)
-            images.bring(count)
-        features = await asyncio.to_thread(images.features, len(images.spans))
-        return await send({"token_ids": images.ids.tolist(), **features})
+            await sample_tokens(beginning, transport, prompt, aborts=self.abort_on_cancel)
+        return await send(prompts[-1])
 
 
 async def sample_tokens(
@@ -258,10 +237,10 @@ async def sample_tokens(
     aborts: bool,
     on_tokens: OnTokens | None = None,
 ) -> EngineResponse:
-    """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed where `on_tokens` is given.
+    """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed if `on_tokens` is given.
 
-    `prompt` holds the members of the body for tokens and images. With `aborts` the server is asked to stop
-    where the call is cancelled or times out.
+    `prompt` has the members of the body for tokens and images. With `aborts` the server is told to stop when
+    the call is cancelled or times out.
     """
     spelled, _ = spell(request.sampling_params, "vllm")
     params = {"logprobs": 0, **spelled}  # by default of the sampled token alone
@@ -279,13 +258,13 @@ async def sample_tokens(
         body["priority"] = request.priority
     if on_tokens is not None:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    # The header, where one is given, replaces the body's id.
+    # A header replaces the body's id.
     headers = {name.lower(): value for name, value in request.extra_headers.items()}
     engine_id = f"generate-tokens-{headers.get('x-request-id', request.request_id)}"
     where = f"{transport.base_url}{GENERATE_PATH}"
     widened = "content_parts" in prompt
     try:
-        return await sample(
+        return await post(
             request,
             transport,
             GENERATE_PATH,
@@ -302,7 +281,7 @@ async def sample_tokens(
                 remedy="Start vLLM with --enable-scale-out",
             ) from error
         if error.status == 413:
-            error.remedy = "Say what its frontend takes: VLLMBackend(max_body_bytes=...)"
+            error.remedy = "Name the bound of its frontend: VLLMBackend(max_body_bytes=...)"
         if error.status == 404 and "does not exist" not in error.body:
             raise EngineUnsupportedError(
                 "the server has no generate route for tokens",
@@ -336,7 +315,7 @@ class _Reply(msgspec.Struct):
     usage: ReportedUsage | None = None
     request_id: str | None = None
     prompt_token_ids: list[int] | None = None
-    mm_placeholders: dict[str, list[Place]] | None = None
+    mm_placeholders: dict[str, list[Range]] | None = None
 
 
 def read_reply(request: EngineRequest, body: bytes, where: str, *, widened: bool = False) -> EngineResponse:
@@ -373,7 +352,7 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
         _warn_of_truncation(where)
     if widened and reply.mm_placeholders is not None:
         ours = {
-            modality: [Place(place.offset, place.length) for place in ranges]
+            modality: [Range(place.offset, place.length) for place in ranges]
             for modality, ranges in request.multi_modal_data.mm_placeholders.items()
         }
         if reply.mm_placeholders != ours:

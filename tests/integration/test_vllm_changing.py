@@ -15,7 +15,8 @@ from integration.engine_checks import GREEDY, MODEL, picture, user
 from integration.engine_server import EngineServer, needs_tier, start_vllm
 from mmrender import generate
 from mmrender.client.http import HTTPTransport
-from mmrender.client.vllm import GENERATE_PATH, VLLMBackend
+from mmrender.client.vllm import VLLMBackend
+from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import EngineMismatchError
 from mmrender.renderer import Renderer
 

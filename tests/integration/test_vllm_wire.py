@@ -34,7 +34,8 @@ from integration.engine_server import needs_tier
 from mmrender import generate
 from mmrender.client.http import encode_json
 from mmrender.client.server_facts import Process
-from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
+from mmrender.client.vllm import ABORT_PATH, VLLMBackend
+from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import (
     EngineMismatchError,
     EngineStatusError,

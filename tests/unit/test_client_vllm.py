@@ -18,8 +18,9 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm import ABORT_PATH, GENERATE_PATH, VLLMBackend
-from mmrender.client.vllm_images import RENDER_PATH, WireForm, encode_item, item_tensors
+from mmrender.client.vllm import ABORT_PATH, VLLMBackend
+from mmrender.client.vllm_handshake import RENDER_PATH
+from mmrender.client.vllm_images import GENERATE_PATH, WireForm, encode_item, item_tensors
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,

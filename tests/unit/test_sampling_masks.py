@@ -9,7 +9,8 @@ import pytest
 
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm import GENERATE_PATH, VLLMBackend, read_reply
+from mmrender.client.vllm import VLLMBackend, read_reply
+from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, SamplingParameterError
 from mmrender.rollout.client import RendererClient

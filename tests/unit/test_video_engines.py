@@ -10,7 +10,7 @@ import torch
 
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
-from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, in_runs, layout_for
+from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, layout_for, split_video_steps
 from mmrender.errors import EngineUnsupportedError
 from mmrender.media.item import tensor_specs
 from mmrender.media.policy import MediaPolicy
@@ -49,7 +49,7 @@ def sent(spans: list[MediaSpan], pixels: PixelDtype) -> dict[str, Any]:
 @pytest.mark.parametrize("pixels", ["float32", "uint8"])
 def test_time_steps_between_text_go_as_images(tmp_path: Path, pixels: PixelDtype) -> None:
     (span,) = spans = video_spans(tmp_path, "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
-    features = sent(in_runs(spans), pixels)
+    features = sent(split_video_steps(spans), pixels)
     assert features["mm_hashes"].keys() == {"image"}
     assert len(set(features["mm_hashes"]["image"])) == 3
     runs = [(7 + start, stop - start) for start, stop in span.range.embed_spans or ()]
@@ -65,7 +65,7 @@ def test_time_steps_between_text_go_as_images(tmp_path: Path, pixels: PixelDtype
 
 def test_a_video_without_text_goes_whole(tmp_path: Path) -> None:
     (span,) = spans = video_spans(tmp_path, "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor")
-    assert in_runs(spans) == spans
+    assert split_video_steps(spans) == spans
     features = sent(spans, "uint8")
     (data,) = features["kwargs_data"]["video"]
     item = decode_mm_kwargs_item(bytes(data.data)[1:-1].decode())
@@ -79,7 +79,7 @@ def test_a_video_that_holds_no_frames_is_refused(tmp_path: Path) -> None:
     (span,) = video_spans(tmp_path, "Glm4vVideoProcessor", "Glm4vProcessor")
     short = span._replace(range=type(span.range)(7, span.range.length, (span.range.embed_spans or ())[:1]))
     with pytest.raises(EngineUnsupportedError, match="loses which tokens of a video hold features"):
-        in_runs([short])
+        split_video_steps([short])
 
 
 def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny_model: Path) -> None:
