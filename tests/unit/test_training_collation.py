@@ -141,12 +141,12 @@ def test_weight_versions_and_extra_reach_the_batch_by_every_path(tmp_path: Path)
                         assert segment.weight_versions == versions
 
 
-def test_a_sampled_placeholder_costs_its_own_sample() -> None:
+def test_a_sampled_placeholder_costs_its_own_sample(sentence: Any) -> None:
     bad = changed(sample([ITEM], name="bad"), token_ids=np.append(GOOD.token_ids[:-1], IMAGE_ID))
     unpaired = replace(sample([ITEM], name="unpaired"), multi_modal_data=UNPAIRED)
     kept, left_out = usable([GOOD, bad, unpaired, sample()], FAMILY)
     assert [one.sample_id for one in kept] == ["a", ""]
-    assert left_out["bad"] == f"bad.token_ids[11]: {STRAY}"
+    assert left_out["bad"] == sentence
     assert list(left_out) == ["bad", "unpaired"]
     batch_of(*kept)
 
@@ -165,7 +165,7 @@ def test_bounds_are_those_that_transformers_reads_off_the_positions() -> None:
     assert (kwargs["max_length_q"], kwargs["max_length_k"]) == (longest_query, longest_key) == (5, 5)
 
 
-def test_weights_and_staleness_by_token() -> None:
+def test_weights_and_staleness_by_token(sentence: Any) -> None:
     versions = (WeightVersionSpan("step-7", 4, 6), WeightVersionSpan("step-9", 6, 8))
     one = replace(sample(text=8, name="a"), weight_versions=versions, loss_mask=np.arange(8) >= 4)
     one.logprobs[:] = np.where(one.loss_mask, -1.0, 0.0)
@@ -174,7 +174,7 @@ def test_weights_and_staleness_by_token() -> None:
     assert behind.tolist() == [[0] * 6 + [2, 2, 0, 0, 0, 0]]
     with pytest.raises(BatchError) as caught:
         batch.staleness({"step-9": 9})
-    assert str(caught.value) == "a: a version of the weights has no number - expected 'step-9', got 'step-7'"
+    assert str(caught.value) == sentence
     model = torch.full((1, 12), -1.0, requires_grad=True) + torch.tensor([0.0] * 6 + [-1, 0, 0.5, 900, 0, 0])
     weights = importance_weights(model, batch, most=3.0)[0, 6:10]
     expected = [math.exp(-1), 1.0, math.exp(0.5), 3.0]
@@ -372,14 +372,11 @@ def test_dummies() -> None:
     assert batch_of(dummy, family=family_of("internvl")).token_types.tolist() == [[0, 0, 1, 1, 0, 1, 1, 1]]
 
 
-def test_plans_that_cannot_be_carried_out() -> None:
+def test_plans_that_cannot_be_carried_out(sentence: Any) -> None:
     samples = [sample([ITEM] * (index % 2), 4 + index, name=str(index)) for index in range(4)]
     with pytest.raises(BatchError) as caught:
         collate_micro_batch(samples, MicroBatch((0,), dummy=True), FAMILY, pad_token_id=PAD_ID)
-    assert str(caught.value) == (
-        "dummy: this micro-batch has no image, and others of its step have. "
-        "Make a sample of one image with smallest_dummy"
-    )
+    assert str(caught.value) == sentence
     with pytest.raises(BatchError, match="one rank or more"):
         plan_steps([Descriptor.of(one) for one in samples], FAMILY, ranks=0, max_tokens=40)
 
@@ -424,53 +421,23 @@ SHIFTED = MultiModalData.of([(PlaceholderRange(3, 4), ITEM)])
 UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
 
 
-STRAY = (
-    "a feature token of images lies outside every placeholder - expected such tokens within placeholders "
-    "only, got token 90, sampled or typed. "
-    "Leave the sample out, as `usable` does, or truncate it before this token: the model cannot take it as text"
-)
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        (
-            {"multi_modal_data": UNPAIRED},
-            "a.multi_modal_data.image: hashes, placeholders and items must be equally many - "
-            "got 0 hashes, 1 placeholders, 0 items",
-        ),
-        ({"multi_modal_data": SHIFTED}, f"a.token_ids[7]: {STRAY}"),
-        ({"token_ids": np.append(GOOD.token_ids[:-1], np.int32(IMAGE_ID))}, f"a.token_ids[11]: {STRAY}"),
-        (
-            {"token_ids": np.where(np.arange(12) == 5, 3, GOOD.token_ids).astype(np.int32)},
-            "a.token_ids[5]: a placeholder holds another token than the feature token of images - "
-            "expected 90, got 3",
-        ),
-        (
-            {"loss_mask": np.ones(12, np.bool_)},
-            "a.loss_mask[0]: the first token of a sample has no token before it to be predicted from - "
-            "expected False, got True",
-        ),
-        (
-            {"loss_mask": np.arange(12) >= 6},
-            "a.loss_mask[6]: a token of mm_placeholders['image'][0] is trained on, and no model samples one - "
-            "expected False for every token of a placeholder, got True",
-        ),
-        (
-            {"logprobs": np.full(12, -np.inf, np.float32)},
-            "a.logprobs[0]: a value is not finite - got -inf",
-        ),
-        (
-            {"routed_experts": RoutedExperts(np.zeros((9, 1, 2), np.uint8))},
-            "a.routed_experts: router choices do not cover the tokens - "
-            "expected rows for the tokens 0 to 10 or 11, got 0 to 8",
-        ),
+        {"multi_modal_data": UNPAIRED},
+        {"multi_modal_data": SHIFTED},
+        {"token_ids": np.append(GOOD.token_ids[:-1], np.int32(IMAGE_ID))},
+        {"token_ids": np.where(np.arange(12) == 5, 3, GOOD.token_ids).astype(np.int32)},
+        {"loss_mask": np.ones(12, np.bool_)},
+        {"loss_mask": np.arange(12) >= 6},
+        {"logprobs": np.full(12, -np.inf, np.float32)},
+        {"routed_experts": RoutedExperts(np.zeros((9, 1, 2), np.uint8))},
     ],
 )
-def test_a_sample_that_does_not_hold_together_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_sample_that_does_not_hold_together_is_refused(changes: dict[str, Any], sentence: Any) -> None:
     with pytest.raises((BatchError, PlaceholderError)) as caught:
         batch_of(replace(GOOD, **changes))
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
 
 
 def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
@@ -478,96 +445,45 @@ def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    "build",
     [
-        (batch_of, "samples: a batch has one row or more - got none"),
-        (lambda: batch_of(sample(text=0, name="none")), "none: a sample has no token"),
-        (
-            lambda: batch_of(experts_of("a", 3, 2), experts_of("b", 3, 4)),
-            "b.routed_experts: router choices are of different models - "
-            "expected (layers, top_k) = (1, 2), as the first sample has, got (1, 4)",
+        batch_of,
+        lambda: batch_of(sample(text=0, name="none")),
+        lambda: batch_of(experts_of("a", 3, 2), experts_of("b", 3, 4)),
+        lambda: batch_of(GOOD, width=11),
+        lambda: batch_of(GOOD, rows=[[0, 1]]),
+        lambda: batch_of(GOOD, padding_side="centre"),
+        lambda: batch_of(GOOD, multiple=0),
+        lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
+        lambda: batch_of(GOOD, dtype=torch.float64),
+        lambda: batch_of(
+            sample([tiled_item((1, 3, 6, 6), 2), tiled_item((1, 3, 8, 8), 2, seed=1)], name="a"),
+            family=family_of("internvl"),
         ),
-        (
-            lambda: batch_of(GOOD, width=11),
-            "rows[0]: a row is longer than the batch is wide - expected at most 11 tokens, got 12. "
-            "Truncate its samples, or leave the width open",
+        lambda: batch_of(
+            GOOD, sample([msgspec.structs.replace(patch_item(32, 32), identity=ITEM.identity)], name="b")
         ),
-        (lambda: batch_of(GOOD, rows=[[0, 1]]), "rows[0]: there is no such sample - "),
-        (
-            lambda: batch_of(GOOD, padding_side="centre"),
-            "padding_side: rows are filled on the left or right - got 'centre'",
+        lambda: batch_of(GOOD).split(torch.zeros(1, 11)),
+        lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
+        lambda: TrainingBatch.cat([batch_of(GOOD), batch_of(GOOD, padding_side="left")]),
+        lambda: TrainingBatch.cat(
+            [
+                batch_of(sample([tiled_item((1, 3, size, size), 2)]), family=family_of("internvl"))
+                for size in (6, 8)
+            ]
         ),
-        (lambda: batch_of(GOOD, multiple=0), "multiple: a width is a multiple of 1 or more - got 0"),
-        (
-            lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
-            "pad_token_id: the pad token is that of images - got 90",
-        ),
-        (
-            lambda: batch_of(GOOD, dtype=torch.float64),
-            "dtype: pixels come in float32, float16 or bfloat16 - got torch.float64",
-        ),
-        (
-            lambda: batch_of(
-                sample([tiled_item((1, 3, 6, 6), 2), tiled_item((1, 3, 8, 8), 2, seed=1)], name="a"),
-                family=family_of("internvl"),
-            ),
-            "a.mm_placeholders['image'][1].pixel_values: tensors of two images cannot be joined - "
-            "expected float32 ['...', 3, 6, 6], got float32 ['...', 3, 8, 8]. "
-            "Put samples of different kinds into different batches",
-        ),
-        (
-            lambda: batch_of(
-                GOOD, sample([msgspec.structs.replace(patch_item(32, 32), identity=ITEM.identity)], name="b")
-            ),
-            "b.mm_placeholders['image'][0]: two different items have one identity - "
-            "expected {'pixel_values': [16, 96], 'image_grid_thw': [1, 3]}, "
-            "got {'pixel_values': [64, 96], 'image_grid_thw': [1, 3]}",
-        ),
-        (lambda: batch_of(GOOD).split(torch.zeros(1, 11)), "a tensor is not aligned to the batch - "),
-        (
-            lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
-            "a tensor is not aligned to the batch - expected [1, 12] first, got [1, 11, 5]",
-        ),
-        (
-            lambda: TrainingBatch.cat([batch_of(GOOD), batch_of(GOOD, padding_side="left")]),
-            "batches[1].padding_side: batches differ - expected right, got left",
-        ),
-        (
-            lambda: TrainingBatch.cat(
-                [
-                    batch_of(sample([tiled_item((1, 3, size, size), 2)]), family=family_of("internvl"))
-                    for size in (6, 8)
-                ]
-            ),
-            "fields['pixel_values']: rows differ in dtype or trailing dimensions - ",
-        ),
-        (lambda: TrainingBatch.cat([]), "batches: no batches to join"),
-        (lambda: batch_of(GOOD).chunk(0), "parts: a batch is cut into one part or more - got 0"),
-        (
-            lambda: batch_of(sample(), GOOD).micro_batches(11),
-            "row 1: a row does not fit a micro-batch, and samples are not split - "
-            "expected at most 11 tokens, got 12",
-        ),
-        (
-            lambda: first_fit_decreasing([3, 9], 8),
-            "lengths[1]: a sample does not fit a bin, and samples are not split - "
-            "expected at most 8 tokens, got 9. Truncate it, or raise the budget",
-        ),
-        (
-            lambda: ModelFamily.from_config({"model_type": "mllama"}),
-            "batches for mllama cannot be built: its cross-attention mask says for each token which images it sees",
-        ),
-        (
-            lambda: ModelFamily.from_config({"model_type": "new", "rope_scaling": {"mrope_section": [1]}}),
-            "config.model_type: no batch of this family is proved to equal single forwards - ",
-        ),
+        lambda: TrainingBatch.cat([]),
+        lambda: batch_of(GOOD).chunk(0),
+        lambda: batch_of(sample(), GOOD).micro_batches(11),
+        lambda: first_fit_decreasing([3, 9], 8),
+        lambda: ModelFamily.from_config({"model_type": "mllama"}),
+        lambda: ModelFamily.from_config({"model_type": "new", "rope_scaling": {"mrope_section": [1]}}),
     ],
 )
-def test_errors(build: Any, message: str) -> None:
+def test_errors(build: Any, sentence: Any) -> None:
     with pytest.raises(BatchError) as caught:
         build()
-    # A message that ends in its dash is given without what was expected.
-    assert str(caught.value) == message or (message[-2:] == "- " and str(caught.value).startswith(message))
+    assert str(caught.value) == sentence
 
 
 def test_families_are_read_off_configurations(tmp_path: Any) -> None:

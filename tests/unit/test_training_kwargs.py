@@ -108,27 +108,17 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    "entries",
     [
-        (
-            lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
-            "kwargs_data.image[1]: an item has no data, only its hash. "
-            "Ask the server to process the image anew, or turn its cache of processed images off",
-        ),
-        (
-            lambda: {"image": vllm_items([{"pixel_values": FieldElem(None, BatchedField())}])},
-            "kwargs_data.image: items cannot be joined - got $[0].pixel_values: each item of a batch must have data for the same fields",
-        ),
-        (
-            lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
-            "kwargs_data.video: two modalities have one field - got pixel_values",
-        ),
+        lambda: {"image": [*of_qwen(patch_item(16, 16)), None]},
+        lambda: {"image": vllm_items([{"pixel_values": FieldElem(None, BatchedField())}])},
+        lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
     ],
 )
-def test_errors(entries: Any, message: str) -> None:
+def test_errors(entries: Any, sentence: Any) -> None:
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs(entries())
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
 
 
 def grids_of(*grids: list[int]) -> list[str]:
@@ -143,7 +133,7 @@ def grids_of(*grids: list[int]) -> list[str]:
     "grid", [[1, 4, 8], [1, 2, 4], [1000, 1000, 1000], [-1, -4, 4], [1, 16, 2**60 + 1], [0, 4, 4]]
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) -> None:
+def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int, sentence: Any) -> None:
     with pytest.raises(BatchError, match="the grids are not those of the patches - expected"):
         decode_mm_kwargs({"image": grids_of(*[grid] * count)})
     assert decode_mm_kwargs({"image": grids_of(*[[1, 4, 4]] * count)})
@@ -151,13 +141,10 @@ def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int) ->
     del item["image_grid_thw"]
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs({"image": vllm_items([item])})
-    assert str(caught.value) == (
-        "kwargs_data.image.image_grid_thw: the grids are not those of the patches - "
-        "expected (t, h, w) of each item, 16 patches in all, got None"
-    )
+    assert str(caught.value) == sentence
 
 
-def test_grids_are_held_to_each_item() -> None:
+def test_grids_are_held_to_each_item(sentence: Any) -> None:
     """Two items may have as many patches together as their grids, and each have the other's."""
     tensors = [patch_item(16, 16).tensors(), patch_item(16, 24, seed=1).tensors()]
     items = collate_items(QWEN, tensors)
@@ -165,36 +152,28 @@ def test_grids_are_held_to_each_item() -> None:
     items[0]["image_grid_thw"], items[1]["image_grid_thw"] = grids[::-1]
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs({"image": vllm_items(items)})
-    assert str(caught.value) == (
-        "kwargs_data.image[0].image_grid_thw: the grids are not those of the patches - "
-        "expected (t, h, w) of each item, 16 patches in all, got 24 patches"
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("lost", [1, 15])
-def test_slices_beyond_the_rows_are_refused(lost: int) -> None:
+def test_slices_beyond_the_rows_are_refused(lost: int, sentence: Any) -> None:
     items = collate_items(QWEN, [patch_item(16, 16).tensors(), patch_item(16, 24, seed=1).tensors()])
     pixels = items[1]["pixel_values"]
     items[1]["pixel_values"] = FieldElem(pixels.data[:-lost], pixels.field)
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs({"image": vllm_items(items)})
-    assert str(caught.value) == (
-        "kwargs_data.image[1].pixel_values: an item does not have the rows that its slices name - "
-        f"expected 16 or 24, got {24 - lost}"
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_are_refused_where_asked(value: float) -> None:
+def test_values_that_are_not_finite_are_refused_where_asked(value: float, sentence: Any) -> None:
     tensors = patch_item(16, 16).tensors()
     tensors["pixel_values"][7, 3] = value
     entries = {"image": vllm_items(collate_items(QWEN, [tensors]))}
     assert not torch.isfinite(decode_mm_kwargs(entries)["pixel_values"]).all()
     with pytest.raises(BatchError) as caught:
         decode_mm_kwargs(entries, check_finite=True)
-    assert str(caught.value) == (
-        "kwargs_data.image.pixel_values: a value is infinite or not a number - got row 7"
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("entries", [["!!"], ["AAAA"]])
@@ -234,28 +213,23 @@ def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatc
     collate(resolved, family_of("qwen3_vl"), pad_token_id=PAD_ID)
 
 
-def test_references_must_be_resolved_and_become_what_they_were() -> None:
+def test_references_must_be_resolved_and_become_what_they_were(sentence: Any) -> None:
     one, _ = by_reference(encoded(noise(0, 30, 20)))
     with pytest.raises(BatchError) as caught:
         collate([one], family_of("qwen3_vl"), pad_token_id=PAD_ID)
-    message = "a.mm_placeholders['image'][0]: an item is by reference only. Process it again with resolve_references"
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
     stale, _ = by_reference(encoded(noise(0, 30, 20)), source=encoded(noise(1, 30, 20)))
     with pytest.raises(MediaError, match="processing again gives another identity"):
         resolve_references([stale], PROCESSOR)
 
 
-def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyPatch, sentence: Any) -> None:
     one, item = by_reference(encoded(noise(0, 30, 20)))
     larger = patch_item(32, 32, seed=1)
     monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: larger)
     with pytest.raises(BatchError) as caught:
         resolve_references([one], PROCESSOR)
-    assert str(caught.value) == (
-        "a.mm_items['image'][0]: an image processed again is not as long as the server's placeholder - "
-        "expected 8 tokens, 8 of them for features, got 16 and 16. "
-        "Server and trainer process images differently; compare their settings"
-    )
+    assert str(caught.value) == sentence
     tiled = tiled_item((1, 3, 6, 6), 4)  # text stands between its tokens
     reference = ReferenceItem.of(tiled, encoded(noise(0, 30, 20)), 8)
     range_ = PlaceholderRange(4, 7, ((2, 4), (5, 7)))

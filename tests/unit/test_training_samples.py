@@ -126,48 +126,22 @@ NAMED = "'last_assistant_message', 'last_turn', 'all_assistant_messages', 'all_m
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (
-            {"select": [False, True]},
-            "select: not the index of a message - expected -5 to 4, or a function of a message, got "
-            "False. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
-        ),
-        (
-            {"select": [5]},
-            "select: not the index of a message - expected -5 to 4, or a function of a message, got "
-            "5. For a mask, pass [index for index, chosen in enumerate(mask) if chosen]",
-        ),
-        (
-            {"train_on": "assistant"},
-            f"train_on: not what a sample can be trained on - expected {NAMED}, a collection of 'system', "
-            "'developer', 'user', 'assistant', 'tool', or a function of a message, got 'assistant'",
-        ),
-        (
-            {"train_on": ["developer"]},
-            "train_on: no message of this conversation is one to train on - expected messages of "
-            "['developer'], got messages of system, user, assistant, tool. Leave the conversation out, or pass "
-            "another train_on",
-        ),
-        ({"weights": {5: 1.0}}, "weights: not the index of a message - expected -5 to 4, got 5"),
-        (
-            {"weights": {-1: float("nan")}},
-            "weights[-1]: not the weight of a loss - expected a finite number, 0 or more, got nan",
-        ),
-        (
-            {"on_rewritten": "ignore"},
-            "on_rewritten: unknown policy - expected 'error', 'skip' or 'content', got 'ignore'",
-        ),
-        (
-            {"add_generation_prompt": True},
-            "add_generation_prompt: a training sample is a whole conversation, not a prompt",
-        ),
+        {"select": [False, True]},
+        {"select": [5]},
+        {"train_on": "assistant"},
+        {"train_on": ["developer"]},
+        {"weights": {5: 1.0}},
+        {"weights": {-1: float("nan")}},
+        {"on_rewritten": "ignore"},
+        {"add_generation_prompt": True},
     ],
 )
-def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any], message: str) -> None:
+def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any], sentence: Any) -> None:
     with pytest.raises(InputError) as caught:
         build_training_sample(renderer, CONVERSATION, **options)
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -248,14 +222,11 @@ def test_a_turn_ends_with_its_first_stop_token_under_every_policy(tiny_model: Pa
     assert trained(renderer, empty.token_ids, empty.loss_mask) == ["<|im_start|>"]
 
 
-def test_a_stop_token_that_nothing_proves(tiny_model: Path) -> None:
+def test_a_stop_token_that_nothing_proves(tiny_model: Path, sentence: Any) -> None:
     renderer = variant(tiny_model, NOTHING_CLOSES)
     with pytest.raises(RenderError) as caught:
         build_training_sample(renderer, [user(), assistant()])
-    assert str(caught.value) == (
-        "messages[1]: the token that ends this turn cannot be determined - expected a stop token in it, or "
-        "right after it where the next message follows. Pass final_stop=False to leave the turn open"
-    )
+    assert str(caught.value) == sentence
     sample = build_training_sample(renderer, [user(), assistant()], final_stop=False)
     assert "This." in trained(renderer, sample.token_ids, sample.loss_mask)[0]
 
@@ -268,15 +239,10 @@ TWO_THOUGHTS = [
 ]
 
 
-def test_a_rewritten_turn_is_an_error(tiny_model: Path) -> None:
+def test_a_rewritten_turn_is_an_error(tiny_model: Path, sentence: Any) -> None:
     with pytest.raises(RenderError) as caught:
         build_training_sample(variant(tiny_model, FORGETS_REASONING), TWO_THOUGHTS)
-    assert str(caught.value) == (
-        "messages[1]: the template writes this turn differently than it asks the model for it - expected "
-        "the turn as the model writes it, after its generation prompt. Pass the template arguments that the "
-        "turn was made with (such as enable_thinking=False), leave it out of select, or pass "
-        "on_rewritten='skip' or 'content'"
-    )
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -461,13 +427,10 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model: Path) -> No
     assert trained(renderer, step.token_ids, step.loss_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
 
 
-def test_a_completion_begins_with_the_models_turn(renderer: Renderer) -> None:
+def test_a_completion_begins_with_the_models_turn(renderer: Renderer, sentence: Any) -> None:
     with pytest.raises(InputError) as caught:
         step_of(renderer, [user()], [user(), assistant()])
-    assert str(caught.value) == (
-        "completion_start: the completion does not begin with the model's turn - expected the index of an "
-        "assistant message after the first message, got 1, a user message"
-    )
+    assert str(caught.value) == sentence
     with pytest.raises(InputError, match=r"after the first message, got 2$"):
         step_of(renderer, [user(), assistant()], [])
 

@@ -1,8 +1,8 @@
 """Rows split along the sequence: every token at one rank, with what its loss needs."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,141 +148,29 @@ def test_a_batch_is_split_where_it_is(layout: str) -> None:
         assert held.device.type == "meta"
 
 
-def error(call: Any) -> str:
+PLAIN = family_of("internvl")
+SPLIT = collate([sample(text=5), sample(text=2)], PLAIN, pad_token_id=PAD_ID)
+LEFT = collate([sample(text=5)], PLAIN, pad_token_id=PAD_ID, padding_side="left")
+
+
+def shard_of(batch: TrainingBatch, layout: Any, rank: int = 0) -> Any:
+    return batch.shard(rank=rank, world_size=2, layout=layout)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "no such rank": lambda: shard_of(SPLIT, "ring", rank=2),
+    "a ring of rows padded on the left": lambda: shard_of(LEFT, "ring"),
+    "a ring of images that see themselves": lambda: shard_of(
+        replace(SPLIT, family=family_of("gemma3")), "ring"
+    ),
+    "prompts that see themselves": lambda: shard_of(replace(SPLIT, family=family_of("paligemma")), "ulysses"),
+    "a tensor of other rows": lambda: shard_of(SPLIT, "ulysses").take(torch.zeros(2, 3)),
+    "logits of other rows": lambda: shard_of(SPLIT, "ulysses").token_logprobs(torch.zeros(2, 6, 9)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_splits_that_attention_could_not_follow_are_refused(case: str, sentence: Any) -> None:
     with pytest.raises(BatchError) as caught:
-        call()
-    return str(caught.value)
-
-
-def test_splits_that_attention_could_not_follow_are_refused() -> None:
-    plain = family_of("internvl")
-    batch = collate([sample(text=5), sample(text=2)], plain, pad_token_id=PAD_ID)
-    left = collate([sample(text=5)], plain, pad_token_id=PAD_ID, padding_side="left")
-    assert error(lambda: batch.shard(rank=2, world_size=2, layout="ring")) == (
-        "rank: there is no such rank - expected 0 to 1, got 2"
-    )
-    assert error(lambda: left.shard(rank=0, world_size=2, layout="ring")) == (
-        "padding_side: attention in a ring knows no padding before the tokens - "
-        "expected 'right', or packed rows, got 'left'"
-    )
-    for model_type, layout, message in (
-        (
-            "gemma3",
-            "ring",
-            "layout: gemma3 takes no ring rows - expected ulysses, "
-            "got images are seen in both directions, by masks that attention in a ring does not take",
-        ),
-        (
-            "paligemma",
-            "ulysses",
-            "layout: paligemma takes no ulysses rows - expected whole rows, "
-            "got prompts are seen in both directions, by a mask that is not split",
-        ),
-    ):
-        other = replace(batch, family=family_of(model_type))
-        assert error(lambda: other.shard(rank=0, world_size=2, layout=layout)) == message  # noqa: B023
-    shard = batch.shard(rank=0, world_size=2, layout="ulysses")
-    assert error(lambda: shard.take(torch.zeros(2, 3))) == (
-        "a tensor is not aligned to the batch - expected [2, 6] first, got [2, 3]"
-    )
-    assert error(lambda: shard.token_logprobs(torch.zeros(2, 6, 9))) == (
-        "a tensor is not aligned to the shard - expected [2, 3] first, got [2, 6, 9]"
-    )
-
-
-class Decoder(torch.nn.Module):
-    config = SimpleNamespace(_attn_implementation="flash_attention_2")
-
-    def forward(self, **kwargs: Any) -> dict[str, Any]:
-        return kwargs
-
-
-class Wrapped(torch.nn.Module):
-    """A model as the library's wrappers hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = Decoder()
-        self.decoder.get_decoder = lambda: self.decoder
-        self.module = torch.nn.Module()
-        self.module.get_decoder = lambda: self.decoder
-
-    def forward(self, **kwargs: Any) -> Any:
-        return self.decoder(**kwargs)
-
-
-def test_a_language_model_gets_its_rank_s_part_of_what_it_takes() -> None:
-    """Features that models add again in deeper layers follow their tokens, also those of a cut image."""
-    kind = kinds()["patches"]
-    given_ = [sample([kind.items[0]], 3, name="a"), sample([kind.items[1], kind.items[2]], 2, name="b")]
-    batch = collate(given_, kind.family, pad_token_id=PAD_ID, rows=[[1], [0]])
-    for rank in range(2):
-        shard = batch.shard(rank=rank, world_size=2, layout="ring")
-        whole, model = shard.whole, Wrapped()
-        inputs = shard.model_inputs()
-        assert "attention_mask" not in inputs
-        assert inputs["input_ids"] is whole.input_ids
-        images = whole.token_types == 1
-        features = torch.randn(int(images.sum()), 4)
-        embeds = torch.randn(*whole.input_ids.shape, 4)
-        added = embeds.clone()
-        added[images] += features
-        with shard.cut(model):
-            got = model(
-                inputs_embeds=embeds,
-                position_ids=inputs["position_ids"],
-                attention_mask=None,
-                visual_pos_masks=images,
-                deepstack_visual_embeds=[features, 2 * features],
-                use_cache=False,
-            )
-        mine = got["inputs_embeds"].clone()
-        mine[got["visual_pos_masks"]] += got["deepstack_visual_embeds"][0]
-        assert torch.equal(mine, shard.take(added))
-        assert torch.equal(got["deepstack_visual_embeds"][1], 2 * got["deepstack_visual_embeds"][0])
-        assert got["position_ids"].shape == (4, 2, whole.width // 2)
-        for axis, position_ids in zip(got["position_ids"], inputs["position_ids"], strict=True):
-            assert torch.equal(axis, shard.take(position_ids))
-        assert got["max_length_q"] == shard.flash_attention_kwargs()["max_length_q"]
-        assert model(inputs_embeds=embeds) == {"inputs_embeds": embeds}  # whole again after the block
-
-
-def test_what_cannot_be_cut_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = collate([sample(text=5)], family_of("internvl"), pad_token_id=PAD_ID)
-    shard, model = batch.shard(rank=0, world_size=2, layout="ulysses"), Wrapped()
-
-    def forward(**kwargs: Any) -> None:
-        with shard.cut(model):
-            model(**kwargs)
-
-    expected = (
-        "which is not split over ranks - expected input_ids, inputs_embeds, per_layer_inputs, position_ids, "
-        "visual_pos_masks, deepstack_visual_embeds. Train this model without context or sequence parallelism"
-    )
-    for kwargs, name in (
-        ({"aspects": torch.zeros(1)}, "aspects"),
-        ({"aspects": {"a": torch.zeros(1)}}, "aspects"),
-        ({"attention_mask": torch.zeros(1, 6)}, "attention_mask"),
-        ({"inputs_embeds": torch.zeros(1, 5, 2)}, "inputs_embeds [1, 5, 2]"),
-    ):
-        assert error(lambda: forward(**kwargs)) == f"Decoder: the language model takes {name}, {expected}"  # noqa: B023
-    with pytest.raises(BatchError, match="takes a positional argument"), shard.cut(model):
-        model.decoder._call_impl(torch.zeros(1))
-    monkeypatch.setattr(Decoder.config, "_attn_implementation", "eager")
-    assert error(forward) == (
-        "Decoder.config: eager attention sees the tokens of its own rank only - "
-        "expected an attention that is parallel along the sequence. "
-        'Choose it with model.set_attn_implementation({"text_config": ...})'
-    )
-    with pytest.raises(BatchError) as caught, shard.cut(torch.nn.Linear(1, 1)):
-        pass
-    assert str(caught.value) == (
-        "Linear: the model has no language model to cut rows before - "
-        "expected a model of Transformers, whose get_decoder() gives it"
-    )
-    monkeypatch.setattr(Decoder.config, "_attn_implementation", "flash_attention_2")
-    shard = replace(shard, whole=replace(shard.whole, family=family_of("qwen3_5")))
-    assert error(forward) == (
-        "group: the recurrent layers of qwen3_5 carry a state along the row, over all ranks - "
-        "expected the process group of the ranks, which gathers the row for them, got None"
-    )
+        REFUSED[case]()
+    assert str(caught.value) == sentence

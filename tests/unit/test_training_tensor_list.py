@@ -115,36 +115,22 @@ def test_a_pickled_slice_leaves_the_rest_behind() -> None:
     assert pickle.loads(pickle.dumps(whole[:1])) == whole[:1]
 
 
-BY_NUMBER = (
-    "indices[0]: rows are taken by their numbers - expected an integer, got {!r}. "
-    "In place of a mask give the numbers of the rows where it holds"
-)
 MASKS = ([False, True, False, True], np.array([False, True]), torch.tensor([False, True]), [1.0])
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    "build",
     [
-        (
-            lambda: TensorList.from_rows([torch.zeros(2, 4), None]),
-            "rows[1]: a row is a tensor - got a NoneType. A row without images is torch.empty(0, *trailing)",
-        ),
-        (lambda: TensorList.cat([]), "lists: no lists to join"),
-        (
-            lambda: TensorList.from_rows([torch.zeros(2, 4), torch.zeros(0, 5), torch.zeros(1, 5)]),
-            "lists: rows differ in dtype or trailing dimensions - expected torch.float32 ['...', 4], "
-            "got torch.float32 ['...', 5]",
-        ),
-        (
-            lambda: TensorList(torch.zeros(1), (2, -1)),
-            "lengths: the lengths do not add up to the values - expected 0 or more each, 1 in all, got (2, -1)",
-        ),
-        *[(lambda mask=mask: made().select(mask), BY_NUMBER.format(mask[0])) for mask in MASKS],
-        (lambda: made()[True], BY_NUMBER.format(True)),
-        (lambda: made().chunk(0), "chunks: a list is cut into one part or more - got 0"),
+        lambda: TensorList.from_rows([torch.zeros(2, 4), None]),
+        lambda: TensorList.cat([]),
+        lambda: TensorList.from_rows([torch.zeros(2, 4), torch.zeros(0, 5), torch.zeros(1, 5)]),
+        lambda: TensorList(torch.zeros(1), (2, -1)),
+        *[lambda mask=mask: made().select(mask) for mask in MASKS],
+        lambda: made()[True],
+        lambda: made().chunk(0),
     ],
 )
-def test_errors(build: Any, message: str) -> None:
+def test_errors(build: Any, sentence: Any) -> None:
     with pytest.raises(BatchError) as caught:
         build()
-    assert str(caught.value) == message
+    assert str(caught.value) == sentence
