@@ -1,4 +1,4 @@
-"""Sampler against trainer: the log-probabilities of a rollout beside those of the model that trains on it."""
+"""Sampler against trainer: a rollout's log-probabilities compared with the model that trains on it."""
 
 import lazy_loader
 

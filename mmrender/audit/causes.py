@@ -1,4 +1,4 @@
-"""Why sampler and trainer part: variations are tried, and one that alone explains the numbers is named."""
+"""Causes of a difference: variations are tried, and one that alone explains the numbers is named."""
 
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +20,7 @@ GROUPS: Final[tuple[tuple[Variation, ...], ...]] = (
     (*IMAGE_VARIATIONS, *VIDEO_VARIATIONS),
     COMPUTED_VARIATIONS,
 )
-"""What an audit tries together: it goes on to the next group where chance could have done what fits."""
+"""Variations to try together. The next group is tried if the fits so far may be chance."""
 
 DEFAULT_BUDGET: Final = 1500
 """Forward passes for one sample at most."""
@@ -30,33 +30,33 @@ that was fitted to them."""
 _CERTAIN_DIGITS: Final = 12.0
 """From here on no other kind of change can fit by chance, among the thousand or so that are tried."""
 _CHANCE: Final = 1.3
-"""So many digits must be left of a fit for each change that was tried: one in twenty by chance."""
+"""Evidence, in digits, required after correcting for the number of trials (5 %)."""
 _AS_WELL: Final = 3.0
-"""Variations explain a sample as well as the best where they leave at most so many times what it leaves."""
+"""Maximum remainder of a rival, as a multiple of the best variation's remainder."""
 _AT_ONCE: Final = 16
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
-"""So many tokens, that much nearer than the one that differs most, were not sampled after another prompt."""
+"""`_AGREEING` tokens that agree to this share of the largest difference rule out another prompt."""
 _LOOSE: Final = 1.5
-"""How many times the difference that another dtype makes may be left, where the sampler may have had one."""
+"""Maximum remainder as a multiple of the difference between dtypes, if the sampler may have had another."""
 _SHARE: Final = 0.25
-"""Share of the largest difference above which such a dtype is no matter."""
+"""Share of the largest difference up to which differences between dtypes are ignored."""
 _LIKENESS: Final = 1 / 30
-"""Share of the differences that a cause may leave: one that is only like it leaves more."""
+"""Maximum share of the differences that a cause may leave. A change that only resembles it leaves more."""
 _LOOSE_LIKENESS: Final = 1 / 8
-"""The same where the sampler may have had another dtype, whose arithmetic the cause itself leaves."""
+"""The same if the sampler may have had another dtype, whose arithmetic the cause itself leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What arithmetic alone changes in a log-probability, in nats; measured, whatever is called an alarm.
+    """Measured differences of a log-probability by arithmetic alone, in nats.
 
     Attributes:
         exact: Largest difference between two forwards that differ in batch, padding and attention only.
         mixed: Largest difference between two forwards that differ in dtype too.
-        tolerance: What a variation must get below if the arithmetic is the same.
-        alarm: Larger differences are beyond those of another dtype.
-        near: Share of tokens that another dtype leaves as they are.
+        tolerance: Maximum difference under a variation that explains a sample, if the arithmetic is the same.
+        alarm: Maximum difference by another dtype.
+        near: Share of tokens that another dtype does not change.
     """
 
     exact: float
@@ -75,23 +75,23 @@ class _Fit(NamedTuple):
 
 
 def find_cause(case: Case, noise: Noise, *, budget: int = DEFAULT_BUDGET) -> Finding:
-    """Explain one sample that departs.
+    """Explain the differences of one sample.
 
-    What can be read off the recorded numbers is looked at first; then the model runs once for each change.
+    Readings of the recorded numbers come first. Then the model runs once for each change.
     A change explains the sample if it leaves all differences as small as arithmetic makes them, and a small
     share of their root mean square. It is named if chance is ruled out, and no other kind of change explains
     the sample as well.
 
     Args:
-        case: The sample, and all that may help.
-        noise: What arithmetic alone does.
+        case: The sample, and all data that may help.
+        noise: Differences by arithmetic alone.
         budget: Forward passes at most.
     """
     if not case.compared.beyond(case.tolerance).any():
         return _unexplained(case, noise, [], 0)
     shown = _missing(case) or _appended(case) or _by_version(case) or _recorded(case, noise)
     if shown is None and _may_be_loose(case, noise):
-        # Of a sampler with another dtype the numbers are as near as its arithmetic leaves them.
+        # Numbers of a sampler with another dtype are only as near as its arithmetic allows.
         shown = _recorded(replace(case, tolerance=_LOOSE * noise.mixed), noise)
     return shown or _tried(case, noise, budget)
 
@@ -102,7 +102,7 @@ def _may_be_loose(case: Case, noise: Noise) -> bool:
 
 
 def _missing(case: Case) -> Finding | None:
-    """Report numbers that are none, where all others agree."""
+    """Report missing (NaN) log-probabilities, if all other tokens agree."""
     absent = ~np.isfinite(case.compared.sampler)
     if not absent.any() or case.compared.beyond(case.tolerance)[~absent].any():
         return None
@@ -113,7 +113,7 @@ def _missing(case: Case) -> Finding | None:
 
 
 def _appended(case: Case) -> Finding | None:
-    """Report last tokens of completions that were given no number of their own, where all others agree."""
+    """Report last tokens of completions without a log-probability, if all other tokens agree."""
     beyond = np.flatnonzero(case.compared.beyond(case.tolerance))
     ends = {stop - 1 for _, stop in case.runs}
     places = case.compared.positions[beyond].tolist()
@@ -129,7 +129,7 @@ def _appended(case: Case) -> Finding | None:
 
 
 def _by_version(case: Case) -> Finding | None:
-    """Report weights: tokens that one version sampled depart, and those of the others agree."""
+    """Report one version of the weights, if its tokens alone differ."""
     beyond = case.compared.beyond(case.tolerance)
     versions = {span.version for span in case.sample.weight_versions}
     for version in sorted(versions) if len(versions) > 1 else ():
@@ -142,21 +142,23 @@ def _by_version(case: Case) -> Finding | None:
             and not beyond[~of_it].any()
             and beyond[of_it].mean() > 0.5
         ):
-            text = f"the tokens that the weights {version!r} sampled depart, and those of other weights agree"
-            evidence = f"{beyond.sum()} of {of_it.sum()} tokens depart, none of the {(~of_it).sum()}"
+            text = (
+                f"the tokens that the weights {version!r} sampled differ, and tokens of other weights agree"
+            )
+            evidence = f"{beyond.sum()} of {of_it.sum()} tokens differ, none of the {(~of_it).sum()}"
             return _found(case, "weights", "weights", text, evidence)
     return None
 
 
 def _found(case: Case, cause: Cause, variation: str, statement: str, evidence: str) -> Finding:
-    """Return a finding about the first token that departs."""
+    """Return a finding about the first token that differs."""
     return Finding(
         cause, statement, evidence, case.sample.sample_id, token=case.position, variation=variation
     )
 
 
 def _recorded(case: Case, noise: Noise) -> Finding | None:
-    """Look for numbers that the trainer's distribution gives without another forward."""
+    """Look for numbers that follow from the trainer's distribution without another forward."""
     held = views(case)
     for group in RECORDED_VARIATIONS:
         found: dict[str, dict[int, tuple[float, Recorded]]] = {}
@@ -176,7 +178,7 @@ def _recorded(case: Case, noise: Noise) -> Finding | None:
 
 
 def _left_over(view: View, recorded: Recorded, noise: Noise) -> float | None:
-    """Return the largest difference that a reading leaves; None where it does not fit, or chance does."""
+    """Return the largest difference that a reading leaves; None if it does not fit, or fits by chance."""
     covered = ~np.isnan(recorded.expected)
     support = covered & view.departing
     with np.errstate(invalid="ignore"):
@@ -193,7 +195,7 @@ def _left_over(view: View, recorded: Recorded, noise: Noise) -> float | None:
 
 
 def _is_likeness(before: float, after: float, noise: Noise, *, loose: bool) -> bool:
-    """Whether a change leaves so much of the differences, root mean squares both, that it is like the cause.
+    """Whether a change leaves too much of the differences, both root mean squares, to be the cause.
 
     `loose`: the sampler may have had another dtype, whose arithmetic the cause itself leaves.
     """
@@ -210,7 +212,7 @@ def _recorded_finding(case: Case, fits: dict[str, dict[int, tuple[float, Recorde
         parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
         statements.append("; ".join(parts))
     cause: Cause = next(iter(causes)) if len(causes) == 1 else "unknown"
-    evidence = f"largest difference {case.compared.largest:.4g}; read off the trainer's own distribution"
+    evidence = f"largest difference {case.compared.largest:.4g} (read off the trainer's own distribution)"
     return _found(case, cause, " or ".join(fits), "; or ".join(statements), evidence)
 
 
@@ -226,7 +228,7 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
     count = 0
     departing = int(case.compared.beyond(case.tolerance).sum())
     certain = _digits(case, departing) > _CERTAIN_DIGITS
-    # What is as small as another dtype makes it is looked for among the computations first.
+    # For differences as small as between dtypes, computations are tried first.
     for group in GROUPS if case.compared.largest > noise.alarm else GROUPS[::-1]:
         trials = (
             (variation, trial)
@@ -247,7 +249,7 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
     if not fits:
         return _unexplained(case, noise, list(tried), count)
     as_well = max(_AS_WELL * min(fit.rms for fit in fits), 2 * noise.exact)
-    # What leaves tokens unexplained, since it does not know them, is no rival of what explains them too.
+    # A change that leaves tokens unexplained does not rival one that explains them too.
     most = max(fit.tokens for fit in fits if fit.rms <= as_well)
     rivals: dict[str, _Fit] = {}
     for fit in sorted(fits, key=lambda fit: fit.rms):
@@ -271,19 +273,19 @@ def _tried(case: Case, noise: Noise, budget: int) -> Finding:
 
 
 def _is_more_than_chance(case: Case, fit: _Fit, departing: int, count: int) -> bool:
-    """Whether so many changes would not explain so many tokens by chance."""
+    """Whether `count` changes could not explain `departing` tokens by chance."""
     if fit.variation.name == "final token":
         return fit.largest <= case.tolerance  # few candidates, each of which was looked up
-    # Of one number more digits than these may agree by chance in what was computed alike.
+    # Beyond these digits, one number may agree by chance if both sides computed it the same way.
     departing = min(departing, fit.tokens)
     each = float(np.log10(max(case.compared.rms / max(fit.rms, case.tolerance / 10), 1.0)))
     return each * (departing - fit.trial.fitted) - float(np.log10(max(count, 1))) > _CHANCE
 
 
 def _may_explain(case: Case, trial: Trial) -> bool:
-    """Whether a change begins where it may explain the first token that departs.
+    """Whether a change begins early enough to explain the first token that differs.
 
-    One that changes later tokens only does not, nor one of tokens or images after which many tokens agree.
+    A change of tokens or images is ruled out if many tokens agree after it.
     """
     if trial.since > case.position:
         return False
@@ -297,13 +299,13 @@ def _may_explain(case: Case, trial: Trial) -> bool:
 
 
 def _digits(case: Case, departing: int) -> float:
-    """Return how many digits of the sampler's numbers it takes to explain so many tokens by chance."""
+    """Return the digits of the sampler's numbers that chance would have to explain."""
     spread = max(float(np.std(case.compared.trainer)), 0.25)
     return departing * float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
 
 
 def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) -> list[_Fit]:
-    """Run trials; return those that fit. Those that change the sample only share batches."""
+    """Run trials, and return those that fit. Trials that change the sample alone share batches."""
     plain = [trial.sample for _, trial in chosen if trial.sample is not None]
     found = iter(case.trainer.sampled_of_many(plain))
     fits = []
@@ -314,12 +316,12 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
             try:
                 values = case.trainer.sampled_logprobs(case.sample, inputs=trial.inputs, model=trial.model)
             except MMRenderError:
-                values = None  # what the model does not take cannot be what the sampler saw
+                values = None  # the sampler cannot have seen inputs that the model refuses
         if values is None:
             continue
         varied = Comparison.of_sampled(trial.sample or case.sample, values)
         varied = varied if trial.until is None else varied.before(trial.until)
-        # A sampler of another dtype leaves its arithmetic over; whatever explains that too is preferred.
+        # The arithmetic of another dtype may remain. A change that explains it too is preferred.
         limits = {False: case.tolerance, True: _LOOSE * noise.mixed}
         explained = [
             loose
@@ -333,10 +335,10 @@ def _fitting(case: Case, noise: Noise, chosen: list[tuple[Variation, Trial]]) ->
 
 
 def _unexplained(case: Case, noise: Noise, tried: list[str], count: int) -> Finding:
-    """Report the most that can be said where no variation fits."""
+    """Report the place of the difference if no variation fits."""
     compared, departure = case.compared, case.departure
     statement = (
-        f"no change that was tried explains the difference, which begins at token {case.position}; "
+        f"no change that was tried explains the difference, which begins at token {case.position}: "
         "other weights or settings of the sampler are left"
     )
     evidence, image = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}", None
@@ -344,8 +346,8 @@ def _unexplained(case: Case, noise: Noise, tried: list[str], count: int) -> Find
         names = ", ".join(map(described, suspects))
         image = suspects[0].position
         statement = f"tokens agree up to {names} and part after it, in a way that no change tried explains"
-        evidence += f"; before it at most {compared.largest_of(slice(0, departure)):.2g}"
+        evidence += f", before it at most {compared.largest_of(slice(0, departure)):.2g}"
     if compared.largest <= noise.mixed:
-        evidence += f"; another dtype makes differences up to {noise.mixed:.2g}"
+        evidence += f", another dtype makes differences up to {noise.mixed:.2g}"
     evidence += f"; {count} changes tried of: {', '.join(tried)}" if tried else ""
     return Finding("unknown", statement, evidence, compared.sample.sample_id, image, case.position)

@@ -1,4 +1,4 @@
-"""Variations of what the sampler computed: positions, attention, dtypes and weights."""
+"""Variations of the sampler's computation: positions, attention, dtypes and weights."""
 
 import math
 import operator
@@ -15,9 +15,9 @@ from mmrender.audit.trial import Case, Trial, Variation, Weights, least, scopes
 from mmrender.sidecar import MediaSpan
 
 Place: TypeAlias = tuple[Any, Any, Any]
-"""What holds a value, its attribute or key, and another value for it."""
+"""The owner of a value, its attribute or key, and another value for it."""
 Renumbered: TypeAlias = tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any], int | None]
-"""What the sampler did, where, by which change of positions given where they begin, and about which image."""
+"""Statement, parts, change of positions given their start, and index of an image."""
 _MOST_LAYERS: Final = 64
 _VISION: Final = "vision"
 _LANGUAGE: Final = "language model"
@@ -36,7 +36,7 @@ def _positions(case: Case) -> Iterator[Trial]:
     rows = [*_renumbered(case)]
     turns = [(runs[number - 1][1], runs[number][1]) for number in range(1, len(runs))]
     if turns:
-        rows.append(("began its positions anew after each completion", turns, _from_zero, None))
+        rows.append(("restarted its positions after each completion", turns, _from_zero, None))
     rows += [(f"had positions {by} apart", [(0, length)], partial(_multiplied, by), None) for by in (2, 3, 4)]
     for statement, parts, change, image in rows:
         since = parts[0][0]
@@ -66,7 +66,7 @@ def _renumbered(case: Case) -> Iterator[Renumbered]:
             text = f"numbered the tokens of {span.modality} {span.position} one by one"
             yield text, [(span.start, span.stop)], _one_by_one, span.position
     for parts, which in scopes(case):
-        yield f"began its positions anew in {which}", parts, _from_zero, None
+        yield f"restarted its positions in {which}", parts, _from_zero, None
     for by in (1, -1, 2, -2):
         moved = partial(_moved, by)
         for parts, which in scopes(case):
@@ -123,7 +123,7 @@ def _multiplied(by: int, own: Any, _: int) -> None:
 
 
 def _followed(spans: Sequence[MediaSpan], step: Callable[[Any], Any], ids: Any, offset: int) -> None:
-    """Let what follows an image go on so much after its first token."""
+    """Let the tokens after an image continue at a distance from its first token."""
     for span in spans:
         start, stop = span.start - offset, span.stop - offset
         if stop < ids.shape[-1]:
@@ -155,7 +155,7 @@ def _attention(case: Case) -> Iterator[Trial]:
             return zeros.masked_fill(~seen, torch.finfo(model.dtype).min).to(model.device)
 
         def inputs(given: dict[str, Any]) -> None:
-            # A mask for each kind of layers, where the model has several.
+            # A mask for each kind of layers, if the model has several.
             windowed = seen if near is None else seen & near
             masks = {"full_attention": seen, "sliding_attention": windowed}
             several = {kind: mask(masks[kind]) for kind in kinds} if len(kinds) > 1 else None
@@ -234,7 +234,7 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
 
 @contextmanager
 def _giving(modules: Iterable[Any], change: Callable[..., Any]) -> Iterator[None]:
-    """Let modules give out `change(module, args, kwargs, output)` within the block."""
+    """Let modules return `change(module, args, kwargs, output)` within the block."""
     hooks = [module.register_forward_hook(change, with_kwargs=True) for module in modules]
     try:
         yield
@@ -262,7 +262,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _tensors(module: Any, change: Callable[[Any], Any], *, buffers: bool = False) -> Iterator[Place]:
-    """Yield a module's parameters, changed; what shares them elsewhere keeps its own."""
+    """Yield a module's parameters, changed. Modules that share them keep the original."""
     import torch
 
     for part in module.modules():
@@ -286,7 +286,7 @@ def _change(make: Callable[..., AbstractContextManager[None]], *args: Any) -> Mo
 
 @contextmanager
 def in_dtype(module: Any, dtype: Any, buffers: bool = False) -> Iterator[None]:
-    """Compute a module in another dtype within the block; what goes in and comes out is cast."""
+    """Compute a module in another dtype within the block. Inputs and outputs are cast."""
     import torch
 
     own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
@@ -309,7 +309,7 @@ def in_dtype(module: Any, dtype: Any, buffers: bool = False) -> Iterator[None]:
 
 @contextmanager
 def other_attention(model: Any) -> Iterator[None]:
-    """Compute attention by another kernel within the block, where the model has one."""
+    """Compute attention by another kernel within the block, if the model has one."""
     own = model.config._attn_implementation
     try:
         model.set_attn_implementation("eager" if own != "eager" else "sdpa")
@@ -391,9 +391,9 @@ def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
 
 
 def _features(model: Any) -> dict[str, list[Any]]:
-    """Return the modules that give what the layers of the language model are given."""
+    """Return the modules that produce the inputs of the language model's layers."""
     towers = [module for name, module in parts_of(model).items() if name.startswith(f"{_VISION} (")]
-    # Of several in a row, the last one gives the features.
+    # Of several in a row, the last one produces the features.
     return {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}
 
 
@@ -402,7 +402,7 @@ def _through(dtype: Any, data: Any) -> Any:
 
 
 def _quantised(data: Any, bits: int, group: int | None) -> Any:
-    """Return a matrix rounded to integers of so many bits, scaled by row, or by groups of a row."""
+    """Return a matrix rounded to integers of `bits` bits, scaled by row, or by groups of a row."""
     if data.ndim != 2 or (group and data.shape[1] % group):
         return data
     rows = data.reshape(-1, group) if group else data
@@ -411,7 +411,7 @@ def _quantised(data: Any, bits: int, group: int | None) -> Any:
 
 
 def _in_float8(data: Any, by_row: bool) -> Any:
-    """Return a matrix rounded to float8, scaled by its largest value, or by that of each row."""
+    """Return a matrix rounded to float8, scaled by its largest value, or by each row's."""
     import torch
 
     if data.ndim != 2:
@@ -442,7 +442,7 @@ def _rounded(case: Case) -> Iterator[Trial]:
 
 
 def _weights(case: Case) -> Iterator[Trial]:
-    """Yield other weights, whole and by parts, where they differ from the trainer's."""
+    """Yield other weights, whole and by parts, if they differ from the trainer's."""
     import torch
 
     named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
@@ -507,7 +507,7 @@ def _head(case: Case) -> Iterator[Trial]:
 
 
 def _stacks(model: Any) -> dict[str, list[Any]]:
-    """Return the layers of the language model and of the vision towers, in order, where they are found."""
+    """Return the layers of the language model and of the vision towers, in order, if they are found."""
     import torch
 
     found = {}
@@ -549,7 +549,7 @@ def _layers(case: Case) -> Iterator[Trial]:
 
 
 def _exchanged(one: Any, two: Any) -> list[Place]:
-    """Return places that hold the parameters of two modules, each with the other's where they fit."""
+    """Return places of the parameters of two modules, with their values exchanged if they fit."""
     others = dict(two.named_parameters())
     pairs = [(a, others[name]) for name, a in one.named_parameters() if name in others]
     fitting = [(a, b) for a, b in pairs if a.shape == b.shape]
@@ -557,7 +557,7 @@ def _exchanged(one: Any, two: Any) -> list[Place]:
 
 
 def _fitted(case: Case, make: Callable[[float], Trial], low: float, high: float) -> Iterator[Trial]:
-    """Yield the trial whose number is found by a search, where it brings the sampler's numbers nearer."""
+    """Yield the trial with the number that a search finds, if it brings the sampler's numbers nearer."""
     if not np.isfinite(case.compared.sampler).all():
         return
 
@@ -571,15 +571,15 @@ def _fitted(case: Case, make: Callable[[float], Trial], low: float, high: float)
 
 
 class _Number(NamedTuple):
-    """A number that modules hold, or a setting, and what else it may have been.
+    """A number of modules, or a setting, and other values that it may have had.
 
     Attributes:
-        text: What the sampler's part did or had, given the part's name, the value, and the trainer's own.
-        names: Attributes that hold it.
+        text: Statement about the sampler's part, given the part's name, the value, and the trainer's own.
+        names: Its attributes.
         kind: Its type.
         change: The attribute's value, given its own and another.
         values: Values to try.
-        bounds: Of a search for one; none is searched for where there are none.
+        bounds: Bounds of a search for a value; None without a search.
     """
 
     text: str
@@ -687,16 +687,16 @@ def _activations(case: Case) -> Iterator[Trial]:
 
 
 COMPUTED_VARIATIONS: Final[tuple[Variation, ...]] = (
-    Variation("dtype", "precision", "all of the model in another dtype", _whole_dtype),
+    Variation("dtype", "precision", "the whole model in another dtype", _whole_dtype),
     Variation(
         "dtype of a part", "precision", "vision, language model, head, features, keys and values", _part_dtype
     ),
     Variation("rounded weights", "precision", "rounded to bfloat16, float16, float8, int8 or int4", _rounded),
-    Variation("positions", "positions", "one axis, no rope delta, axes exchanged, off", _positions),
+    Variation("positions", "positions", "one axis, no rope delta, axes exchanged, shifted", _positions),
     Variation("attention", "masks", "in both directions, another window, a prompt cut off", _attention),
     Variation("head", "weights", "a head tied to the embedding", _head),
     Variation("adapter", "weights", "an adapter not merged, or of another scale", _adapter),
-    Variation("weights", "weights", "other weights, all, in one layer or kind; needs `weights`", _weights),
+    Variation("weights", "weights", "other weights, all, in one layer or kind, needs `weights`", _weights),
     Variation("rotary base", "positions", "another base, scale or share of rotary frequencies", _rope),
     Variation("layer left out", "weights", "a layer left out, twice or exchanged, or the last norm", _layers),
     Variation("activation", "weights", "another activation function", _activations),

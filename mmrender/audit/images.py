@@ -1,4 +1,4 @@
-"""Variations of what the sampler saw: another image, another order, other pixels, or none."""
+"""Variations of the sampler's images: another image, another order, other pixels, or none."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ Array: TypeAlias = npt.NDArray[Any]
 PlaneChange: TypeAlias = Callable[[Array], Array]
 Rule: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 ItemChange: TypeAlias = Callable[[Case, MediaItem], MediaItem | None]
-"""The item that the sampler may have had in place of one; None where this cannot be."""
+"""The item that the sampler may have had in place of another; None if it cannot have."""
 _MOST_PAIRS: Final = 15
 _MOST_OTHERS: Final = 24
 _MOST_PLACES: Final = 16
@@ -50,7 +50,7 @@ def shift_text(by: int) -> str:
 
 
 def _over_images(case: Case, text: str, change: ItemChange) -> Iterator[Trial]:
-    """Yield trials that change one suspect, and one that changes all images, where there are several."""
+    """Yield trials that change one suspect, and one that changes all images, if there are several."""
     spans = [span for span in case.sample.media_spans if span.modality == "image"]
     changed = {span.start: item for span in spans if (item := change(case, span.item)) is not None}
     chosen = [[span] for span in case.suspects if span.start in changed]
@@ -89,7 +89,7 @@ def _patches(change: Callable[[Array, tuple[int, ...], PatchLayout], Array]) -> 
 
 
 def _planes(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of planes `(..., 3, height, width)`, levels where there are, which may be turned."""
+    """Return a change of planes `(..., 3, height, width)`, of levels if the item has them, maybe turned."""
 
     def make(_: Case, item: MediaItem) -> MediaItem | None:
         if isinstance(item, PatchItem):
@@ -136,7 +136,7 @@ def _renewed(item: PatchItem, frames: Array) -> PatchItem:
 
 
 def _source(case: Case, item: MediaItem, *, stored: bool = False) -> Image.Image | None:
-    """Return the image before it was resized, where it is known: as given, or since nothing was resized."""
+    """Return the image before it was resized, if it is known: from the sources, or if it was not resized."""
     if not isinstance(item, PatchItem) or len(item.frames) != 1:
         return None
     given = case.sources.get(item.identity)
@@ -155,7 +155,7 @@ def _source(case: Case, item: MediaItem, *, stored: bool = False) -> Image.Image
 def _in_squares(
     order: tuple[int, ...], merged: bool, pixels: Array, grid: tuple[int, ...], layout: PatchLayout
 ) -> Array:
-    """Return patches in another order of axes: those of squares and within them, or of plain rows."""
+    """Return patches in another order of axes: of squares and within them, or of plain rows."""
     (steps, height, width), merge = grid, layout.merge
     inner = (steps, height // merge, width // merge, merge, merge, -1)
     plain_rows = (steps, height // merge, merge, width // merge, merge, -1)
@@ -168,7 +168,7 @@ def _within(order: tuple[int, ...], pixels: Array, _: tuple[int, ...], layout: P
 
 
 def _normalised(rule: Rule) -> ItemChange:
-    """Return another rule of normalisation; an item that tells none has 0.5 and 0.5."""
+    """Return another rule of normalisation. An item without one has 0.5 and 0.5."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
         arithmetic: Any = getattr(item, "arithmetic", None)
@@ -264,20 +264,20 @@ def _cropped(image: Image.Image, share: float) -> Image.Image:
 
 
 def _moved(axis: int, by: int, planes: Array) -> Array:
-    """Return planes moved by so many pixels, the edge repeated."""
+    """Return planes moved by some pixels, the edge repeated."""
     places = np.arange(planes.shape[axis]) - by
     return planes.take(places.clip(0, len(places) - 1), axis)
 
 
 def _half_black(axis: int, side: int, planes: Array) -> Array:
-    """Return planes of which one half is black; normalised values as they are."""
+    """Return planes with one half black. Normalised values stay as they are."""
     places = np.arange(planes.shape[axis]) < planes.shape[axis] // 2
     kept = (places if side > 0 else ~places).reshape((-1,) + (1,) * (-1 - axis))
     return planes * kept if planes.dtype == np.uint8 else planes
 
 
 def _bits(planes: Array, bits: int) -> Array:
-    """Return levels of so many bits; normalised values as they are."""
+    """Return levels of `bits` bits. Normalised values stay as they are."""
     return planes >> (8 - bits) << (8 - bits) if planes.dtype == np.uint8 else planes
 
 
@@ -299,13 +299,14 @@ def _to_steps(values: Array, _: tuple[int, ...], steps: int) -> Array:
 
 def _rolled(values: Array, grid: tuple[int, ...], by: int, rows: bool = False) -> Array:
     flat = values.ndim == 2
-    # Patches come in merged squares, row of squares by row of squares: one such row is two of patches.
+    # Patches come in merged squares, row of squares by row of squares: one row of squares is two rows of
+    # patches.
     by *= 2 * grid[2] if rows and flat and len(grid) == 3 else 1
     return np.roll(values, by, 0 if flat else -2 if rows else -1)
 
 
 def _instead(mean: Channels, std: Channels) -> Rule:
-    """Return what makes values of another rule those of this one."""
+    """Return a function from values of another rule to values of this one."""
     return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
 
 
@@ -409,7 +410,7 @@ _ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         **{f"{share:.3g} of each side only": _images(partial(_cropped, share=share)) for share in _SHARES},
     },
     "background": {
-        "no heed paid to its transparency": _images(partial(_over, level=None), stored=True),
+        "transparency ignored": _images(partial(_over, level=None), stored=True),
         **{
             f"level {level} behind it": _images(partial(_over, level=level), stored=True)
             for level in _GROUNDS
@@ -427,7 +428,7 @@ _ROWS: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         for quality in (95, 90, 85, 80, 75, 60, 50)
     },
 }
-"""Other pixels of an image: what the sampler saw, and how it is made, by variation."""
+"""Other pixels of an image by variation: statement, and how they are made."""
 
 
 def _rows_of(name: str, case: Case) -> Iterator[Trial]:
@@ -529,7 +530,7 @@ def _grid_of(item: Any, share: float) -> tuple[int, int, int]:
 def _resized(case: Case, span: MediaSpan, grid: tuple[int, int, int]) -> TrainingSample:
     """Return the placeholders of an image of another size, with its item."""
     item: Any = span.item
-    # Without the source this is what it would be of an image that was not resized.
+    # Without the source it is compared as an image that was not resized.
     source = _source(case, item) or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB")
     new = _renewed(item, _levels(source, (grid[2] * item.layout.patch, grid[1] * item.layout.patch)))
     count = feature_count(new.expansion)
@@ -564,7 +565,7 @@ def _placed(case: Case) -> Iterator[Trial]:
     sample = case.sample
     stops = [0, *(stop for _, stop in case.runs)]
     for span in case.suspects:
-        for margin, beside in ((0, ""), (1, ", and the tokens beside it,")):
+        for margin, beside in ((0, ""), (1, ", and the tokens around it,")):
             start, stop, name = span.start - margin, span.stop + margin, described(span) + beside
             if start < 0 or stop > len(sample) or sample.loss_mask[start:stop].any():
                 continue
@@ -585,24 +586,28 @@ def _placed(case: Case) -> Iterator[Trial]:
 
 
 _ABOUT: Final[Mapping[str, tuple[Cause, str, Callable[[Case], Iterator[Trial]] | None]]] = {
-    "stale image": ("pixels", "another item under this one's hash", _other_images),
-    "image order": ("pixels", "images in exchanged places, or one for all", _image_order),
-    "patches moved": ("pixels", "patches a place or a row off", None),
-    "patch order": ("pixels", "patches in rows, columns or reverse, or their values so", None),
+    "stale image": ("pixels", "another item under this item's hash", _other_images),
+    "image order": ("pixels", "images exchanged, or one for all", _image_order),
+    "patches moved": ("pixels", "patches shifted by one or by a row", None),
+    "patch order": ("pixels", "patches, or their values, in rows, columns or reverse", None),
     "colours": ("pixels", "BGR or another order of channels, grey, one channel, inverted", None),
     "normalisation": ("pixels", "another mean and deviation, none, twice, not rescaled, half", None),
     "pixel values": ("pixels", "values rounded, levels of fewer bits", None),
-    "blank image": ("pixels", "zeros, black, white or grey in place of pixels", None),
+    "blank image": ("pixels", "zeros, black, white or grey pixels", None),
     "temporal frame": ("pixels", "one frame of each patch zero, black or halved", None),
-    "turned image": ("pixels", "mirrored, upside down, turned, rows for columns, as stored", None),
+    "turned image": ("pixels", "mirrored, upside down, turned, transposed, as stored", None),
     "grid": ("positions", "height and width of the grid exchanged", _exchanged_grid),
-    "framing": ("pixels", "a pixel off, half black, cropped, letterboxed (these need the source)", None),
-    "background": ("pixels", "another level under transparent pixels; needs the source", None),
-    "resampling": ("pixels", "resized by another filter; needs the source", None),
-    "compression": ("pixels", "encoded as JPEG once more; needs the source, or an image not resized", None),
+    "framing": ("pixels", "shifted by a pixel, half black, cropped, letterboxed (needs the source)", None),
+    "background": ("pixels", "another level under transparent pixels (needs the source)", None),
+    "resampling": ("pixels", "resized by another filter (needs the source)", None),
+    "compression": (
+        "pixels",
+        "encoded as JPEG again (needs the source, or an image that was not resized)",
+        None,
+    ),
     "pixel budget": ("pixels", "fewer or more pixels and placeholder tokens", _budget),
     "image unseen": ("pixels", "placeholders read as text, or not attended to", _unseen),
-    "image placed": ("ids", "an image that the prompt lacked, had twice or in another place", _placed),
+    "image placed": ("ids", "an image that the prompt lacked, had twice or elsewhere", _placed),
 }  # fmt: skip
 IMAGE_VARIATIONS: Final[tuple[Variation, ...]] = tuple(
     Variation(name, cause, about, trials or partial(_rows_of, name))

@@ -41,7 +41,7 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
             moves = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
             inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
             shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
-            moved = f"; the run that fits begins {shift_text(shift)}" if shift else ""
+            moved = f", and the run that fits begins {shift_text(shift)}" if shift else ""
             yield Finding(
                 "ids",
                 f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",

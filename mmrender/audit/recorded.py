@@ -1,7 +1,7 @@
 """Variations of the numbers that were recorded: read off the trainer's own distribution, without a forward.
 
-Each gives the numbers that would have been recorded in one completion. What fits does so in whole
-completions; others must agree as they are.
+Each yields the numbers of one completion under one hypothesis. It must fit whole completions, and all others
+must agree without it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +30,13 @@ CAUSES: Final[Mapping[str, Cause]] = {
 
 
 class Recorded(NamedTuple):
-    """Numbers that would have been recorded.
+    """Log-probabilities under one hypothesis.
 
     Attributes:
-        name: Of the variation.
+        name: Name of the variation.
         statement: With `{}` for the completions that they fit.
-        expected: float32 of shape `(m,)`, aligned to the view's tokens; NaN where nothing is expected.
-        fitted: How many numbers were fitted to the sampler's; below 0 where these are remarkable themselves.
+        expected: float32 of shape `(m,)`, aligned to the view's tokens; NaN for tokens without expectation.
+        fitted: How many numbers were fitted to the sampler's. Below 0 if these are remarkable themselves.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """One completion that departs.
+    """One completion that differs.
 
     Attributes:
         case: Its sample.
@@ -81,7 +81,7 @@ class View:
 
     @cached_property
     def departing(self) -> npt.NDArray[np.bool_]:
-        """Which of the tokens depart: `(m,)`."""
+        """Mark the tokens that differ: bool `(m,)`."""
         departing: npt.NDArray[np.bool_] = ~(np.abs(self.trainer - self.sampler) <= self.case.tolerance)
         return departing
 
@@ -116,7 +116,7 @@ class View:
 
 
 def views(case: Case) -> list[View]:
-    """Return the completions of a case that depart."""
+    """Return the completions of a case that differ."""
     places = case.compared.positions[case.rows]
     held = [(number, *case.runs[number]) for number in case.departing_runs]
     found = [
@@ -139,7 +139,7 @@ def _running_mean(own: Any) -> Any:
 
 
 def _to_step(own: Any, step: float, rule: Callable[[Any], Any]) -> Any:
-    # A number on a step is not cut to the one below it by the last bit.
+    # The last bit must not cut a number on a step to the step below.
     return rule(own / step + (1e-6 if rule is np.trunc else 0)) * step
 
 
@@ -165,7 +165,7 @@ _FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], Any]]]] = {
     },
     "shifted numbers": {
         "the log-probabilities are in reverse order": lambda own: own[::-1],
-        "the log-probabilities are sorted, the least first,": np.sort,
+        "the log-probabilities are sorted, the smallest first,": np.sort,
         "the log-probabilities are sorted, the largest first,": lambda own: np.sort(own)[::-1],
     },
     "rounded": {
@@ -234,7 +234,7 @@ def _shifted(view: View) -> Iterator[Recorded]:
         yield Recorded("shifted numbers", text, np.where(inside, whole, np.float32(np.nan)))
         if abs(by) < 3:
             source = (view.places - by).clip(0, len(view.case.everything) - 1)
-            text = f"the log-probabilities of {{}} are {where}, those of the prompt among them"
+            text = f"the log-probabilities of {{}} are {where}, the prompt's among them"
             yield Recorded("shifted numbers", text, view.case.everything[source])
 
 
@@ -248,7 +248,7 @@ def _reordered(view: View) -> Iterator[Recorded]:
     below, above = numbers[after - 1], numbers[after]
     nearest = np.where(np.abs(below - view.sampler) < np.abs(above - view.sampler), below, above)
     # Of the digits of a number one or two are lost to the choice among all.
-    text = "the log-probabilities are those of other tokens of the rollout in {}"
+    text = "the log-probabilities belong to other tokens of the rollout in {}"
     yield Recorded("shifted numbers", text, nearest, len(view.rows) // 3)
 
 
@@ -375,7 +375,7 @@ _TEMPERATURES: Final = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)
 
 
 def _truncated(view: View) -> Iterator[Recorded]:
-    """Yield the distribution cut to its likeliest tokens, in the one way that all tokens allow."""
+    """Yield the distribution cut to its likeliest tokens, in the way that all tokens allow."""
     import torch
 
     if not np.isfinite(view.sampler).all():
@@ -385,13 +385,13 @@ def _truncated(view: View) -> Iterator[Recorded]:
         own = logprobs.gather(1, view.tokens)[:, 0]
         ordered = logprobs.sort(-1, descending=True).values
         masses = ordered.exp().cumsum(-1)
-        # The mass of what was left over, by which an engine divides.
+        # The remaining mass, by which an engine divides.
         wanted = (own - view.target).exp().clamp(max=1.0)
         size = (masses - wanted[:, None]).abs().argmin(-1)
         kept = masses.gather(1, size[:, None])[:, 0]
         expected = (own - kept.log()).cpu().numpy()
         fits = ~(np.abs(expected - view.sampler) > view.case.tolerance)
-        # Nothing was cut off where all that is left over is all there is.
+        # Nothing was cut off if the remaining mass is the whole mass.
         if not fits.all() or float(kept.log().abs().max()) <= view.case.tolerance:
             continue
         before = torch.where(size > 0, masses.gather(1, (size - 1).clamp(min=0)[:, None])[:, 0], 0.0)
@@ -419,7 +419,7 @@ def _other_vocabulary(view: View) -> Iterator[Recorded]:
         return
     logprobs = view.logits.log_softmax(-1)
     own, probabilities = logprobs.gather(1, view.tokens), logprobs.exp()
-    # What an engine divides by, as a share of what the trainer divides by.
+    # The engine's divisor as a share of the trainer's.
     share = (own[:, 0] - view.target).exp()
     masses = probabilities.cumsum(-1)
     size = int((masses.log() - share.log()[:, None]).abs().amax(0).argmin()) + 1
@@ -432,7 +432,7 @@ def _other_vocabulary(view: View) -> Iterator[Recorded]:
         expected = view.logits.gather(1, view.tokens)[:, 0] - total
         text = f"the sampler's distribution was over {more} tokens more, of logit 0, in {{}}"
         yield Recorded("vocabulary", text, expected.cpu().numpy(), 1)
-    # With a bias on one token, the same multiple of its probability is added to what is divided by.
+    # With a bias on one token, the same multiple of its probability is added to the divisor.
     ratios = (share - 1)[:, None] / probabilities.clamp(min=1e-12)
     ratios = ratios.gather(0, probabilities.argmax(0)[None])[0].clamp(min=-1 + 1e-12)
     others = (1 + ratios * probabilities).clamp(min=1e-12).log() - share.log()[:, None]
@@ -448,10 +448,10 @@ def _other_vocabulary(view: View) -> Iterator[Recorded]:
 
 
 def _restricted(view: View) -> Iterator[Recorded]:
-    """Yield tokens that a grammar or mask left few others beside.
+    """Yield tokens of which a grammar or mask allowed only a few.
 
-    Engines renormalise over what is left, so their numbers are never below the model's, and 0 where one
-    token was left.
+    Engines renormalise over the allowed tokens, so their numbers are never below the model's, and 0 if one
+    token was allowed.
     """
     sampler, departing = view.sampler, view.departing
     certain = int(np.sum(departing & (sampler >= _CERTAIN)))
@@ -470,4 +470,4 @@ RECORDED_VARIATIONS: Final[tuple[tuple[Reading, ...], ...]] = (
     (_reordered, _scaled, _of_distribution, _fitted, _truncated, _other_vocabulary),
     (_restricted,),
 )
-"""Readings in groups; a later group is tried where none of an earlier one fits."""
+"""Readings in groups. A later group is tried if an earlier one does not fit."""

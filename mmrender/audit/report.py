@@ -19,10 +19,10 @@ Cause: TypeAlias = Literal[
 ]
 """Kind of difference between sampler and trainer: the pixels that the model sees, the tokens or their order,
 the rotary positions, which tokens count as sampled or are attended to, how log-probabilities were recorded,
-what they are of, the weights, or only the arithmetic."""
+the distribution they are of, the weights, or only the arithmetic."""
 
 _MOST_LISTED: Final = 20
-"""Smaller differences are drawn as this one: the axis is logarithmic."""
+"""Maximum number of entries in a list of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class Finding:
     """One cause, with its evidence.
 
     Attributes:
-        cause: Which kind.
-        statement: What was found, as a sentence without its full stop.
+        cause: Its kind.
+        statement: A sentence without its full stop.
         evidence: The numbers behind it.
         sample_id: The sample it was found in.
-        image: Index of the image, where it is about one.
-        token: Index of the token that it is about, or of the first that departs, in the sample's `token_ids`.
-        variation: Name of the variation that explains it, several joined by "or" where the sample cannot tell
-            them apart; empty where none does.
+        image: Index of the image, if it is about one.
+        token: Index in the sample's `token_ids` of the token that it is about, or of the first that differs.
+        variation: Name of the variation that explains it, several joined by "or" if the sample cannot tell
+            them apart, else empty.
     """
 
     cause: Cause
@@ -58,9 +58,9 @@ class Comparison:
 
     Attributes:
         sample: The sample.
-        positions: Indices of the compared tokens in `sample.token_ids`; int32 of shape `(m,)`, rising.
-        sampler: Log-probabilities that came with the sample; float32 of shape `(m,)`.
-        trainer: Log-probabilities that the trainer's model gives; float32 of shape `(m,)`.
+        positions: Indices of the compared tokens in `sample.token_ids`, int32 of shape `(m,)`, rising.
+        sampler: Log-probabilities that came with the sample, float32 of shape `(m,)`.
+        trainer: Log-probabilities of the trainer's model, float32 of shape `(m,)`.
     """
 
     sample: TrainingSample
@@ -74,10 +74,11 @@ class Comparison:
 
         Args:
             sample: With the sampler's log-probabilities.
-            trainer: Of each token given those before it, of shape `(len(sample),)`; entry 0 is not used.
+            trainer: Log-probability of each token given the tokens before it, `(len(sample),)`; entry 0 is
+                not used.
 
         Raises:
-            TrajectoryError: The shapes differ, or the sample has no log-probabilities.
+            TrajectoryError: The shapes differ, or the sample lacks log-probabilities.
         """
         if sample.logprobs is None or trainer.shape != (len(sample),):
             raise TrajectoryError(
@@ -91,7 +92,7 @@ class Comparison:
 
     @classmethod
     def of_sampled(cls, sample: TrainingSample, trainer: Float32Array) -> "Comparison":
-        """Compare the tokens in the sample's loss mask, `trainer` being of shape `(m,)`; see `of`."""
+        """Compare the tokens in the sample's loss mask, `trainer` being of shape `(m,)`. See `of`."""
         whole = np.zeros(len(sample), np.float32)
         whole[sample.loss_mask] = trainer
         return cls.of(sample, whole)
@@ -105,9 +106,9 @@ class Comparison:
         return self._of(self.positions > start)
 
     def telling(self) -> "Comparison":
-        """Return the comparison of the tokens that could have been others.
+        """Return the comparison of the tokens with a probability below 1.
 
-        One of probability 1, as where a grammar or a choice leaves one token, agrees whatever the model saw.
+        A token of probability 1, such as the only one that a grammar allows, agrees whatever the model saw.
         """
         return self._of(self.sampler < 0)
 
@@ -115,7 +116,7 @@ class Comparison:
         return Comparison(self.sample, self.positions[tokens], self.sampler[tokens], self.trainer[tokens])
 
     def beyond(self, tolerance: float) -> npt.NDArray[np.bool_]:
-        """Which of the tokens differ by more than `tolerance`, or are not finite; bool of shape `(m,)`."""
+        """Mark the tokens that differ by more than `tolerance`, or are not finite, bool of shape `(m,)`."""
         beyond: npt.NDArray[np.bool_] = ~(np.abs(self.difference) <= tolerance)
         return beyond
 
@@ -130,13 +131,13 @@ class Comparison:
 
     @property
     def difference(self) -> Float32Array:
-        """Trainer minus sampler; float32 of shape `(m,)`. Not finite where either is not."""
+        """Trainer minus sampler, float32 of shape `(m,)`. Not finite if either is not."""
         with np.errstate(invalid="ignore"):
             return self.trainer - self.sampler
 
     @property
     def largest(self) -> float:
-        """Largest absolute difference; infinite where a number is not finite, 0.0 without tokens."""
+        """Largest absolute difference. Infinite if a number is not finite, 0.0 without tokens."""
         return self.largest_of(slice(None))
 
     def largest_of(self, part: slice) -> float:
@@ -164,9 +165,9 @@ class Comparison:
         return int(beyond.argmax()) if beyond.any() else None
 
     def suspects(self, departure: int) -> list[MediaSpan]:
-        """Images that the departing token saw and the last telling one before it did not, in order.
+        """Images that the differing token saw and the last telling token before it did not, in order.
 
-        Empty where every image was seen before with agreement, or there are none.
+        Empty if every image was seen before with agreement.
         """
         stop = int(self.positions[departure])
         agreeing = self.before(stop).telling().positions.max(initial=-1)
@@ -190,11 +191,11 @@ class AuditReport(Drawn):
 
     Attributes:
         comparisons: One for each sample that the model could be run on.
-        findings: Causes; those that samples show by themselves first.
-        unread: Names of samples that the model could not be run on, and why.
-        tolerance: In nats a token; beyond it a token departs.
-        left_out: Names of samples of which completions are not compared, and why: their log-probabilities are
-            of what a grammar left over.
+        findings: Causes, those that samples show by themselves first.
+        unread: Names of samples that the model could not be run on, with reasons.
+        tolerance: In nats a token. Larger differences are an alarm.
+        left_out: Names of samples with completions that are not compared, with reasons: their
+            log-probabilities are over the tokens that a grammar allowed.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -206,7 +207,7 @@ class AuditReport(Drawn):
 
     @property
     def ok(self) -> bool:
-        """Whether every sample could be compared, no token departs and nothing was found."""
+        """Whether every sample could be compared, without a difference or finding."""
         return self.largest <= self.tolerance and not self.findings and not self.unread
 
     @property
@@ -221,7 +222,7 @@ class AuditReport(Drawn):
 
     @property
     def kl(self) -> float:
-        """Estimated KL(sampler || trainer) in nats a token, over all tokens; see `Comparison.kl`."""
+        """Estimated KL(sampler || trainer) in nats a token, over all tokens. See `Comparison.kl`."""
         weights = [len(compared.positions) for compared in self.comparisons]
         if not sum(weights):
             return 0.0
@@ -229,7 +230,7 @@ class AuditReport(Drawn):
 
     @property
     def departing(self) -> list[tuple[Comparison, int]]:
-        """Comparisons with a token beyond the tolerance and the first such token, the worst first."""
+        """Comparisons with a token beyond the tolerance, and the first of these tokens, the worst first."""
         first = [(one, one.first_departure(self.tolerance)) for one in self.comparisons]
         found = [(one, index) for one, index in first if index is not None]
         return sorted(found, key=lambda entry: -entry[0].largest)
@@ -243,7 +244,7 @@ class AuditReport(Drawn):
         ]
         lines += [f"left out: {name}: {reason}" for name, reason in self.left_out[:_MOST_LISTED]]
         if self.ok:
-            return "\n".join([*lines, "the trainer sees what was sampled"])
+            return "\n".join([*lines, "trainer and sampler agree"])
         departures = [f"  {self._departure(compared, first)}" for compared, first in self.departing]
         if departures:
             lines += ["", f"{len(departures)} of {len(self.comparisons)} samples depart, the worst first:"]
@@ -255,7 +256,7 @@ class AuditReport(Drawn):
         return "\n".join(lines)
 
     def plain(self) -> dict[str, Any]:
-        """The report as plain data for JSON; a number that is not finite is None."""
+        """The report as plain data for JSON. A number that is not finite is None."""
 
         def finite(value: float) -> float | None:
             return float(value) if np.isfinite(value) else None

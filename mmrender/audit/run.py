@@ -1,4 +1,4 @@
-"""An audit: run what the trainer would see through its model, and compare with what the sampler reported."""
+"""An audit: run the trainer's samples through its model, and compare with the sampler's numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,21 +31,21 @@ from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
 _MOST_EXPLAINED: Final = 3
 _LEAST: Final = 1e-3
-"""Nats a token: what float32 kernels of different libraries may differ by; any fault does more."""
+"""Maximum difference of float32 kernels of different libraries, in nats a token. Any fault does more."""
 _MARGIN: Final = 4.0
-"""How far beyond the largest difference that was measured another one may be."""
+"""Tolerance as a multiple of the measured noise."""
 _TELLING: Final = 16
-"""So many tokens agree by chance where each one does with a probability of a half or less."""
+"""Agreeing tokens (with a probability of 0.5 or less each) that count as evidence."""
 _MEASURED: Final = 3
 _MEASURED_TOKENS: Final = 256
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def measure_noise(samples: Sequence[TrainingSample], trainer: TrainerModel) -> Noise:
-    """Measure what arithmetic alone changes, on some of the samples.
+    """Measure differences by arithmetic alone, on some of the samples.
 
-    Each runs alone, and again beside another one with padding and another attention kernel; where the model
-    computes in float32, once more in bfloat16, in which samplers often compute.
+    Each runs alone, and again in a batch with padding and another attention kernel. If the model computes in
+    float32, once more in bfloat16, in which samplers often compute.
 
     Args:
         samples: Some of these are run.
@@ -77,9 +77,9 @@ def measure_noise(samples: Sequence[TrainingSample], trainer: TrainerModel) -> N
 
 
 def as_sampled(noise: Noise, comparisons: Sequence[Comparison]) -> Noise:
-    """Return the noise without that of another dtype, where most samples show that the sampler had the same.
+    """Drop the allowance for another dtype if half of the samples or more show that the sampler had the same.
 
-    Which they do where all their tokens agree as those of another dtype do not.
+    Their tokens agree more closely than under another dtype.
     """
     agreeing = [one for one in comparisons if one.largest <= noise.tolerance]
     tokens = sum(len(one.positions) for one in agreeing) * (1 - noise.near)
@@ -103,24 +103,24 @@ def audit(
     budget: int = DEFAULT_BUDGET,
     progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
-    """Compare every sampled token, and look for the cause where tokens depart.
+    """Compare every sampled token, and look for the cause of differences.
 
-    Samples that are faulty by themselves are reported as such. Of the others that depart, the `explain` with
-    the largest differences are run again with one thing changed at a time; each run costs a forward pass.
+    Samples that are faulty by themselves are reported first. Among further samples with differences, the
+    `explain` largest are run again with one thing changed at a time. Each run costs a forward pass.
 
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
         trainer: The trainer's model, with the weights that sampled.
-        tolerance: In nats a token: larger differences are an alarm. None measures what arithmetic alone does,
-            see `measure_noise`. Which cause is named does not depend on it.
-        others: Items that an image may have been mistaken for, besides those of the samples.
-        explain: How many departing samples to explain.
+        tolerance: In nats a token: larger differences are an alarm. None measures the arithmetic with
+            `measure_noise`. The named cause does not depend on it.
+        others: Items that an image may have been mistaken for, besides the samples' own.
+        explain: Maximum number of samples to explain.
         decode: Text of token ids, for the report and for text that was encoded again.
         sources: Images before processing, by identity of their items: whatever a message may hold.
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
         budget: Forward passes for each sample that is explained, at most.
-        progress: Called with what is begun.
+        progress: Called with a text at the start of each stage.
     """
     progress(f"comparing samples: {len(samples)}")
     unread: list[tuple[str, str]] = []
@@ -135,7 +135,7 @@ def audit(
             left_out.append((sample.sample_id or f"samples[{index}]", why))
         faults[index] = inspect_sample(sample)
         try:
-            # What failed in a batch is run alone, for what the model says of it.
+            # A sample that failed in a batch is run alone, for the model's own error.
             own = values[index]
             compared = Comparison.of_sampled(sample, trainer.sampled_logprobs(sample) if own is None else own)
         except MMRenderError as error:
@@ -143,7 +143,7 @@ def audit(
             continue
         given[len(comparisons)] = index
         comparisons.append(compared)
-    progress("measuring what arithmetic alone does")
+    progress("measuring the arithmetic alone")
     noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer), comparisons)
     alarm = noise.alarm if tolerance is None else tolerance
     found = [finding for findings in faults.values() for finding in findings]
@@ -158,7 +158,8 @@ def audit(
         if departing is None or len(causes) == explain:
             break
         departure = compared.first_departure(noise.tolerance)
-        # What a sample shows by itself needs no other cause, except numbers, which may be of a known form.
+        # A sample with a fault of its own is explained, unless it is about numbers, which may have a known
+        # form.
         if any(finding.variation != "values" for finding in faults[index]):
             continue
         progress(f"looking for the cause in {compared.sample.sample_id or f'samples[{index}]'}")
@@ -184,7 +185,7 @@ def audit(
 
 
 def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
-    """Return a sample without the completions that were held to a grammar, and what they were held to."""
+    """Return a sample without the completions under a grammar, and a text about these."""
     spans = sample.extra.get(RESTRICTED, ())
     if not spans:
         return sample, ""
@@ -198,7 +199,7 @@ def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
 
 
 def _is_fault(finding: Finding) -> bool:
-    """Whether a difference as small as another dtype makes has a cause beside that dtype."""
+    """Whether a difference as small as between dtypes has another cause."""
     named = set(finding.variation.split(" or ")) - {""}
     return bool(named) and (finding.cause != "precision" or not named & {"dtype", "rounded"})
 
@@ -210,9 +211,9 @@ def _items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
 
 
 class _Sources(dict[str, Any]):
-    """Images before they were processed, by identity of their items: those given, and those of messages.
+    """Images before they were processed, by identity of their items: of `given`, and of messages.
 
-    Which item an image of a message became is known by processing it again, when one is asked for.
+    The item of an image in a message is found by processing the image again, when one is asked for.
     """
 
     def __init__(
@@ -235,13 +236,13 @@ class _Sources(dict[str, Any]):
                 try:
                     item = processor.process(load_image(source), num_images=len(shown))
                 except MMRenderError:
-                    continue  # of an image that cannot be had again there is no source
+                    continue  # an image that cannot be loaded again has lost its source
                 self[item.identity] = source
         return super().get(key, default)
 
 
 def _images_of(trajectory: Trajectory) -> list[Any]:
-    """Return the images of a trajectory's messages, each once, where these kept them."""
+    """Return the images of a trajectory's messages, each once, if these kept them."""
     messages = [message for step in trajectory.steps for message in step.new_messages]
     contents = [message.content for message in normalize_messages(messages)]
     parts = [part for content in contents if isinstance(content, tuple) for part in content]
@@ -263,23 +264,23 @@ def audit_files(
 
     Args:
         files: As `save_trajectories` writes them.
-        model: Model directory or hub id; the weights that sampled.
+        model: Model directory or hub id, with the weights that sampled.
         tolerance: In nats a token; None measures it.
-        explain: How many departing samples to look for a cause in.
+        explain: Maximum number of samples to explain.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
-        device: Where torch runs the model.
+        device: Device on which torch runs the model.
         image_backend: How images that were shipped by reference are processed.
-        progress: Called with what is begun.
+        progress: Called with a text at the start of each stage.
 
     Raises:
-        InputError: A file cannot be read, or there is no such dtype.
-        TrajectoryError: A file is not one of trajectories, or a trajectory has no log-probabilities.
+        InputError: A file cannot be read, or the dtype is unknown.
+        TrajectoryError: A file is not one of trajectories, or a trajectory lacks log-probabilities.
         ModelError: The model cannot be loaded.
         MediaError: An image by reference cannot be loaded, or becomes another one.
         MissingDependencyError: torch or Transformers is not installed.
     """
     if dtype not in _DTYPES:
-        raise InputError("there is no such dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
+        raise InputError("unknown dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
     trajectories: list[Trajectory] = []
     for path in files:
         try:
@@ -294,7 +295,7 @@ def audit_files(
         processor = load()
         if processor is None:
             raise ModelError(
-                "the trajectories hold images by reference, and the model has no image processor",
+                "the trajectories have images by reference, and the model lacks an image processor",
                 where=str(directory.path),
             )
         samples = resolve_references(samples, processor)

@@ -67,7 +67,7 @@ def _configured(case: Case, *names: str) -> list[int]:
 
 
 def _final_token(case: Case) -> Iterator[Trial]:
-    """Yield stop tokens in place of the last token of a completion, where the sampler's number is theirs."""
+    """Yield stop tokens in place of the last token of a completion, if the sampler's number is theirs."""
     for number in case.departing_runs:
         place = case.runs[number][1] - 1
         for token in _read_off(case, place, sorted(_stops(case))):
@@ -83,9 +83,9 @@ def _final_token(case: Case) -> Iterator[Trial]:
 def _read_off(
     case: Case, place: int, candidates: Sequence[int] | None = None, sample: TrainingSample | None = None
 ) -> list[int]:
-    """Return tokens that the trainer gives the sampler's number at `place`, the nearest first.
+    """Return tokens with the sampler's number at `place` under the trainer, the nearest first.
 
-    Everything before `place` must agree already, in the sample as it is or in the one given.
+    Everything before `place` must agree already, in the sample as it is or in `sample`.
     """
     sampler = case.compared.sampler[np.searchsorted(case.compared.positions, place)]
     logits = case.trainer.logits_at(case.sample if sample is None else sample, [place])
@@ -103,14 +103,14 @@ def _read_off(
 
 
 def _altered(case: Case) -> Iterator[Trial]:
-    """Yield one sampled token replaced, left out or added where the numbers part.
+    """Yield one sampled token replaced, left out or added at the first difference.
 
-    What stands there is read off the trainer's own distribution; what follows must then agree.
+    The token is found in the trainer's own distribution, and all later tokens must then agree.
     """
     stop = case.runs[case.departing_runs[0]][1]
     place, ids = case.position, case.sample.token_ids
     number = case.departing_runs[0]
-    if stop - place < 3:  # what follows must be able to disagree
+    if stop - place < 3:  # later tokens must be able to disagree
         return
     rest = ids[place:stop]
     for token in _read_off(case, place):
@@ -142,7 +142,7 @@ def _altered(case: Case) -> Iterator[Trial]:
 
 
 def _pieces(case: Case) -> tuple[Mapping[str, int], Sequence[str]]:
-    """Return the tokens of the vocabulary by their text, and their texts; empty without `decode`."""
+    """Return the tokens of the vocabulary by their text, and their texts, empty without `decode`."""
     if case.decode is None:
         return {}, ()
     return _read_vocabulary(case.decode, len(case.trainer.model.get_output_embeddings().weight))
@@ -234,7 +234,7 @@ def _exchanged_turns(case: Case) -> Iterator[Trial]:
         text = f"completions {one} and {two}, with their log-probabilities, are in exchanged turns"
         moved = edited(sample, [(*first, b), (*second, a)])
         yield Trial(text, moved, token=first[0], since=first[0])
-        # The first prompt holds the system prompt too: only what is new in it since the last opener moves.
+        # The first prompt holds the system prompt too: only the part after the last opener moves.
         opener = int(sample.token_ids[starts[two]]) if starts[two] < len(sample) else -1
         places = [starts[one]] if one else np.flatnonzero(sample.token_ids[: first[0]] == opener)[-1:]
         for place in places:
@@ -245,7 +245,7 @@ def _exchanged_turns(case: Case) -> Iterator[Trial]:
 
 
 def _peers(case: Case) -> list[Comparison]:
-    """Return the samples that share the most tokens with this one, the nearest first."""
+    """Return samples by the number of tokens that they share with this one, the nearest first."""
     ids = case.sample.token_ids
     rated = [(common_prefix(ids, peer.sample.token_ids), peer) for peer in case.peers]
     return [peer for _, peer in sorted(rated, key=lambda entry: -entry[0])[:_MOST_PEERS]]
@@ -307,7 +307,7 @@ def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> b
 
 
 def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
-    """Return the trial of another prompt, to which what was sampled before `since` is not held."""
+    """Return the trial of another prompt, which need not explain tokens sampled before `since`."""
     first = edits[0][0]
     mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
     changed = edited(replace(case.sample, loss_mask=mask), edits)
@@ -317,7 +317,7 @@ def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | Non
 
 
 def _bounds(case: Case) -> list[int]:
-    """Return where turns may begin: at the first or second token of the sample, where it recurs."""
+    """Return possible starts of turns: where the first or second token of the sample recurs."""
     ids, first = case.sample.token_ids, case.runs[0][0]
     for opener in (0, 1):
         places = np.flatnonzero(ids[:first] == ids[opener]) if len(ids) > opener else np.zeros(0)
@@ -350,7 +350,7 @@ def _opening(case: Case) -> Iterator[Trial]:
 
 
 def _openings(case: Case) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield what other samples have before a token with which this one, or a turn of it, begins."""
+    """Yield the tokens that other samples have before a token with which this sample, or a turn, begins."""
     seen: set[tuple[int, ...]] = set()
     own = case.sample.token_ids
     opener = own[_bounds(case)[0]] if _bounds(case) else own[0]
@@ -392,7 +392,7 @@ def _fillers(case: Case) -> Iterator[tuple[list[int], str]]:
 
 
 def _history(case: Case) -> Iterator[Trial]:
-    """Yield earlier turns that the sampler was shown otherwise, before the completions that depart."""
+    """Yield other forms of earlier turns, before the completions that differ."""
     number = case.departing_runs[0]
     if not number:
         return
@@ -439,7 +439,7 @@ def _turns_left_out(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[s
             yield f"had the tokens {bound} to {stop - 1}, a turn, twice", [(stop, stop, again)]
     spans = [span for span in case.sample.media_spans if span.stop < case.runs[len(runs)][0]]
     for shown in {1, sum(span.start > starts[-1] for span in spans)} - {0, len(spans)}:
-        for margin, beside in ((0, ""), (1, ", and the tokens beside them,")):
+        for margin, beside in ((0, ""), (1, ", and the tokens around them,")):
             hidden: list[Edit] = [(one.start - margin, one.stop + margin, []) for one in spans[:-shown]]
             yield f"lacked all images but the last {shown}{beside}", hidden
 
@@ -482,16 +482,20 @@ def _alternatives(case: Case) -> Iterator[Trial]:
 
 
 TOKEN_VARIATIONS: Final[tuple[Variation, ...]] = (
-    Variation("shifted tokens", "ids", "tokens of completions a few places off, or reversed", _shifted),
+    Variation("shifted tokens", "ids", "tokens of completions shifted or reversed", _shifted),
     Variation("final token", "ids", "a completion that ends in another stop token", _final_token),
     Variation("altered token", "ids", "one sampled token replaced, lost or added", _altered),
-    Variation("encoded again", "ids", "text that was encoded again; needs `decode`", _encoded_again),
+    Variation("encoded again", "ids", "text that was encoded again, needs `decode`", _encoded_again),
     Variation("exchanged turns", "ids", "completions, or prompts before them, exchanged", _exchanged_turns),
     Variation("another's tokens", "ids", "a completion of another branch or rollout", _others_tokens),
-    Variation("another's prompt", "ids", "another's prompt, or all of another before it", _others_prompt),
+    Variation(
+        "another's prompt", "ids", "another prompt, or all of another sample before it", _others_prompt
+    ),
     Variation("history", "ids", "earlier turns cut, left out, repeated or encoded again", _history),
-    Variation("opening", "ids", "a BOS, a system prompt or a turn more, less, twice or another", _opening),
-    Variation("generation prompt", "ids", "tokens more or less before a completion", _before_completion),
+    Variation(
+        "opening", "ids", "a missing, added, repeated or different BOS, system prompt or turn", _opening
+    ),
+    Variation("generation prompt", "ids", "missing or added tokens before a completion", _before_completion),
     Variation("attended padding", "ids", "padding that was attended to", _attended_padding),
-    Variation("another template", "ids", "the prompt as one of the `alternatives` has it", _alternatives),
+    Variation("another template", "ids", "the prompt of one of the `alternatives`", _alternatives),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""What a variation is, and how a sample is changed in one respect.
+"""Variations, and changes of a sample in one respect.
 
-A variation says what the sampler may have had in place of what the trainer has. Its trials apply that to one
-image, to all of them or to the whole rollout. Where the trainer's model then gives the sampler's numbers, and
-no other variation makes it do so, that respect is what differs.
+A variation is one way in which the sampler may have differed from the trainer. Its trials apply it to one
+image, to all images or to the whole rollout. If the trainer's model then produces the sampler's numbers, and
+under no other variation, the cause is found.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]
 Weights: TypeAlias = Mapping[str, Any]
 """Tensors by the names of the model's parameters, or of some of them."""
 Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
-"""Start and end of a part of a sample, and what is in place of it."""
+"""Start and end of a part of a sample, and its replacement."""
 
 _SECTIONS: Final = 30
 
 
 class Trial(NamedTuple):
-    """One change: what it would mean if it fits, and what it changes.
+    """One change, and its statement if it fits.
 
     Attributes:
-        statement: What was found, if it fits.
-        sample: The changed sample, with the sampler's log-probabilities of its loss mask; None for as it is.
-        inputs: What changes in the model's inputs.
-        model: What changes in the model.
+        statement: The finding if it fits.
+        sample: The changed sample, with the sampler's log-probabilities of its loss mask; None for unchanged.
+        inputs: Change of the model's inputs.
+        model: Change of the model.
         image: Index of the image it is about.
         token: Index of the token it is about, in the trainer's sample.
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
-        fitted: How many of the sampler's numbers were used to find it.
+        fitted: Number of the sampler's numbers that were used to find it.
     """
 
     statement: str
@@ -57,14 +57,14 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One sample that departs, and all that may help to explain it.
+    """One sample that differs, and all data that may help to explain it.
 
     Attributes:
         compared: Sampler against trainer.
-        departure: Index into `compared.positions` of the first token that departs.
+        departure: Index into `compared.positions` of the first token that differs.
         trainer: The model.
-        tolerance: In nats; what is below it is arithmetic.
-        peers: Comparisons of the other samples.
+        tolerance: In nats. Smaller differences are arithmetic.
+        peers: Comparisons of all other samples.
         others: Items that an image may have been mistaken for.
         decode: Text of token ids.
         sources: Images as they were before processing, by identity of their items.
@@ -90,7 +90,7 @@ class Case:
 
     @cached_property
     def position(self) -> int:
-        """Index of the first token that departs."""
+        """Index of the first token that differs."""
         return int(self.compared.positions[self.departure])
 
     @cached_property
@@ -100,7 +100,7 @@ class Case:
 
     @cached_property
     def departing_runs(self) -> list[int]:
-        """Indices of the completions that hold a token that departs."""
+        """Indices of the completions with a token that differs."""
         beyond = self.compared.positions[self.compared.beyond(self.tolerance)]
         return [
             number
@@ -110,9 +110,9 @@ class Case:
 
     @cached_property
     def suspects(self) -> list[MediaSpan]:
-        """Images that may be at fault, those that the departing token was the first to see before others.
+        """Images that may be at fault; in front those that the first differing token was the first to see.
 
-        An image is left out where most tokens that saw it agree before the first that departs.
+        An image is left out if several tokens that saw it agree before that token.
         """
         new = self.compared.suspects(self.departure)
         seen = [span for span in self.sample.media_spans if span.start < self.position and span not in new]
@@ -122,7 +122,7 @@ class Case:
 
     @cached_property
     def logits(self) -> Any:
-        """Logits at the sampled tokens of the completions that depart, `rows` of them: float32."""
+        """Logits at the sampled tokens of the completions that differ, `rows` of them: float32."""
         return self.trainer.logits_at(self.sample, self.compared.positions[self.rows]).float()
 
     @cached_property
@@ -152,9 +152,9 @@ class Variation:
 
     Attributes:
         name: Names it in findings.
-        cause: Which kind of cause it is.
-        about: What it says, for the documentation.
-        trials: What to try for a case.
+        cause: Its kind of cause.
+        about: Its description, for the documentation.
+        trials: Changes to try for a case.
     """
 
     name: str
@@ -202,7 +202,7 @@ def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaIte
 
 
 def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:
-    """Return the tokens `[start, stop)` with the media that begin there; prompt tokens unless `sampled`."""
+    """Return the tokens `[start, stop)` with the media that begin there. Prompt tokens unless `sampled`."""
     entries = [
         (span.range.shifted(-start), span.item) for span in sample.media_spans if start <= span.start < stop
     ]
@@ -239,7 +239,7 @@ def joined(parts: Iterable[TrainingSample], sample: TrainingSample) -> TrainingS
 
 
 def edited(sample: TrainingSample, edits: Iterable[Edit]) -> TrainingSample:
-    """Return a sample with other prompt tokens, or parts of samples, in place of some; edits rise."""
+    """Return a sample with parts replaced by other prompt tokens, or by parts of samples. Edits rise."""
     parts, done = [], 0
     for start, stop, new in edits:
         parts += [part(sample, done, start), new if isinstance(new, TrainingSample) else plain(new)]
@@ -250,9 +250,9 @@ def edited(sample: TrainingSample, edits: Iterable[Edit]) -> TrainingSample:
 def with_sampled(
     sample: TrainingSample, start: int, ids: Sequence[int] | npt.NDArray[Any], *, stop: int = 0
 ) -> TrainingSample:
-    """Return a sample with as many sampled tokens from `start` on replaced by others.
+    """Return a sample with the sampled tokens from `start` on replaced by `ids`.
 
-    What was sampled after these and before `stop` is not known, and leaves the loss mask.
+    Tokens after these and before `stop` are unknown, and leave the loss mask.
     """
     tokens, mask = sample.token_ids.copy(), sample.loss_mask.copy()
     tokens[start : start + len(ids)] = ids
@@ -261,7 +261,7 @@ def with_sampled(
 
 
 def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
-    """Yield the completions that a change may be limited to, and what to call them."""
+    """Yield the completions that a change may be limited to, and their name."""
     if len(case.runs) == 1:
         yield case.runs, "the completion"
         return
@@ -271,10 +271,10 @@ def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
 
 
 def least(loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float) -> float:
-    """Return where a function of one positive number is least, of those between two bounds.
+    """Return the minimum of a function of one positive number between two bounds.
 
-    A grid of that many points, then golden sections round the best of them; where its loss is not below
-    `enough`, that point is returned.
+    A grid of `points`, then golden sections around the best of them. If its loss is not below `enough`, that
+    point is returned.
     """
     grid = np.linspace(np.log(low), np.log(high), points)
     losses = [loss(float(np.exp(at))) for at in grid]

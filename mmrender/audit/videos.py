@@ -82,7 +82,7 @@ def _times(case: Case) -> Iterator[Trial]:
 
 
 VIDEO_VARIATIONS: Final = (
-    Variation("frame order", "pixels", "frames of a video in another order, or a place off", _order),
-    Variation("frame lost", "pixels", "a frame of a video dropped, or one in place of others", _lost),
+    Variation("frame order", "pixels", "frames of a video reordered or shifted", _order),
+    Variation("frame lost", "pixels", "a frame of a video dropped, or one repeated", _lost),
     Variation("video times", "positions", "another duration of a video's time steps", _times),
 )

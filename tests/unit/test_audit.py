@@ -95,7 +95,7 @@ def test_nothing_is_found_where_nothing_is_wrong(samples, trainer):
     assert report.tokens == 3 * 24
     assert report.largest < 1e-4
     assert report.kl < 1e-6
-    assert report.text().endswith("the trainer sees what was sampled")
+    assert report.text().endswith("trainer and sampler agree")
 
 
 def second_image(change):

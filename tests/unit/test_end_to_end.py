@@ -130,7 +130,7 @@ def test_the_command_finds_the_images_that_messages_kept(tiny_model, renderer, t
     assert [finding.variation for finding in report.findings] == ["resampling"], report.text()
     assert stages == [
         "comparing samples: 1",
-        "measuring what arithmetic alone does",
+        "measuring the arithmetic alone",
         f"looking for the cause in {report.findings[0].sample_id}",
     ]
 
