@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmrender.errors import MMRenderError
+from mmrender.testing.families import prove_family
 from mmrender.testing.reference import has_reference_backend, import_torchvision
-from mmrender.training import ModelFamily
-from mmrender.training.families import Layout, SequenceSplit
+from mmrender.training.families import Layout
 from mmrender.training.tensor_list import torch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
@@ -123,14 +123,14 @@ def _try(name: str, sending: Any) -> None:
 
 def _row(name: str) -> str:
     try:
-        found = ModelFamily.prove(_config(name))
+        found = prove_family(_config(name))
     except MMRenderError as error:
         lacking = _LACKING.get(name)
         reason = f"cannot be built tiny: the defaults of its class lack {lacking}" if lacking else str(error)
         return f"| `{name}` | | {_cell(reason)} |"
     except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
         return f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
-    proved = [one for one in (*get_args(Layout), *get_args(SequenceSplit)) if one not in found.refused]
+    proved = [one for one in get_args(Layout) if one not in found.refused]
     named = found.recurrent.replace("|", "`, `")
     notes = f" (`recurrent_segments` over `{named}`)" if named else ""
     refused = "; ".join(f"{one}: {reason}" for one, reason in found.refused.items())

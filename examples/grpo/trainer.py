@@ -29,7 +29,7 @@ from mmrender.training import (
     token_entropy,
     token_logprobs,
 )
-from mmrender.training.batch import importance_weights
+from mmrender.training.logprobs import importance_weights
 from mmrender.trajectory import Branch, TrainingSample, Trajectory
 
 

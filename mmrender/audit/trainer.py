@@ -13,7 +13,7 @@ from mmrender.audit.report import Float32Array
 from mmrender.errors import EngineError, MMRenderError
 from mmrender.model.weights import load_model
 from mmrender.training import ModelFamily, TrainingBatch, collate
-from mmrender.training.allowed import allowed_logprobs, limited_tokens
+from mmrender.training.logprobs import allowed_logprobs, limited_tokens
 from mmrender.training.segments import Segment
 from mmrender.trajectory.sample import TrainingSample
 
@@ -28,11 +28,11 @@ _TOKENS_AT_ONCE: Final = 1 << 14
 
 
 class TrainerModel:
-    """A Transformers model that gives the log-probability of every token of a sample.
+    """A Transformers model that computes the log-probability of every token of a sample.
 
     Args:
         model: In evaluation mode.
-        dtype: Name of the dtype that pixels are given in; that of the weights if None.
+        dtype: Name of the dtype of pixels, by default the weights' dtype.
     """
 
     def __init__(self, model: Any, *, dtype: str | None = None) -> None:
@@ -67,14 +67,14 @@ class TrainerModel:
         model: ModelChange | None = None,
         beside: TrainingSample | None = None,
     ) -> Float32Array:
-        """Return the log-probability of each token of the loss mask, given those before it: `(m,)`.
+        """Return the log-probability of each token of the loss mask, given the tokens before it: `(m,)`.
 
         Each sample runs by itself, through the batch that a trainer builds.
 
         Args:
-            sample: What the trainer would get.
-            inputs: What to change of the model's inputs.
-            model: What to change of the model meanwhile.
+            sample: The trainer's sample.
+            inputs: Change of the model's inputs.
+            model: Change of the model meanwhile.
             beside: A sample to share a batch with, which is padded on the left.
 
         Raises:
@@ -89,7 +89,7 @@ class TrainerModel:
         return limited_logprobs(rows[0], sample, places)
 
     def sampled_of_many(self, samples: Sequence[TrainingSample]) -> list[Float32Array | None]:
-        """Return `sampled_logprobs` of each sample, several in a batch; None where the model fails on one."""
+        """Return `sampled_logprobs` of each sample, several in a batch; None if the model fails on one."""
         out: list[Float32Array | None] = []
         while len(out) < len(samples):
             some = [samples[len(out)]]
@@ -129,7 +129,7 @@ class TrainerModel:
         import torch
 
         batch = self._batch(samples)
-        # The first token is predicted from nothing; what is returned for it is not looked at.
+        # Nothing predicts the first token, and the value returned for it is not used.
         columns = [
             np.maximum(wanted - 1, 0) + segments[0].start
             for wanted, segments in zip(places, batch.segments, strict=False)
@@ -148,7 +148,7 @@ class TrainerModel:
         # The model is changed many times for one sample.
         if self._last is not None and self._last[0] == samples:
             return self._last[1]
-        # Only what the model sees: an audit is for samples whose masks and numbers may be at fault.
+        # Only the model's inputs: masks and numbers of an audited sample may be at fault.
         bare = [
             TrainingSample(
                 one.token_ids,
@@ -188,7 +188,7 @@ class TrainerModel:
 
 
 def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[Any]) -> Float32Array:
-    """Return the log-probability of a sample's tokens at `places` among what was allowed, of their logits."""
+    """Return the log-probabilities at `places` over the allowed tokens, from their logits."""
     import torch
 
     found = picked_logprobs(logits, sample.token_ids[places])

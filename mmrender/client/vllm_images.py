@@ -18,10 +18,10 @@ from mmrender.client.server_facts import Process
 from mmrender.client.transport import JSONText
 from mmrender.client.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
 from mmrender.errors import EngineUnsupportedError, PlaceholderError
-from mmrender.media.item import PatchItem, ProcessedItem
+from mmrender.media.item import PatchItem, ProcessedItem, time_steps
 from mmrender.media.levels import Levels, expanded
 from mmrender.media.vllm_items import encode_mm_kwargs_item_as_bytes
-from mmrender.sidecar import MediaItem, MediaSpan, PlaceholderRange
+from mmrender.sidecar import MediaItem, MediaSpan
 
 GENERATE_PATH: Final = "/inference/v1/generate"
 SIZE_SETTING: Final = "VLLMBackend(max_body_bytes=...)"
@@ -206,21 +206,19 @@ def split_video_steps(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
     """
     split: list[MediaSpan] = []
     for span in spans:
-        runs, item = span.range.embed_spans, span.item
-        if span.modality != "video" or runs is None:
+        if span.modality != "video" or span.range.embed_spans is None:
             split.append(span)
             continue
-        if not isinstance(item, PatchItem) or len(runs) != item.grid[0]:
+        steps = time_steps(span)
+        if steps is None:
             raise EngineUnsupportedError(
                 "the engine loses which tokens of a video hold features",
                 where=span.where,
                 expected="one run of features for each time step of a PatchItem",
-                got=f"{len(runs)} runs of {item!r}",
+                got=f"{len(span.range.embed_spans)} runs of {span.item!r}",
                 remedy="Use another engine for videos of this model",
             )
-        for (start, stop), image in zip(runs, item.steps(), strict=True):
-            step = PlaceholderRange(span.start + start, stop - start)
-            split.append(MediaSpan(span.modality, span.position, step, image))
+        split += steps
     return split
 
 

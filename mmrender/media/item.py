@@ -29,7 +29,16 @@ from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
 from mmrender.media.video import open_video
 from mmrender.messages import Modality, VideoPart
-from mmrender.sidecar import Count, Expansion, Framework, MediaItem, Repeat, TensorDtype
+from mmrender.sidecar import (
+    Count,
+    Expansion,
+    Framework,
+    MediaItem,
+    MediaSpan,
+    PlaceholderRange,
+    Repeat,
+    TensorDtype,
+)
 
 Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 """Hex digest of content and processor settings."""
@@ -247,6 +256,15 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
                 # One store in the order of the target: channel by channel, each line is fetched three times.
                 part = target[step, start : start + levels.shape[1], :, repeats]
                 part[...] = values.transpose(1, 0, 2)[:, :, None]
+
+
+def time_steps(span: MediaSpan) -> list[MediaSpan] | None:
+    """Return each time step of a video as an image at its own tokens; None if the video has no such steps."""
+    item, runs = span.item, span.range.embed_spans
+    if runs is None or not isinstance(item, PatchItem) or len(runs) != item.grid[0]:
+        return None
+    ranges = [PlaceholderRange(span.start + start, stop - start) for start, stop in runs]
+    return [MediaSpan(span.modality, span.position, *pair) for pair in zip(ranges, item.steps(), strict=True)]
 
 
 class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="processed"):

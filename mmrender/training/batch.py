@@ -1,40 +1,38 @@
 """`TrainingBatch`: rows of tokens with everything aligned to them, and the images that belong to each row.
 
 A row holds one sample and padding, or several packed samples. Images are rows of `TensorList`, so taking rows
-takes their images along. A batch is never changed; slices are views of it.
+takes their images along. A batch is never changed, and slices are views of it.
 
-Padded batches give the model a mask `(rows, width)`. Packed ones give none: the position ids of each sample
-start at zero, from which Transformers builds a mask that keeps samples apart, for its eager, sdpa, flex and
-flash attention alike. It does so only without a cache, hence `use_cache=False`, and for models with M-RoPE
-only if a fourth axis, before the other three, counts tokens. Where images see themselves in both directions
+Padded batches have a mask `(rows, width)` for the model. Packed ones come without: the position ids of each
+sample start at zero, from which Transformers builds a mask that keeps samples apart, for its eager, sdpa,
+flex and flash attention. It does so only without a cache, hence `use_cache=False`, and for models with M-RoPE
+only if a fourth axis, before these three, counts tokens. If images see themselves in both directions
 (Gemma 3), Transformers 5.23 looks images up by their position within the sample, as if each sample were the
-first of its row; packed batches bring whole masks instead, one for each kind of layer.
+first of its row. So packed batches bring whole masks, one for each kind of layer.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
-from mmrender.training.allowed import allowed_logprobs, limited_tokens
-from mmrender.training.families import ModelFamily, SequenceSplit
+from mmrender.training.families import ModelFamily
 from mmrender.training.segments import (
     Rows,
     Segment,
     attention_mask,
+    bounds_of,
     check_kept_apart,
     image_block_masks,
     in_completion,
+    placed,
     row_bounds,
     same_sample,
+    take_columns,
     token_numbers,
     varlen_kwargs,
 )
-from mmrender.training.shards import SequenceShard, logprobs_of, take_columns
-from mmrender.training.tensor_list import OutOfBand, TensorList, row_places, torch
+from mmrender.training.tensor_list import OutOfBand, TensorList, check_aligned, row_places, torch
 from mmrender.trajectory.sample import IGNORE_INDEX
 
 PaddingSide: TypeAlias = Literal["left", "right"]
@@ -57,12 +55,12 @@ class TrainingBatch(OutOfBand):
     """Rows to train on. Built by `collate`.
 
     A row without a segment is a padding row: a single pad token that is attended to, since attention and
-    position functions of some models fail on rows without any, and no loss, image or placeholder.
+    position functions of some models fail on rows without any. It has neither loss nor image.
 
     Attributes:
-        family: What the model takes.
-        pad_token_id: What fills rows.
-        padding_side: Where it does.
+        family: The model's inputs.
+        pad_token_id: The token that fills rows.
+        padding_side: The side that it fills.
         packed: Whether rows may hold several samples, kept apart by position ids instead of a mask.
         segments: The samples in each row, with their names, weight versions and `extra`.
         input_ids: int64 `(rows, width)`.
@@ -71,13 +69,13 @@ class TrainingBatch(OutOfBand):
         token_types: int64 `(rows, width)`: 0 text, 1 image, 2 video, from placeholder ranges.
         positions: int64 `(axes, rows, width)`: time, height and width for models with M-RoPE, else one axis.
         fields: Images and videos by keyword of the model.
-        logprobs: float32 `(rows, width)`: the sampler's, 0.0 where nothing was sampled; or None.
+        logprobs: float32 `(rows, width)`: the sampler's, 0.0 at tokens that were not sampled, or None.
         advantages: float32 `(rows, width)`, or None.
         rewards: As `advantages`.
-        loss_weights: float32 `(rows, width)`: the weight of each token's loss, 0.0 outside the loss mask; or
+        loss_weights: float32 `(rows, width)`: the weight of each token's loss, 0.0 outside the loss mask, or
             None.
-        routed_experts: Integers `(rows, width, layers, top_k)`, or None. A token for which the engine gave no
-            row (the last of a sample) and padding have the experts 0 to top_k - 1.
+        routed_experts: Integers `(rows, width, layers, top_k)`, or None. Tokens without a row from the engine
+            (the last of a sample) and padding have the experts 0 to top_k - 1.
     """
 
     family: ModelFamily
@@ -108,15 +106,15 @@ class TrainingBatch(OutOfBand):
     @property
     def sample_ids(self) -> list[str]:
         """Names of the samples, row by row."""
-        return [segment.sample_id for row in self.segments for segment in row]
+        return [segment.sample_id for _, segment in placed(self.segments)]
 
     @property
     def seq_lens(self) -> list[int]:
         """Tokens of each sample, row by row."""
-        return [segment.length for row in self.segments for segment in row]
+        return [segment.length for _, segment in placed(self.segments)]
 
     def cu_seqlens(self, row: int = 0) -> Any:
-        """Return where the sequences of a row begin, and its width: int32 `(sequences + 1,)`.
+        """Return the start of each sequence of a row, and its width: int32 `(sequences + 1,)`.
 
         Variable-length attention kernels take this. Padding counts as a sequence of its own.
         """
@@ -130,62 +128,60 @@ class TrainingBatch(OutOfBand):
             `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `(sequences + 1,)`, over the rows one after another;
             `max_length_q` and `max_length_k`, the tokens of the longest. Padding counts as a sequence.
         """
-        rows = [row_bounds(segments, self.width) for segments in self.segments]
-        return varlen_kwargs(rows, self.input_ids.device)
+        return varlen_kwargs(bounds_of(self.segments, self.width), self.input_ids.device)
 
     def staleness(self, order: Mapping[str, int]) -> Any:
         """Return how many updates of the weights each token is behind the newest: int64 `(rows, width)`.
 
         Args:
-            order: The number of each version of the weights, such as its training step; the largest is now.
+            order: The number of each version of the weights, such as its training step. The largest is now.
 
         Returns:
-            0 for tokens of no known version, such as those of prompts.
+            0 for tokens without a version, such as tokens of prompts.
 
         Raises:
-            BatchError: A version has no number.
+            BatchError: A version is without a number.
         """
         behind = torch.zeros_like(self.input_ids)
-        for row, segments in enumerate(self.segments):
-            for segment in segments:
-                for version, start, stop in segment.weight_versions:
-                    if version not in order:
-                        expected = ", ".join(map(repr, list(order)[-4:]))
-                        problem = "a version of the weights has no number"
-                        raise BatchError(
-                            problem, where=segment.sample_id, expected=expected, got=repr(version)
-                        )
-                    age = max(order.values()) - order[version]
-                    behind[row, segment.start + start : segment.start + stop] = age
+        for row, segment in placed(self.segments):
+            for version, start, stop in segment.in_row.weight_versions:
+                if version not in order:
+                    raise BatchError(
+                        "a version of the weights lacks a number",
+                        where=segment.sample_id,
+                        expected=", ".join(map(repr, list(order)[-4:])),
+                        got=repr(version),
+                    )
+                behind[row, start:stop] = max(order.values()) - order[version]
         return behind
 
     def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward.
 
         Args:
-            mask_dtype: Of the additive masks that packed batches of some families bring; sdpa asks for the
-                model's own. None takes that of the pixels, float32 without any.
+            mask_dtype: Dtype of the additive masks that packed batches of some families bring; sdpa asks for
+                the model's. None takes the dtype of the pixels, float32 without pixels.
             kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
 
         Returns:
             `input_ids` int64 `(rows, width)`; `position_ids` int64 `(rows, width)`, for models with M-RoPE
             `(3, rows, width)` and if packed `(4, rows, width)`; `attention_mask` int64 `(rows, width)` unless
-            packed; `use_cache`; token types under the model's own keyword; images as the model takes them,
-            none where the batch has none.
+            packed, `use_cache`, token types under the model's own keyword, and images, if the batch has any,
+            under theirs.
 
         Raises:
             BatchError: The model's recurrent layers would run from one packed sample to the next.
         """
         if self.packed and self.family.recurrent and not kept_apart:
-            check_kept_apart(self)
+            check_kept_apart(self.segments, self.width, self.family)
         mrope = self.family.mrope is not None
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
         inputs["position_ids"] = self.positions if mrope else self.positions[0]
         if not self.packed:
             inputs["attention_mask"] = self.attention_mask.to(torch.int64)
         elif self.family.image_blocks:
-            held = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
-            dtype = mask_dtype or next(held, torch.float32)
+            dtypes = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
+            dtype = mask_dtype or next(dtypes, torch.float32)
             inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, self.family, dtype)
         elif mrope:
             numbers = token_numbers(self.segments, self.input_ids)
@@ -196,20 +192,20 @@ class TrainingBatch(OutOfBand):
         return inputs | self.family.model_kwargs(self.fields)
 
     def labels(self, ignore_index: int = IGNORE_INDEX) -> Any:
-        """Return `input_ids` where `loss_mask` holds, else `ignore_index`: int64 `(rows, width)`.
+        """Return the tokens to train on, else `ignore_index`: int64 `(rows, width)`.
 
-        They are not shifted; a model that computes a loss from labels shifts them itself.
+        They are not shifted: a model that computes a loss from labels shifts them itself.
         """
         return torch.where(self.loss_mask, self.input_ids, ignore_index)
 
     def block_diagonal_mask(self, dtype: Any = None) -> Any:
-        """Return which token each token sees: causal, within its own sample, `(rows, 1, width, width)`.
+        """Return the tokens that each token sees: causal, within its own sample, `(rows, 1, width, width)`.
 
         For attention that takes a whole mask, and knows neither windows nor images that see themselves in
-        both directions; `model_inputs` serves the others.
+        both directions; `model_inputs` serves the rest.
 
         Args:
-            dtype: Floating dtype of an additive mask (0 or the least value); None for a boolean one.
+            dtype: Floating dtype of an additive mask (0 or the smallest value); None for a boolean one.
         """
         causal = torch.ones(self.width, self.width, dtype=torch.bool, device=self.input_ids.device).tril()
         return attention_mask(same_sample(self.segments, self.input_ids) & causal, dtype)
@@ -221,22 +217,22 @@ class TrainingBatch(OutOfBand):
             BatchError: The tensor is not aligned to the batch.
         """
         self.check_aligned(values)
-        return [values[row, s.start : s.stop] for row, segments in enumerate(self.segments) for s in segments]
+        return [values[row, segment.start : segment.stop] for row, segment in placed(self.segments)]
 
-    def rows(self, start: int, stop: int) -> TrainingBatch:
+    def rows(self, start: int, stop: int) -> "TrainingBatch":
         """Return the rows `[start, stop)` as views."""
         taken = slice(start, stop)
         views = self._map(lambda t, dim: t[taken] if dim == 0 else t[:, taken], lambda rows: rows[taken])
         return replace(views, segments=self.segments[taken])
 
-    def select(self, indices: Sequence[int]) -> TrainingBatch:
-        """Return the rows of these indices, in their order; a copy. Raises as `TensorList.select`."""
+    def select(self, indices: Sequence[int]) -> "TrainingBatch":
+        """Return a copy of the rows of these indices, in their order. Raises as `TensorList.select`."""
         places = row_places(indices, len(self))
         gather = torch.tensor(places, dtype=torch.int64, device=self.input_ids.device)
         copies = self._map(lambda t, dim: t.index_select(dim, gather), lambda rows: rows[places])
         return replace(copies, segments=tuple(self.segments[place] for place in places))
 
-    def with_padding_rows(self, count: int) -> TrainingBatch:
+    def with_padding_rows(self, count: int) -> "TrainingBatch":
         """Return the batch with that many padding rows after its own."""
         if count <= 0:
             return self
@@ -244,7 +240,7 @@ class TrainingBatch(OutOfBand):
         grown.attention_mask[-count:, 0 if self.padding_side == "right" else -1] = True
         return replace(grown, segments=self.segments + ((),) * count)
 
-    def widened(self, width: int) -> TrainingBatch:
+    def widened(self, width: int) -> "TrainingBatch":
         """Return the rows filled up to `width` tokens."""
         extra = width - self.width
         if extra <= 0:
@@ -252,85 +248,44 @@ class TrainingBatch(OutOfBand):
         left = 0 if self.padding_side == "right" else extra
         return replace(self._padded(columns=extra, left=left), segments=_shifted(self.segments, left))
 
-    def spaced(self, multiple: int) -> TrainingBatch:
-        """Return the rows with each sample followed by padding up to a multiple of tokens; a copy."""
+    def spaced(self, multiple: int) -> "TrainingBatch":
+        """Return a copy of the rows with each sample followed by padding up to a multiple of tokens."""
         left = self.padding_side == "left"
-        wide = self.widened(self.width + 1)  # has a column of padding, which empty places are copies of
+        wide = self.widened(self.width + 1)  # its column of padding is copied to empty places
         lengths = [[-(-one.length // multiple) * multiple for one in row] for row in self.segments]
         width = max(multiple, *map(sum, lengths))
         columns = torch.full((len(self), width), 0 if left else self.width)
         segments: list[tuple[Segment, ...]] = []
-        for row, own in enumerate(lengths):
-            start = width - sum(own) if left else 0
+        for row, spaces in enumerate(lengths):
+            start = width - sum(spaces) if left else 0
             segments.append(())
-            for one, length in zip(wide.segments[row], own, strict=True):
+            for one, length in zip(wide.segments[row], spaces, strict=True):
                 columns[row, start : start + one.length] = torch.arange(one.start, one.stop)
                 segments[row] += (replace(one, start=start),)
                 start += length
-            if not own:  # the token of a padding row that is attended to
+            if not spaces:  # the token of a padding row that is attended to
                 columns[row, -1 if left else 0] = wide.width - 1 if left else 0
         columns = columns.to(self.input_ids.device)
         copies = wide._map(lambda tensor, dim: take_columns(tensor, columns, dim))
         return replace(copies, segments=tuple(segments))
 
-    def shard(self, *, rank: int, world_size: int, layout: SequenceSplit) -> SequenceShard:
-        """Return one rank's tokens of all rows, for context or sequence parallel training.
-
-        Every rank of the group takes its shard of the same batch. Rows are filled up first: to a multiple of
-        the ranks for `"ulysses"`, of twice the ranks for `"ring"`, and packed ones sample by sample.
-
-        Args:
-            rank: The rank in its group, from 0.
-            world_size: Ranks of the group.
-            layout: `"ulysses"`: each rank has one run of tokens, as DeepSpeed's sequence parallelism splits.
-                `"ring"`: the first and the last of 2 * `world_size` parts go to the first rank, and so on
-                inwards, so that causal attention costs all ranks the same. The parts are those of a padded
-                row, as torch's context parallelism and Accelerate's split; and those of each sample in packed
-                rows, as Megatron and ring-flash-attention for variable lengths do.
-
-        Raises:
-            BatchError: The family's rows are not split this way; there is no such rank; or rows are padded on
-                the left and the layout is that of a ring, whose attention would see the padding.
-        """
-        self.family.check_layout(layout)
-        if not 0 <= rank < world_size:
-            raise BatchError(
-                "there is no such rank", where="rank", expected=f"0 to {world_size - 1}", got=str(rank)
-            )
-        if layout == "ulysses":
-            return SequenceShard(
-                self.widened(-(-self.width // world_size) * world_size), rank, world_size, layout
-            )
-        if self.packed:
-            return SequenceShard(self.spaced(2 * world_size), rank, world_size, layout)
-        if self.padding_side == "left":
-            raise BatchError(
-                "attention in a ring knows no padding before the tokens",
-                where="padding_side",
-                expected="'right', or packed rows",
-                got="'left'",
-            )
-        return SequenceShard(
-            self.widened(-(-self.width // (2 * world_size)) * 2 * world_size), rank, world_size, layout
-        )
-
-    def _trimmed(self) -> TrainingBatch:
+    def _trimmed(self) -> "TrainingBatch":
         """Cut off the columns that are padding in every row."""
         width = max((self._used(row) for row in range(len(self))), default=0)
         cut = slice(0, width) if self.padding_side == "right" else slice(self.width - width, self.width)
         views = self._map(lambda t, dim: t[:, cut] if dim == 0 else t[:, :, cut])
         return replace(views, segments=_shifted(self.segments, -cut.start))
 
-    def chunk(self, parts: int) -> list[TrainingBatch]:
-        """Cut into batches of equally many rows, one for each rank; padding rows fill up the last."""
+    def chunk(self, parts: int) -> "list[TrainingBatch]":
+        """Cut into batches of equally many rows, one for each rank. Padding rows fill up the last."""
         if parts < 1:
             raise BatchError("a batch is cut into one part or more", where="parts", got=str(parts))
         size = -(-len(self) // parts)
         whole = self.with_padding_rows(size * parts - len(self))
         return [whole.rows(size * part, size * (part + 1)) for part in range(parts)]
 
-    def micro_batches(self, max_tokens: int) -> list[TrainingBatch]:
-        """Cut into batches of at most `max_tokens` tokens, padding included; rows of like length share one.
+    def micro_batches(self, max_tokens: int) -> "list[TrainingBatch]":
+        """Cut into batches of at most `max_tokens` tokens, padding included. Rows of like length share one.
 
         Raises:
             BatchError: A row is longer.
@@ -352,8 +307,8 @@ class TrainingBatch(OutOfBand):
         return batches
 
     @staticmethod
-    def cat(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-        """Return all rows, filled up to the widest; batches with images and without may be mixed.
+    def cat(batches: "Sequence[TrainingBatch]") -> "TrainingBatch":
+        """Return all rows, filled up to the widest. Batches with images and without may be mixed.
 
         Raises:
             BatchError: There is no batch, or they differ in family, padding, packing, optional tensors or
@@ -366,7 +321,7 @@ class TrainingBatch(OutOfBand):
             for index, batch in enumerate(batches):
                 expected, got = getattr(first, name), getattr(batch, name)
                 if name in OPTIONAL:
-                    expected, got = ("none" if one is None else "given" for one in (expected, got))
+                    expected, got = ("none" if one is None else "some" for one in (expected, got))
                 if got != expected:
                     where = f"batches[{index}].{name}"
                     raise BatchError("batches differ", where=where, expected=str(expected), got=str(got))
@@ -385,8 +340,8 @@ class TrainingBatch(OutOfBand):
         segments = tuple(row for batch in wide for row in batch.segments)
         return replace(first, segments=segments, fields=fields, **joined)
 
-    def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> TrainingBatch:
-        """Return the batch on a device, with pixels in a dtype. What is aligned to tokens keeps its dtype."""
+    def to(self, device: Any = None, dtype: Any = None, *, non_blocking: bool = False) -> "TrainingBatch":
+        """Return the batch on a device, with pixels in a dtype. Values of tokens keep theirs."""
         # Not `or`: a device may be given by number, and the first one is 0.
         target = self.input_ids.device if device is None else device
         return self._map(
@@ -394,19 +349,16 @@ class TrainingBatch(OutOfBand):
             lambda rows: rows.to(device, dtype, non_blocking=non_blocking),
         )
 
-    def pin_memory(self) -> TrainingBatch:
+    def pin_memory(self) -> "TrainingBatch":
         """Return the batch in page-locked memory, as a data loader of torch asks for."""
         return self._map(lambda t, _: t.pin_memory(), TensorList.pin_memory)
 
     def check_aligned(self, values: Any) -> None:
         """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
-        expected = [len(self), self.width]
-        if [*values.shape[:2]] != expected:
-            got = str(list(values.shape))
-            raise BatchError("a tensor is not aligned to the batch", expected=f"{expected} first", got=got)
+        check_aligned(values, self.input_ids.shape, "batch")
 
     def _tensors(self) -> Iterator[tuple[str, Any, int]]:
-        """Yield the tensors that the batch has: name, value and which dimension is that of the rows."""
+        """Yield name and value of each tensor that the batch has, and the dimension of its rows."""
         for name in ("input_ids", *PER_TOKEN, "routed_experts"):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name), 0
@@ -414,13 +366,13 @@ class TrainingBatch(OutOfBand):
 
     def _map(
         self, change: Callable[[Any, int], Any], rows: Callable[[TensorList], TensorList] | None = None
-    ) -> TrainingBatch:
-        """Change each tensor, given with the dimension of its rows, and with `rows` the images."""
-        fields = self.fields if rows is None else {name: rows(held) for name, held in self.fields.items()}
+    ) -> "TrainingBatch":
+        """Change each tensor, passed with the dimension of its rows, and with `rows` the images."""
+        fields = self.fields if rows is None else {name: rows(images) for name, images in self.fields.items()}
         tensors = {name: change(tensor, dim) for name, tensor, dim in self._tensors()}
         return replace(self, fields=fields, **tensors)
 
-    def _padded(self, *, rows: int = 0, columns: int = 0, left: int = 0) -> TrainingBatch:
+    def _padded(self, *, rows: int = 0, columns: int = 0, left: int = 0) -> "TrainingBatch":
         """Return tensors with padding rows at the end, and padding columns, `left` of them on the left."""
         fills: dict[str, Any] = {**PER_TOKEN, "input_ids": self.pad_token_id, "positions": 0}
         grown = {}
@@ -433,7 +385,8 @@ class TrainingBatch(OutOfBand):
             )
             grown[name].narrow(dim, 0, len(self)).narrow(dim + 1, left, self.width).copy_(tensor)
         fields = {
-            name: TensorList(held.values, held.lengths + (0,) * rows) for name, held in self.fields.items()
+            name: TensorList(images.values, images.lengths + (0,) * rows)
+            for name, images in self.fields.items()
         }
         return replace(self, fields=fields, **grown)
 
@@ -443,60 +396,6 @@ class TrainingBatch(OutOfBand):
             return 1
         right = self.padding_side == "right"
         return self.segments[row][-1].stop if right else self.width - self.segments[row][0].start
-
-
-def token_logprobs(logits: Any, batch: TrainingBatch, *, temperature: float = 1.0) -> Any:
-    """Return the log-probability of each token given those before it in its sample.
-
-    That of a token which was sampled under a constraint is among the tokens that were allowed.
-
-    Args:
-        logits: `(rows, width, vocabulary)`, as the model gives them for `batch.model_inputs()`.
-        batch: Its tokens are looked up.
-        temperature: That of the sampler, if its log-probabilities are of the distribution it sampled from.
-
-    Returns:
-        float32 `(rows, width)`, aligned to tokens as the sampler's are; 0.0 at padding and at the first token
-        of each sample.
-
-    Raises:
-        BatchError: The logits are not those of this batch.
-    """
-    batch.check_aligned(logits)
-    found = logprobs_of(logits[:, :-1], batch.input_ids[:, 1:], temperature)
-    for limited in limited_tokens(batch.segments, logits.device):
-        rows, columns = limited.rows, limited.columns
-        at, token_ids = (rows, columns - 1), batch.input_ids[rows, columns]
-        found = found.index_put(at, allowed_logprobs(logits, at, token_ids, limited, temperature))
-    # Not a product: what the model says at padding may be infinite or not a number.
-    predicted = token_numbers(batch.segments, batch.input_ids) > 0
-    return torch.where(predicted, torch.nn.functional.pad(found, (1, 0)), 0.0)
-
-
-def importance_weights(logprobs: Any, batch: TrainingBatch | SequenceShard, *, most: float = 2.0) -> Any:
-    """Return how much likelier the model finds each sampled token than the sampler did, at most `most`.
-
-    The truncated ratio `min(exp(model - sampler), most)` corrects for a sampler that differs from the trainer
-    (Espeholt et al., 2018). It is a factor, not a path for gradients: it is detached.
-
-    Args:
-        logprobs: `(rows, width)`, such as `token_logprobs` gives.
-        batch: Holds the sampler's; a shard with the model's from `SequenceShard.token_logprobs`.
-        most: Where weights are cut.
-
-    Returns:
-        float32 `(rows, width)`; 0.0 where nothing is trained on.
-
-    Raises:
-        BatchError: The batch has no log-probabilities, or the tensor is not aligned to it.
-    """
-    batch.check_aligned(logprobs)
-    if batch.logprobs is None:
-        problem = "the batch has no log-probabilities of a sampler"
-        raise BatchError(problem, where="logprobs", remedy="Batch rollouts, not recorded conversations")
-    # The difference is cut before the exponential, which could overflow.
-    difference = (logprobs.detach().float() - batch.logprobs).clamp(max=math.log(most))
-    return torch.where(batch.loss_mask, difference.exp(), 0.0)
 
 
 def _shifted(rows: Rows, by: int) -> Rows:

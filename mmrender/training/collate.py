@@ -1,7 +1,8 @@
 """Samples become a batch: padded, one sample in a row, or packed, several in a row.
 
-Samples may come from anywhere, so what a batch relies on is checked here, once: placeholders against items,
-image tokens against placeholders, finite values, router choices, and that all samples have the same fields.
+Samples may come from anywhere, so everything that a batch relies on is checked here, once: placeholders
+against items, image tokens against placeholders, finite values, router choices, and that all samples have the
+same fields.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
-from mmrender.media.item import PatchItem
-from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange
+from mmrender.media.item import time_steps
+from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import collate_fields, media_of
 from mmrender.training.positions import mrope_position_ids
-from mmrender.training.segments import Rows, Segment, token_numbers
+from mmrender.training.segments import Rows, Segment, placed, token_numbers
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.engine_data import check_allowed
 from mmrender.trajectory.sample import TrainingSample
@@ -42,37 +43,37 @@ def collate(
     pin_memory: bool | None = None,
     executor: Executor | None = None,
 ) -> TrainingBatch:
-    """Build a batch; the images are expanded straight into it.
+    """Build a batch, with the images expanded straight into it.
 
     Args:
-        samples: Recorded conversations, or rollouts. Those in no row still say, where all rows are empty,
-            which of log-probabilities, advantages, rewards and router choices the batch has.
-        family: What the model takes.
-        pad_token_id: What fills rows; not the token of an image.
-        rows: Indices of the samples to pack into each row, as `first_fit_decreasing` gives them. An empty
-            row becomes a padding row, and a sample in no row is left out. None puts each sample in a row of
-            its own and builds a padded batch.
-        padding_side: Where rows are filled.
-        width: Tokens of a row; None for those of the longest.
+        samples: Recorded conversations, or rollouts. If all rows are empty, they still say which of
+            log-probabilities, advantages, rewards and router choices the batch has.
+        family: The model's inputs.
+        pad_token_id: The token that fills rows. Not the token of an image.
+        rows: Indices of the samples to pack into each row, such as from `first_fit_decreasing`. An empty row
+            becomes a padding row, and a sample in no row is left out. None puts each sample in a row of its
+            own and builds a padded batch.
+        padding_side: The side on which rows are filled.
+        width: Tokens of a row; None for the longest row's.
         multiple: Makes the width a multiple of this.
-        dtype: Of pixels: torch's float32, float16 or bfloat16.
-        device: Where the batch goes; pixels that are held as levels are expanded there, with the same bits.
-        pin_memory: Whether to build it in page-locked memory; None for where CUDA is available.
+        dtype: Dtype of pixels: torch's float32, float16 or bfloat16.
+        device: Device of the batch. Pixels that are kept as levels are expanded there, with the same bits.
+        pin_memory: Whether to build it in page-locked memory; None if CUDA is available.
         executor: Threads that share the expansion of images.
 
     Raises:
-        BatchError: There is no sample and no row; samples differ in the fields they have; something is not
-            aligned to their tokens; an image's token lies outside the placeholders; a row is longer than
-            `width`; a sample is in two rows; the family refuses the layout; or an option has no such value.
+        BatchError: There is no sample and no row, samples differ in the fields they have, something is not
+            aligned to their tokens, an image's token lies outside the placeholders, a row is longer than
+            `width`, a sample is in two rows, the family refuses the layout, or an option has a wrong value.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
-        TrajectoryError: A token is not among those that it was chosen among.
+        TrajectoryError: A token is not among the tokens that could be sampled there.
     """
     if padding_side not in ("left", "right"):
         raise BatchError("rows are filled on the left or right", where="padding_side", got=repr(padding_side))
     if multiple < 1:
         raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
     if pad_token_id in family.feature_token_ids.values():
-        raise BatchError("the pad token is that of images", where="pad_token_id", got=str(pad_token_id))
+        raise BatchError("the pad token marks images", where="pad_token_id", got=str(pad_token_id))
     packed = rows is not None
     family.check_layout("packed" if packed else padding_side)
     rows = [[index] for index in range(len(samples))] if rows is None else rows
@@ -80,15 +81,15 @@ def collate(
         raise BatchError("a batch has one row or more", where="samples", got="none")
     segments, full = _layout(samples, rows, width, multiple, padding_side)
     samples = _of_one_kind(samples, family)
+    indices = [index for members in rows for index in members]
     places = [
         (row, segment, samples[index])
-        for row, members in enumerate(rows)
-        for segment, index in zip(segments[row], members, strict=True)
+        for (row, segment), index in zip(placed(segments), indices, strict=True)
     ]
     media = [[media_of(samples, index) for index in row] for row in rows]
     for _, segment, sample in places:
         _check_sample(sample, segment.sample_id, family)
-        _check_alike(sample, segment.sample_id, places[0])
+        _check_same_fields(sample, segment.sample_id, places[0])
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
     like = places[0][2] if places else next(iter(samples), None)
@@ -102,9 +103,9 @@ def collate(
         tensors["positions"] = token_numbers(segments, tensors["input_ids"])[None]
     else:
         names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-        given = {name: fields[name].values.numpy() for name in names if name in fields}
+        grids = {name: fields[name].values.numpy() for name in names if name in fields}
         bounds = [[(segment.start, segment.length) for segment in row] for row in segments]
-        positions = mrope_position_ids(arrays["token_types"], family.mrope, segments=bounds, **given)
+        positions = mrope_position_ids(arrays["token_types"], family.mrope, segments=bounds, **grids)
         tensors["positions"] = torch.from_numpy(positions)
     if pin:
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
@@ -123,7 +124,7 @@ def collate(
 def usable(
     samples: Sequence[TrainingSample], family: ModelFamily
 ) -> tuple[list[TrainingSample], dict[str, str]]:
-    """Return the samples that a batch takes, and why each of the others is left out, by its name.
+    """Return the samples that a batch takes, and the reason against each other one, by its name.
 
     A token that was sampled in place of an image, a placeholder that does not fit, or a value that is not
     finite costs its own sample this way, and not the batch. Samples must still agree in their fields.
@@ -148,18 +149,18 @@ def _layout(
     side: PaddingSide,
 ) -> tuple[Rows, int]:
     """Return the segments of each row, and the tokens of a row."""
-    known: set[int] = set()
+    seen: set[int] = set()
     for row, members in enumerate(rows):
         for index in members:
-            if not 0 <= index < len(samples) or index in known:
+            if not 0 <= index < len(samples) or index in seen:
                 raise BatchError(
-                    "a sample is in two rows" if index in known else "there is no such sample",
+                    "a sample is in two rows" if index in seen else "there is no such sample",
                     where=f"rows[{row}]",
                     expected=f"each of 0..{len(samples) - 1} once",
                     got=str(index),
                 )
-            known.add(index)
-    lengths = [sum(len(samples[index].token_ids) for index in row) for row in rows]
+            seen.add(index)
+    lengths = [sum(len(samples[index]) for index in row) for row in rows]
     longest = max(1, *lengths)
     if width is not None and longest > width:
         raise BatchError(
@@ -170,63 +171,59 @@ def _layout(
             remedy="Truncate its samples, or leave the width open",
         )
     full = -(-(width or longest) // multiple) * multiple
-    segments = []
-    for members, used in zip(rows, lengths, strict=True):
-        start, own = 0 if side == "right" else full - used, []
+    layout = []
+    for members, length in zip(rows, lengths, strict=True):
+        start, segments = 0 if side == "right" else full - length, []
         for index in members:
             sample = samples[index]
-            name, count = sample.sample_id or f"samples[{index}]", len(sample.token_ids)
-            prompt = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else count
-            own.append(
+            segments.append(
                 Segment(
                     start=start,
-                    length=count,
-                    sample_id=name,
+                    length=len(sample),
+                    sample_id=sample.sample_id or f"samples[{index}]",
                     weight_versions=sample.weight_versions,
                     allowed=sample.allowed,
                     extra=sample.extra,
-                    prompt_length=prompt,
+                    prompt_length=int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample),
                 )
             )
-            start += count
-        segments.append(tuple(own))
-    return tuple(segments), full
+            start = segments[-1].stop
+        layout.append(tuple(segments))
+    return tuple(layout), full
 
 
 def _of_one_kind(samples: Sequence[TrainingSample], family: ModelFamily) -> Sequence[TrainingSample]:
-    """Return samples whose videos are images, one a time step, where the model finds both by one token.
+    """Return samples with videos as images, one a time step, if the model finds both by one token.
 
-    Such a model takes images or videos in one forward, and gives the same for either; see `PatchItem.steps`.
+    Such a model takes either images or videos in one forward, with the same result. See `PatchItem.steps`.
     """
-    kinds = {kind for sample in samples for kind, held in sample.multi_modal_data.mm_hashes.items() if held}
-    if len(kinds) < 2 or not any(_is_image_token(sample, family) for sample in samples):
+    kinds = {
+        kind for sample in samples for kind, hashes in sample.multi_modal_data.mm_hashes.items() if hashes
+    }
+    if len(kinds) < 2 or not any(_has_videos_of_image_tokens(sample, family) for sample in samples):
         return samples
-    found = []
+    converted = []
     for index, sample in enumerate(samples):
         name, spans = media_of(samples, index)
-        entries: list[tuple[PlaceholderRange, MediaItem]] = []
+        images: list[MediaSpan] = []
         for span in spans:
-            runs, item = span.range.embed_spans or (), span.item
-            if span.modality != "video":
-                entries.append((span.range, item))
-            elif isinstance(item, PatchItem) and len(runs) == item.grid[0]:
-                places = (PlaceholderRange(span.start + start, stop - start) for start, stop in runs)
-                entries += zip(places, item.steps(), strict=True)
-            else:
+            steps = [span] if span.modality != "video" else time_steps(span)
+            if steps is None:
                 raise BatchError(
-                    f"{family.model_type} looks for videos by the token of images, and cannot tell them "
+                    f"{family.model_type} finds images and videos by the same token, and cannot tell them "
                     "apart in one forward",
                     where=f"{name}.{span.where}",
                     expected="frames with text between their time steps, which can go as images",
-                    got=f"{len(runs)} runs of {item!r}",
+                    got=f"{len(span.range.embed_spans or ())} runs of {span.item!r}",
                     remedy="Put images and videos into different batches",
                 )
-        found.append(replace(sample, multi_modal_data=MultiModalData.of(entries)))
-    return found
+            images += steps
+        sidecar = MultiModalData.of((image.range, image.item) for image in images)
+        converted.append(replace(sample, multi_modal_data=sidecar))
+    return converted
 
 
-def _is_image_token(sample: TrainingSample, family: ModelFamily) -> bool:
-    """Whether the videos of a sample are written with the token of images."""
+def _has_videos_of_image_tokens(sample: TrainingSample, family: ModelFamily) -> bool:
     for place in sample.multi_modal_data.mm_placeholders.get("video", ())[:1]:
         token = sample.token_ids[place.offset : place.offset + place.length][place.is_embed][0]
         return bool(token == family.feature_token_ids.get("image"))
@@ -234,30 +231,30 @@ def _is_image_token(sample: TrainingSample, family: ModelFamily) -> bool:
 
 
 def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> None:
-    """Check what a sample says of its tokens.
+    """Check everything about one sample that models rely on.
 
     Models find the places of features by token id, so a pad token that was sampled or typed would take the
-    features of an image, and shift those of all images after it.
+    features of an image, and shift the features of all images after it.
     """
     types, ids = sample.mm_token_type_ids, sample.token_ids
     if len(ids) == 0:
-        raise BatchError("a sample has no token", where=name)
+        raise BatchError("a sample is without tokens", where=name)
     if family.max_sample_tokens is not None and len(ids) > family.max_sample_tokens:
         raise BatchError(
             f"the rotary embedding of {family.model_type} follows the longest sample of a batch beyond "
-            f"{family.max_sample_tokens} tokens, so a shorter sample beside it gets other logits",
+            f"{family.max_sample_tokens} tokens, so a shorter sample in it gets other logits",
             where=name,
             expected=f"at most {family.max_sample_tokens} tokens",
             got=str(len(ids)),
             remedy="Truncate the sample, or leave it out, as `usable` does",
         )
     if sample.loss_mask[0]:
-        problem = "the first token of a sample has no token before it to be predicted from"
+        problem = "nothing predicts the first token of a sample"
         raise BatchError(problem, where=f"{name}.loss_mask[0]", expected="False", got="True")
     for span in sample.media_spans:
         if (trained := np.flatnonzero(sample.loss_mask[span.start : span.stop])).size:
             raise BatchError(
-                f"a token of {span.where} is trained on, and no model samples one",
+                f"a token of {span.where} is trained on, but models do not sample it",
                 where=f"{name}.loss_mask[{span.start + int(trained[0])}]",
                 expected="False for every token of a placeholder",
                 got="True",
@@ -280,7 +277,7 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
         raise BatchError(
             "a prompt of this family sees itself in both directions, so a sample has only one",
             where=f"{name}.loss_mask",
-            got="tokens that are not trained on between others that are",
+            got="tokens without a loss between tokens with one",
             remedy="Make a sample of each step, such as build_training_sample(completion_start=...)",
         )
     features = list(family.feature_token_ids.values())
@@ -288,7 +285,7 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
         raise BatchError(
             "a feature token of images lies outside every placeholder",
             where=f"{name}.token_ids[{stray[0]}]",
-            expected="such tokens within placeholders only",
+            expected="feature tokens within placeholders only",
             got=f"token {ids[stray[0]]}, sampled or typed",
             remedy="Leave the sample out, as `usable` does, or truncate it before this token: "
             "the model cannot take it as text",
@@ -296,15 +293,17 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
     image = family.feature_token_ids.get("image")
     if image is not None and (wrong := np.flatnonzero((types == 1) & (ids != image))).size:
         raise BatchError(
-            "a placeholder holds another token than the feature token of images",
+            "a placeholder has another token than the feature token of images",
             where=f"{name}.token_ids[{wrong[0]}]",
             expected=str(image),
             got=str(ids[wrong[0]]),
         )
 
 
-def _check_alike(sample: TrainingSample, name: str, reference: tuple[int, Segment, TrainingSample]) -> None:
-    """Check that a sample has the fields that the first one of the batch has."""
+def _check_same_fields(
+    sample: TrainingSample, name: str, reference: tuple[int, Segment, TrainingSample]
+) -> None:
+    """Check that a sample has the fields of the first sample of the batch."""
     _, segment, first = reference
     for key in OPTIONAL:
         expected, got = ("none" if getattr(one, key) is None else "some" for one in (first, sample))
@@ -315,13 +314,13 @@ def _check_alike(sample: TrainingSample, name: str, reference: tuple[int, Segmen
                 expected=f"{expected}, as {segment.sample_id} has",
                 got=got,
             )
-    own, wanted = sample.routed_experts, first.routed_experts
-    if own is not None and wanted is not None and own.shape[1:] != wanted.shape[1:]:
+    experts, wanted = sample.routed_experts, first.routed_experts
+    if experts is not None and wanted is not None and experts.shape[1:] != wanted.shape[1:]:
         raise BatchError(
             "router choices are of different models",
             where=f"{name}.routed_experts",
             expected=f"(layers, top_k) = {wanted.shape[1:]}, as the first sample has",
-            got=str(own.shape[1:]),
+            got=str(experts.shape[1:]),
         )
 
 
@@ -330,27 +329,27 @@ def _arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return arrays aligned to tokens, `(rows, width)`, router choices `(rows, width, layers, top_k)`.
 
-    `like` says which optional arrays there are, also where no sample is placed.
+    They are the optional arrays of `like`, also if no sample is placed.
     """
-    given = [name for name in OPTIONAL if getattr(like, name, None) is not None]
-    out: dict[str, npt.NDArray[Any]] = {
+    optional = [name for name in OPTIONAL if getattr(like, name, None) is not None]
+    arrays: dict[str, npt.NDArray[Any]] = {
         name: np.full(shape, fill, np.float32 if isinstance(fill, float) else None)
         for name, fill in {**PER_TOKEN, "input_ids": 0}.items()
-        if name not in OPTIONAL or name in given
+        if name not in OPTIONAL or name in optional
     }
     if like is not None and like.routed_experts is not None:
-        held = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
-        narrow = all(one is None or one.dtype == np.uint8 for one in held)
+        experts = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
+        narrow = all(one is None or one.dtype == np.uint8 for one in experts)
         _, layers, top_k = like.routed_experts.shape
         choices = np.arange(top_k, dtype=np.uint8 if narrow else np.int32)  # distinct, as a router's are
-        out["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
+        arrays["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
     for row, segment, sample in places:
-        place = slice(segment.start, segment.start + segment.length)
-        out["input_ids"][row, place] = sample.token_ids
-        out["attention_mask"][row, place] = True
-        out["token_types"][row, place] = sample.mm_token_type_ids
-        for name in ("loss_mask", *given):
+        place = slice(segment.start, segment.stop)
+        arrays["input_ids"][row, place] = sample.token_ids
+        arrays["attention_mask"][row, place] = True
+        arrays["token_types"][row, place] = sample.mm_token_type_ids
+        for name in ("loss_mask", *optional):
             values: Any = getattr(sample, name)
             values = values.data if name == "routed_experts" else values
-            out[name][row, segment.start : segment.start + len(values)] = values
-    return out
+            arrays[name][row, segment.start : segment.start + len(values)] = values
+    return arrays

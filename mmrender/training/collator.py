@@ -32,26 +32,27 @@ _COLUMNS: Final = ("messages", "prompt", "completion", *_PASSED, "chat_template_
 class Collator:
     """Conversations or samples to the model's keyword arguments and `labels`.
 
-    An example is a `TrainingSample`; a list of messages; or a mapping as TRL's data sets hold them, with
-    `messages`, or with `prompt` and `completion`, both lists of messages, of which the second is trained on.
-    Columns `tools`, `images`, `videos`, `chat_template_kwargs` and `extra`, which travels into the batch, are
-    read, too, and may be None. It can be pickled if its renderer was made by `Renderer.from_pretrained`, so
-    workers of a `DataLoader` may call it.
+    An example is a `TrainingSample`, a list of messages, or a mapping as in TRL's data sets, with `messages`,
+    or with `prompt` and `completion`, both lists of messages, of which the second is trained on. Columns
+    `tools`, `images`, `videos`, `chat_template_kwargs` and `extra`, which travels into the batch, are read,
+    too, and may be None. It can be pickled if its renderer was made by `Renderer.from_pretrained`, so workers
+    of a `DataLoader` may call it.
 
     Attributes:
-        family: What the model takes.
-        pad_token_id: What fills rows.
-        renderer: Renders conversations; needed for these only.
-        packed: Whether several samples share a row: all of a batch one, or rows of `max_length` tokens.
+        family: The model's inputs.
+        pad_token_id: The token that fills rows.
+        renderer: Renders conversations; None if all examples are samples.
+        packed: Whether several samples share a row: all of a batch, or up to `max_length` tokens.
         max_length: Samples are truncated to this many tokens, at whole images; None leaves them whole.
-        padding_side: Where rows are filled.
+        padding_side: The side on which rows are filled.
         multiple: Makes the width a multiple of this.
-        dtype: Of pixels; torch's float32, float16 or bfloat16.
+        dtype: Dtype of pixels: torch's float32, float16 or bfloat16.
         options: Further keyword arguments of `build_training_sample`, such as `on_rewritten`.
 
     Raises:
-        BatchError: The family takes no such rows, or packed ones only within `recurrent_segments`, which a
-            trainer of others' does not enter.
+        BatchError: The family refuses the layout, or takes packed rows only within `recurrent_segments`,
+        which
+            trainers do not enter.
     """
 
     family: ModelFamily
@@ -79,7 +80,7 @@ class Collator:
         Labels are token ids where trained on, else -100, not shifted.
 
         Raises:
-            BatchError: Tokens have weights other than 1, which labels cannot carry; and as `batch`.
+            BatchError: Tokens have weights other than 1, which labels cannot carry. Raises as `batch`, too.
         """
         batch = self.batch(examples)
         if batch.loss_weights is not None and not torch.equal(batch.loss_weights, batch.loss_mask.float()):
@@ -96,8 +97,8 @@ class Collator:
 
         Raises:
             InputError: An example is something else, has other columns, or needs a renderer.
-            BatchError: The samples cannot be batched; see `collate`.
-            MMRenderError: A conversation cannot be rendered; see `build_training_sample`.
+            BatchError: The samples cannot be batched. See `collate`.
+            MMRenderError: A conversation cannot be rendered. See `build_training_sample`.
         """
         samples = [self.sample(example, f"examples[{index}]") for index, example in enumerate(examples)]
         rows = None
@@ -120,7 +121,7 @@ class Collator:
         """Return one example as a sample, truncated.
 
         Raises:
-            BatchError: No token of it is trained on; and as `batch`.
+            BatchError: It has nothing to train on. Raises as `batch`, too.
         """
         sample = example if isinstance(example, TrainingSample) else self._rendered(example, where)
         if self.max_length is not None:
@@ -157,12 +158,12 @@ class Collator:
                 expected="lists of messages",
                 got=f"columns {', '.join(map(repr, columns))}",
             )
-        given = {name: columns[name] for name in _PASSED if columns.get(name)}
+        passed = {name: columns[name] for name in _PASSED if columns.get(name)}
         split = {"completion_start": len(prompt)} if prompt else {}
         arguments = columns.get("chat_template_kwargs") or {}
         return build_training_sample(
             self.renderer,
             [*messages, *prompt, *completion],
             sample_id=where,
-            **with_row_arguments({**self.options, **split, **given}, arguments),
+            **with_row_arguments({**self.options, **split, **passed}, arguments),
         )

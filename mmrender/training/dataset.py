@@ -1,16 +1,16 @@
-"""`TrajectoryDataset`: a file of trajectories as an iterable that a trainer takes up again where it stopped.
+"""`TrajectoryDataset`: a file of trajectories as an iterable that a trainer can resume.
 
 ```python
-with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmc"):  # what workers ship is written, then acknowledged
+with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmc"):  # shipped rollouts are written, then acknowledged
     dataset = TrajectoryDataset("rollouts.mmc", wait=600)
     loader = StatefulDataLoader(dataset, batch_size=8, collate_fn=collator)
 ```
 
-The file is the only source, also for what comes over a socket: what was acknowledged is on disk, whether it
-was trained on or not, and a state is a place in the file. So from whichever state a trainer starts, what it
-took before that state and what it takes from there on is every record once, in one order.
+The file is the only source, also for rollouts that come over a socket: an acknowledged one is on disk, and a
+state is a place in the file. So the records before a state and the records after it are all records, each
+once, in one order, from any state that a trainer starts at.
 
-Each data-parallel rank reads its own records: every `world`-th, or those that a plan gives it.
+Each data-parallel rank reads its own records: every `world`-th, or the records that a plan assigns to it.
 
 ```python
 step = dataset.describe(range(64))       # sizes, from the heads of records: the same on every rank
@@ -44,18 +44,18 @@ def _samples(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
 
 @dataclass
 class _Place:
-    """A place in the file, and the reader that it is the place of.
+    """A reader's place in the file.
 
     Attributes:
-        record: Number of the record that comes next, or that `item` items were taken of.
-        item: How many.
-        records: Records of the pass, or None where it follows a file that grows.
-        worker: Number of this reader among `workers`, which share the records by turns.
-        workers: As a DataLoader has them; 1 without.
+        record: Number of the next record, or of a record with `item` items taken.
+        item: Number of items taken.
+        records: Records of the pass, or None if it follows a file that grows.
+        worker: Number of this reader among `workers`, which take the records by turns.
+        workers: Workers of a DataLoader; 1 without.
         last: Number of the record that was read last, and None before the first.
-        checksum: Its checksum; None where its header is damaged.
-        rank: Number of the data-parallel rank among `world`, which share the records by turns.
-        world: Ranks; 1 without.
+        checksum: Checksum of the last record; None if its header is damaged.
+        rank: Number of the data-parallel rank among `world`, which take the records by turns.
+        world: Data-parallel ranks; 1 without.
     """
 
     record: int
@@ -70,7 +70,7 @@ class _Place:
 
     @property
     def share(self) -> str:
-        """Which records are this reader's, in words."""
+        """The reader's share of the records, in words."""
         rank = f" of rank {self.rank} of {self.world}" if self.world > 1 else ""
         return f"worker {self.worker} of {self.workers}{rank}"
 
@@ -78,11 +78,11 @@ class _Place:
 class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc] # torch is not followed
     """The samples of a file of trajectories, in the order of its records.
 
-    Ranks take records by turns, and workers of a `DataLoader` share those of their rank; of the other records
-    only headers are read. Ranks may get unlike numbers of samples, which a plan evens out. Each pass begins
-    with the first record, unless a state was loaded: then it begins there. `state_dict` and `load_state_dict`
-    are what torchdata's `StatefulDataLoader` calls, in its workers, too; a state is plain data. It has no
-    length. A damaged record is left out with a `RuntimeWarning` that names it.
+    Ranks take records by turns, and workers of a `DataLoader` share their rank's records. Only the headers of
+    other records are read. Ranks may get different numbers of samples, which a plan evens out. Each pass
+    begins with the first record, or at a state that was loaded. torchdata's `StatefulDataLoader` calls
+    `state_dict` and `load_state_dict`, in its workers, too. A state is plain data. A dataset is without
+    `len`. A damaged record is left out with a `RuntimeWarning` that names it.
 
     Args:
         path: The file, of `save_trajectories`, `TrajectoryWriter` or `mmrender.shipping.Recorder`.
@@ -90,11 +90,11 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         world: Number of data-parallel ranks.
         wait: Seconds to wait for a record that is appended, before the pass ends; 0 ends it with the records
             that the file holds when the dataset is made.
-        make: Makes of the trajectories of a record the items to give, the same each time; their samples if
-            not given. Where a record is a group of rollouts, advantages can be computed here.
+        make: Makes items from the trajectories of a record, the same each time, by default their samples.
+            If a record is a group of rollouts, advantages can be computed here.
 
     Raises:
-        BatchError: There is no such rank.
+        BatchError: The rank is not below `world`.
         TrajectoryError: The file is of another kind.
         OSError: It cannot be opened.
     """
@@ -121,41 +121,41 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         self._loaded = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place behind the item that was given last, as plain data."""
+        """Return the place after the last item, as plain data."""
         return asdict(self._place or self._start())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin where a state was taken.
+        """Let the next pass begin at a state.
 
         Raises:
             BatchError: The state is of another number of workers or ranks, of another worker or rank, or of
                 another file.
             TrajectoryError: The file cannot be used.
         """
-        place, own, reader = _Place(**state), self._start(), self._reader()
-        if place.share != own.share:
-            kind = "worker" if (place.rank, place.world) == (own.rank, own.world) else "rank"
+        place, start, reader = _Place(**state), self._start(), self._reader()
+        if place.share != start.share:
+            kind = "worker" if (place.rank, place.world) == (start.rank, start.world) else "rank"
             raise BatchError(
-                f"the state is that of another {kind}",
+                f"the state belongs to another {kind}",
                 where="state",
-                expected=own.share,
+                expected=start.share,
                 got=place.share,
-                remedy=f"Load states with as many {kind}s as they were taken with",
+                remedy=f"Load states with the number of {kind}s of their pass",
             )
         last, count = place.last, self._count(reader)
-        least = max(place.records or 0, 0 if last is None else last + 1)
-        fewer = least > count
-        found = None if last is None or fewer else reader.checksum(last)
-        if fewer or found != place.checksum:
+        minimum = max(place.records or 0, 0 if last is None else last + 1)
+        fewer = minimum > count
+        checksum = None if last is None or fewer else reader.checksum(last)
+        if fewer or checksum != place.checksum:
             raise BatchError(
-                "the state is that of another file",
+                "the state belongs to another file",
                 where=self._path if fewer else f"{self._path}[{last}]",
-                expected=f"{least} records or more" if fewer else f"the checksum {place.checksum}",
-                got=str(count if fewer else found),
+                expected=f"{minimum} records or more" if fewer else f"the checksum {place.checksum}",
+                got=str(count if fewer else checksum),
                 remedy="Keep the file that was trained on, and only append to it",
             )
-        if own.records is None or place.records is None:
-            place.records = own.records
+        if start.records is None or place.records is None:
+            place.records = start.records
         self._place, self._loaded = place, True
 
     def __iter__(self) -> Iterator[Any]:
@@ -164,33 +164,47 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         return self._items(self._place)
 
     def describe(self, records: Iterable[int] | None = None) -> list[Descriptor]:
-        """Return what a plan needs to know of the items of records, which are samples.
+        """Return the sizes of the samples of records, for a plan.
 
-        Heads of records are read: tokens, numbers, messages and sizes, and no bytes of tensors. They are not
-        compared with checksums, so every rank describes the same; `load` compares what a rank uses. A record
-        whose head is damaged is left out with a `RuntimeWarning`.
+        Heads of records are read: tokens, numbers, messages and sizes, without the bytes of tensors. They are
+        not compared with checksums, so every rank describes the same; `load` compares the records that a rank
+        uses. A record with a damaged head is left out with a `RuntimeWarning`.
 
         Args:
-            records: Numbers of records, the same on every rank; by default those that the file holds. Then
-                the newest one is read to see whether it is whole.
+            records: Numbers of records, the same on every rank, by default all records of the file. Then the
+                newest one is read to see whether it is whole.
+
+        Raises:
+            BatchError: A number is beyond the file's records.
         """
         reader = self._reader()
-        found: list[Descriptor] = []
-        for number in range(reader.settle()) if records is None else records:
+        count = len(reader) if records is not None else reader.settle()
+        descriptors: list[Descriptor] = []
+        for number in range(count) if records is None else records:
+            if not 0 <= number < count:
+                raise BatchError(
+                    "there is no such record",
+                    where=f"{self._path}[{number}]",
+                    expected=f"one of {count} records",
+                    got=str(number),
+                    remedy="Wait for the record to be appended, or describe fewer",
+                )
             items = self._made(number, reader.head)
-            found += [Descriptor.of(item, record=number, item=place) for place, item in enumerate(items)]
-        return found
+            descriptors += [
+                Descriptor.of(item, record=number, item=place) for place, item in enumerate(items)
+            ]
+        return descriptors
 
     def load(self, step: Sequence[Descriptor], indices: Iterable[int]) -> dict[int, Any]:
-        """Read and check the records of some descriptors, each record once; return their items by index.
+        """Read and check the records of some descriptors, each record once, and return their items by index.
 
         Args:
-            step: Descriptors, of `describe`.
-            indices: Which of them, such as those that a plan gives to a rank.
+            step: Descriptors, from `describe`.
+            indices: Indices of descriptors, such as those that a plan assigns to a rank.
 
         Raises:
             TrajectoryError: A record is damaged.
-            BatchError: An item is not the one that was described.
+            BatchError: An item differs from its descriptor.
         """
         reader = self._reader()
         wanted = {index: step[index] for index in indices}
@@ -199,16 +213,16 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         samples: dict[int, Any] = {}
         for index, one in wanted.items():
             items = records[one.record]
-            found = items[one.item] if one.item < len(items) else None
-            if found is None or Descriptor.of(found, record=one.record, item=one.item) != one:
+            item = items[one.item] if one.item < len(items) else None
+            if item is None or Descriptor.of(item, record=one.record, item=one.item) != one:
                 raise BatchError(
-                    "an item is not the one that was described",
+                    "an item differs from its descriptor",
                     where=f"{self._path}[{one.record}], item {one.item}",
                     expected=str(one),
-                    got="no item" if found is None else str(Descriptor.of(found)),
-                    remedy="Describe the same file, and let `make` give the same items each time",
+                    got="no item" if item is None else str(Descriptor.of(item)),
+                    remedy="Describe the same file, and let `make` return the same items each time",
                 )
-            samples[index] = found
+            samples[index] = item
         return samples
 
     def _reader(self) -> TrajectoryReader:
@@ -216,10 +230,10 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
 
     def _count(self, reader: TrajectoryReader) -> int:
         """Return the number of records up to the newest one of this rank that is not torn."""
-        own = range(self._rank, len(reader), self._world)
-        if own and not reader.holds(own[-1]):
-            own = range(self._rank, reader.settle(), self._world)
-        return own[-1] + 1 if own else 0
+        numbers = range(self._rank, len(reader), self._world)
+        if numbers and not reader.holds(numbers[-1]):
+            numbers = range(self._rank, reader.settle(), self._world)
+        return numbers[-1] + 1 if numbers else 0
 
     def _start(self) -> _Place:
         info = torch.utils.data.get_worker_info()
@@ -233,19 +247,19 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             place.last, place.checksum = place.record, reader.checksum(place.record)
             if place.item > len(items):
                 raise BatchError(
-                    "a record gives fewer items than when the state was taken",
+                    "a record has fewer items than when the state was taken",
                     where=f"{self._path}[{place.record}]",
                     expected=f"{place.item} or more",
                     got=str(len(items)),
-                    remedy="`make` must give the same items each time",
+                    remedy="`make` must return the same items each time",
                 )
             while place.item < len(items):
-                place.item += 1  # before it is given: a state that is taken then is behind it
+                place.item += 1  # before the item is yielded: a state that is taken then is after it
                 yield items[place.item - 1]
             place.record, place.item = place.record + place.workers * place.world, 0
 
     def _next(self, reader: TrajectoryReader, place: _Place) -> list[Any] | None:
-        """Return the items of the next record, for which a pass that follows waits; None at the end."""
+        """Return the items of the next record, None at the end. A pass that follows a file waits for it."""
         if place.records is not None:
             return self._made(place.record, reader.__getitem__) if place.record < place.records else None
         until = time.monotonic() + self._wait
@@ -258,11 +272,11 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
 
     @staticmethod
     def _has(reader: TrajectoryReader, number: int) -> bool:
-        """Return whether a record was appended; without its content the append is still under way."""
+        """Return whether a record was appended with its content. Without it the append is still under way."""
         return number < len(reader) and (reader.holds(number) or number < reader.settle())
 
     def _made(self, number: int, read: Callable[[int], list[Trajectory]]) -> list[Any]:
-        """Return the items of a record; none, with a warning, if it is damaged."""
+        """Return the items of a record. A damaged one counts as empty, with a warning."""
         try:
             trajectories = read(number)
         except MMRenderError as error:

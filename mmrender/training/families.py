@@ -1,14 +1,13 @@
 """Inputs of each model family, as data: how its tensors are collated, and how its tokens are numbered.
 
 A family is found by `model_type` of the model's `config.json`. The rules follow the processors and models of
-Transformers 5.23. A field without a rule is concatenated, as in most families; a tensor that cannot be
+Transformers 5.23. A field without a rule is concatenated, as families usually do. A tensor that cannot be
 concatenated is an error, never padded by guess.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -22,14 +21,13 @@ from mmrender.messages import MODALITIES
 from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
-    from mmrender.sidecar import MediaItem
     from mmrender.training.tensor_list import TensorList
 
 TokenTypes: TypeAlias = Literal["mm_token_type_ids", "token_type_ids"]
 Layout: TypeAlias = Literal["right", "left", "packed"]
 """How rows are laid out: padded on the right or on the left, or packed."""
 SequenceSplit: TypeAlias = Literal["ring", "ulysses"]
-"""How rows are split along the sequence over ranks; see `TrainingBatch.shard`."""
+"""How rows are split along the sequence over ranks. See `SequenceShard.of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class FieldRule:
 
     Attributes:
         layout: `"items"`: concatenated along the first axis, `(sum, ...)`. `"rows"`: an item's leading axis
-            of one is dropped, and the model takes `(rows, most of a row, ...)`, zeros where a row has less.
+            of one is dropped, and the model takes `(rows, longest row, ...)`, with zeros after shorter rows.
             `"counts"`: the number of images of each sample, whatever the item holds.
         padded: Whether trailing dimensions may differ and are filled with zeros at their ends.
     """
@@ -47,7 +45,7 @@ class FieldRule:
     padded: bool = False
 
     def trailing(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return an item's shape without the axis along which items are joined, and what leads to it."""
+        """Return the dimensions of an item's shape after the axis along which items are joined."""
         return shape[2:] if self.layout == "rows" else shape[1:]
 
 
@@ -73,7 +71,7 @@ _PREFIX: Final = frozenset({"paligemma"})
 _NUMBERED_IN_SECONDS: Final = frozenset({"qwen2_5_vl"})
 _WINDOW: Final = "sliding_attention"
 _WINDOW_TOKENS: Final = 4096
-"""Window of Gemma where the configuration names none."""
+"""Window of Gemma, in tokens, if the configuration does not name it."""
 _IMAGE_BLOCKS: Final = {
     "gemma3": ("full_attention", _WINDOW),
     "shieldgemma2": ("full_attention", _WINDOW),
@@ -84,7 +82,7 @@ _IMAGE_BLOCKS: Final = {
 _RECURRENT: Final = {"linear_attention": "linear_attn", "conv": "conv"}
 """Kinds of layers that carry a state along the row, and the name of the module that does."""
 _RECURRENT_TYPES: Final = dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "linear_attn")
-"""The same by model type, where a configuration may leave its kinds of layers out."""
+"""The same by model type, if a configuration may leave its kinds of layers out."""
 _UNSUPPORTED: Final = {"mllama": "its cross-attention mask says for each token which images it sees"}
 _QWEN: Final = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -101,7 +99,7 @@ _PROVED: Final[Mapping[str, tuple[str, ...]]] = {
     "paligemma": ("gemma",),
     "smolvlm": ("llama",),
 }
-"""Model types whose batches are proved, and the language models they are proved with."""
+"""Model types with proved batches, and the language models that they are proved with."""
 _REFUSED: Final[Mapping[str, Mapping[Layout | SequenceSplit, str]]] = {
     "paligemma": {"packed": "packed prompts see each other, since prompts are seen in both directions"},
 }
@@ -109,16 +107,16 @@ _BIDIRECTIONAL: Final = "text is seen in both directions, with windows that the 
 _MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is not split"
 _MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
-_CODE: Final = ("training/*.py", "media/item.py", "media/levels.py", "sidecar.py")
-_remembered: dict[str, "Proof"] = {}
-"""What was proved in this process, by digest of all that it depends on."""
+_CODE: Final = ("training/*.py", "testing/families.py", "media/item.py", "media/levels.py", "sidecar.py")
+_proofs: dict[str, "Proof"] = {}
+"""Proofs of this process, by digest of everything that they depend on."""
 _ROTARY_LIMITS: Final = ("original_max_position_embeddings", "max_position_embeddings")
 _VOLATILE: Final = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Settings that make no difference to the architecture."""
+"""Settings that do not change the architecture."""
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """The findings about a family that its configuration does not say; see `ModelFamily`."""
+    """Findings about a family beyond its configuration. See `ModelFamily`."""
 
     token_types: TokenTypes | None
     recurrent: str
@@ -129,24 +127,25 @@ class Proof(msgspec.Struct, frozen=True):
 class ModelFamily:
     """The inputs of a model besides token ids.
 
-    One made by hand is its maker's word; `from_config` gives proved ones, and `prove` proves others.
+    Instances made by hand are unverified. `from_config` returns proved ones, and
+    `mmrender.testing.families.prove_family` proves more.
 
     Attributes:
         model_type: As `config.json` names it.
-        rules: By keyword; `rule` gives that of any keyword.
+        rules: By keyword; `rule` returns the rule of any keyword.
         token_types: The keyword of the mask that marks tokens of images, for models that take one.
-        mrope: How it numbers tokens, or None where each token counts as one.
+        mrope: How it numbers tokens, or None if each token counts as one.
         feature_token_ids: Id of the feature token, by modality.
         image_blocks: Kinds of layers in which the tokens of an image see each other in both directions.
-        sliding_window: How far back tokens see in layers with a window; None for families whose own masks
+        sliding_window: Number of tokens that layers with a window see; None for families whose own masks
             serve packed rows.
         recurrent: Name of the modules that carry a state along the row, several with `|` between, so that
-            packed samples are not kept apart by an attention mask alone; see
-            `mmrender.training.recurrent_segments`. Empty without any.
+            packed samples are not kept apart by an attention mask alone, see
+            `mmrender.training.recurrent.recurrent_segments`. Empty without these modules.
         prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
         max_sample_tokens: Length up to which samples may share a batch, since rotary embeddings of the types
-            `dynamic` and `longrope` follow the longest sample beyond it; None without such embeddings.
-        refused: Layouts that batches must not have, and splits of their rows, and why.
+            `dynamic` and `longrope` follow the longest sample beyond it; None without these embeddings.
+        refused: Layouts that batches must not have, and splits of their rows, each with its reason.
     """
 
     model_type: str
@@ -166,7 +165,7 @@ class ModelFamily:
         return self.rules.get(name, FieldRule())
 
     def model_kwargs(self, fields: Mapping[str, "TensorList"]) -> dict[str, Any]:
-        """Return image fields as the model takes them; those without a single image are left out."""
+        """Return image fields as the model takes them, without fields that are empty."""
         return {
             name: rows.padded() if self.rule(name).layout == "rows" else rows.values
             for name, rows in fields.items()
@@ -197,65 +196,50 @@ class ModelFamily:
                 configuration.
 
         Raises:
-            ModelError: The file cannot be read, or does not say what is needed.
+            ModelError: The file cannot be read, or lacks something.
             BatchError: Batches of this family cannot be built, or are not proved.
         """
-        settings = _settings(config)
-        family = _draft(settings)
+        settings = read_settings(config)
+        family = unproved_family(settings)
         text = (settings.get("text_config") or {}).get("model_type")
         if (text is None and family.model_type in _PROVED) or text in _PROVED.get(family.model_type, ()):
             return replace(family, refused={**family.refused, **_REFUSED.get(family.model_type, {})})
-        known = _known(_digest(settings))
-        if known is None:
-            raise BatchError(
-                "no batch of this family is proved to equal single forwards",
-                where="config.model_type",
-                expected="a family that is proved, such as " + ", ".join(list(_PROVED)[:4]),
-                got=repr(family.model_type) + (f" with {text!r}" if text else ""),
-                remedy="Prove it first: ModelFamily.prove(config)",
-            )
-        return replace(family, **msgspec.structs.asdict(known))
-
-    @classmethod
-    def prove(cls, model_or_config: Any, *, images: Sequence["MediaItem"] | None = None) -> "ModelFamily":
-        """Compare batches of an architecture with single forwards, and return what passes.
-
-        The architecture is built small, with random weights, unless a model in float32 is given, which is
-        run as it is. Padded (right and left), packed and split batches of samples with images and without run
-        in train mode. What passes is remembered by the configuration: `from_config` gives it, in this
-        process, and where the architecture was built here, in others with the same releases of Transformers,
-        torch and mmrender, too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
-
-        Args:
-            model_or_config: A Transformers model, or what `from_config` takes.
-            images: Four items of the model's own processor or more, the last two of one size; needed where
-                the family's image processor cannot be built from its name alone.
-
-        Returns:
-            The family, with the layouts and splits that failed and the module at fault in `refused`.
-
-        Raises:
-            ModelError: The configuration cannot be read.
-            BatchError: No layout passes, or nothing can be compared.
-            MissingDependencyError: Transformers is not installed.
-        """
-        # By name: a proof builds batches, which are built of families.
-        prove = import_module("mmrender.training.proofs").prove
-        config = getattr(model_or_config, "config", model_or_config)
-        settings = _settings(config)
-        proof, built = prove(model_or_config, settings, _draft, images)
         digest = _digest(settings)
-        _remembered[digest] = proof
-        if built:  # a model of the caller's may hold code of his own, which no configuration names
-            FileCache(cache_folder(_FOLDER)).put(digest, proof)
-        return replace(_draft(settings), **msgspec.structs.asdict(proof))
+        proof = _proofs.get(digest) or FileCache(cache_folder(_FOLDER)).get(digest, Proof)
+        if proof is None:
+            raise BatchError(
+                "batches of this family are not proved to equal single forwards",
+                where="config.model_type",
+                expected="a proved family, such as " + ", ".join(list(_PROVED)[:4]),
+                got=repr(family.model_type) + (f" with {text!r}" if text else ""),
+                remedy="Prove it first: mmrender.testing.families.prove_family(config)",
+            )
+        _proofs[digest] = proof
+        return family.proved(proof)
+
+    def proved(self, proof: "Proof") -> "ModelFamily":
+        """Return the family with the findings of a proof."""
+        return replace(self, **msgspec.structs.asdict(proof))
 
 
-def _draft(settings: Mapping[str, Any]) -> ModelFamily:
-    """Read off a configuration what it says of the family."""
+def remember_proof(settings: Mapping[str, Any], proof: Proof, *, on_disk: bool) -> None:
+    """Let `from_config` return the proved family, in this process, and in others if `on_disk`."""
+    digest = _digest(settings)
+    _proofs[digest] = proof
+    if on_disk:
+        FileCache(cache_folder(_FOLDER)).put(digest, proof)
+
+
+def unproved_family(settings: Mapping[str, Any]) -> ModelFamily:
+    """Return everything about a family that its configuration says.
+
+    Raises:
+        ModelError: The configuration lacks its model type.
+        BatchError: Batches of this family cannot be built.
+    """
     model_type = settings.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError("the configuration has no model_type", expected="a string", got=repr(model_type))
+        raise ModelError("the configuration lacks its model_type", expected="a string", got=repr(model_type))
     if model_type in _UNSUPPORTED:
         raise BatchError(f"batches for {model_type} cannot be built: {_UNSUPPORTED[model_type]}")
     text, vision = settings.get("text_config") or {}, settings.get("vision_config") or {}
@@ -277,14 +261,11 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
     if model_type.startswith("gemma4") and text.get("use_bidirectional_attention") != "vision":
         blocks = ()
     kinds = text.get("layer_types") or ()
-    refused: dict[Layout | SequenceSplit, str] = {}
-    if model_type in _PREFIX:
+    prefix = model_type in _PREFIX
+    refused: dict[Layout | SequenceSplit, str] = {"ring": _MASKED_IMAGES} if blocks else {}
+    if prefix:
         refused = dict.fromkeys(get_args(SequenceSplit), _MASKED_PROMPT)
-    elif blocks:
-        refused = {"ring": _MASKED_IMAGES}
-    if model_type not in _PREFIX and any(
-        part.get("use_bidirectional_attention") in (True, "all") for part in (settings, text)
-    ):
+    elif any(part.get("use_bidirectional_attention") in (True, "all") for part in (settings, text)):
         refused |= dict.fromkeys(("packed", *get_args(SequenceSplit)), _BIDIRECTIONAL)
     return ModelFamily(
         model_type=model_type,
@@ -294,7 +275,7 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
         feature_token_ids=feature_token_ids,
         image_blocks=blocks,
         sliding_window=int(text.get("sliding_window") or _WINDOW_TOKENS) if blocks else None,
-        prefix=model_type in _PREFIX,
+        prefix=prefix,
         max_sample_tokens=min(_rotary_limits(settings), default=None),
         refused=refused,
         recurrent=_RECURRENT_TYPES.get(model_type)
@@ -303,10 +284,10 @@ def _draft(settings: Mapping[str, Any]) -> ModelFamily:
 
 
 def _rotary_limits(settings: Mapping[str, Any], where: str = "config") -> Iterator[int]:
-    """Yield for each rotary embedding that follows the longest sample the length up to which it does not.
+    """Yield the length from which each rotary embedding follows the longest sample.
 
-    Transformers computes `dynamic` embeddings anew beyond `max_position_embeddings`, and takes the other
-    factors of `longrope` beyond `original_max_position_embeddings`, for all samples of a batch alike.
+    Transformers recomputes `dynamic` embeddings beyond `max_position_embeddings`, and takes the second list
+    of factors of `longrope` beyond `original_max_position_embeddings`, for all samples of a batch.
     """
     for name, part in settings.items():
         if not isinstance(part, Mapping):
@@ -331,15 +312,8 @@ def _rotary_limits(settings: Mapping[str, Any], where: str = "config") -> Iterat
             yield min(known)
 
 
-def _known(digest: str) -> Proof | None:
-    found = _remembered.get(digest) or FileCache(cache_folder(_FOLDER)).get(digest, Proof)
-    if found is not None:
-        _remembered[digest] = found
-    return found
-
-
 def _digest(settings: Mapping[str, Any]) -> str:
-    """Return the digest of all that a proof depends on, the same for a file and for what it is read into."""
+    """Return the digest of everything that a proof depends on, the same for a file and its configuration."""
     try:
         from transformers import CONFIG_MAPPING
 
@@ -360,7 +334,12 @@ def _release(package: str) -> str:
         return ""
 
 
-def _settings(config: Any) -> Mapping[str, Any]:
+def read_settings(config: Any) -> Mapping[str, Any]:
+    """Return the settings of a configuration, as `ModelFamily.from_config` takes it.
+
+    Raises:
+        ModelError: The file cannot be read.
+    """
     if isinstance(config, Mapping):
         return config
     if hasattr(config, "to_dict"):

@@ -1,28 +1,37 @@
 """The images of a batch, expanded straight into its buffers: one tensor per keyword of the model.
 
-Every distinct item is expanded once, and copied where it occurs again. Nothing but the buffers is written;
-only where a family pads its tensors does a smaller item pass through memory of its own.
+Every distinct item is expanded once, and copied to its further places. Only if a family pads its tensors does
+a smaller item pass through memory of its own.
+
+Pixels that are kept as uint8 levels travel to the device that trains as levels, and become floats there.
+Levels have an eighth of the bytes of float32 patches that repeat an image for two time steps. Each becomes
+its value by a table of 256 for each channel, computed once as the reference computes it, so the result has
+the same bits on every device.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
 from mmrender.media.item import (
+    PatchItem,
+    ProcessedItem,
     ReferenceItem,
     TensorItem,
     TensorSpec,
     expand_into,
     tensor_specs,
 )
+from mmrender.media.levels import Levels, PixelArithmetic
 from mmrender.media.resolve import map_shared
 from mmrender.sidecar import MediaItem, MediaSpan, TensorDtype
-from mmrender.training.expand import can_expand, expand_on
 from mmrender.training.families import FieldRule, ModelFamily
 from mmrender.training.tensor_list import TensorList, torch
 from mmrender.trajectory.sample import TrainingSample
@@ -32,6 +41,9 @@ _DTYPES: Final[dict[Any, TensorDtype]] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+_LEVELS: Final = 256
+_RowsOfMedia: TypeAlias = Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]]
+"""For each row the names of its samples, and their media, from `media_of`."""
 
 
 class ExpandOptions(TypedDict, total=False):
@@ -39,9 +51,9 @@ class ExpandOptions(TypedDict, total=False):
 
     Attributes:
         dtype: Of floating tensors: torch's float32 (the default), float16 or bfloat16. Integers keep theirs.
-        device: Where the tensors go; page-locked ones without waiting for them. The default is memory. Pixels
-            that are held as levels travel as such and are expanded there, with the same bits.
-        pin_memory: Whether to write into page-locked memory; by default where CUDA is available.
+        device: Device of the tensors, by default the CPU. Page-locked ones move without waiting. Pixels that
+            are kept as levels travel as levels and are expanded there, with the same bits.
+        pin_memory: Whether to write into page-locked memory, by default if CUDA is available.
         executor: Threads that share the expansion.
     """
 
@@ -67,27 +79,32 @@ def media_of(samples: Sequence[TrainingSample], index: int) -> tuple[str, list[M
 
 @dataclass(slots=True)
 class _Buffer:
-    """The tensor of one keyword of the model: its rule, its form, and the lengths of its rows so far."""
+    """The tensor of one keyword of the model: its rule and form, the lengths of its rows, then its memory.
+
+    `values` is the tensor, in its final dtype. `array` is the same memory as numpy writes it; None on a
+    device.
+    """
 
     rule: FieldRule
     spec: TensorSpec
     trailing: tuple[int, ...]
     lengths: list[int]
     total: int = 0
+    values: Any = None
+    array: npt.NDArray[Any] | None = field(default=None)
 
     def take(self, spec: TensorSpec, row: int, where: str) -> slice:
-        """Give a tensor the next place in the buffer."""
+        """Reserve the next place in the buffer for a tensor."""
         if self.rule.layout == "rows" and spec.shape[0] != 1:
-            problem = "an item of this family holds one image on its first axis"
+            problem = "an item of this family has one image on its first axis"
             raise BatchError(problem, where=where, got=str(list(spec.shape)))
         trailing = self.rule.trailing(spec.shape)
-        rows = spec.shape[-len(trailing) - 1]
-        alike = (spec.dtype, spec.floating, len(trailing)) == (
+        joins = (spec.dtype, spec.floating, len(trailing)) == (
             self.spec.dtype,
             self.spec.floating,
             len(self.trailing),
         )
-        if not alike or (trailing != self.trailing and not self.rule.padded):
+        if not joins or (trailing != self.trailing and not self.rule.padded):
             raise BatchError(
                 "tensors of two images cannot be joined",
                 where=where,
@@ -96,13 +113,32 @@ class _Buffer:
                 remedy="Put samples of different kinds into different batches",
             )
         self.trailing = tuple(map(max, self.trailing, trailing))
-        start, self.total = self.total, self.total + rows
-        self.lengths[row] += rows
+        start, self.total = self.total, self.total + spec.shape[-len(trailing) - 1]
+        self.lengths[row] += self.total - start
         return slice(start, self.total)
+
+    def allocate(self, dtype: Any, device: Any, pin: bool) -> None:
+        """Make the memory of the whole buffer. Integers stay on the CPU, which numbers positions by them."""
+        shape, zero = (self.total, *self.trailing), self.rule.padded
+        if device is not None and self.spec.floating:
+            self.values = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+            return
+        if pin:
+            storage = torch.from_numpy(np.empty(0, self.spec.dtype)).dtype
+            self.values = (torch.zeros if zero else torch.empty)(shape, dtype=storage, pin_memory=True)
+        else:
+            # numpy asks for huge pages, so that a large buffer is first written to several times faster.
+            self.values = torch.from_numpy((np.zeros if zero else np.empty)(shape, self.spec.dtype))
+        self.array = self.values.numpy()
+        self.values = self.values.view(dtype) if self.spec.floating else self.values
+
+    def place(self, rows: slice) -> Any:
+        """Return some rows, to be written: as an array, or on a device as a tensor."""
+        return self.values[rows] if self.array is None else self.array[rows]
 
 
 class _Expansion(NamedTuple):
-    """An item, the form of its tensors, and which rows of which buffers they take."""
+    """An item, the form of its tensors, and their rows by buffer. A batch may lack some buffers."""
 
     item: MediaItem
     specs: dict[str, TensorSpec]
@@ -110,7 +146,7 @@ class _Expansion(NamedTuple):
 
 
 def collate_fields(
-    rows: Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]],
+    rows: _RowsOfMedia,
     family: ModelFamily,
     *,
     dtype: Any = torch.float32,
@@ -121,10 +157,10 @@ def collate_fields(
     """Expand the items of all rows into one tensor per keyword.
 
     Args:
-        rows: The media of each sample of each row, as `media_of` gives them.
-        family: How tensors are joined.
-        dtype: This and what follows are `ExpandOptions`.
-        device: Where floating tensors go; integers stay in memory, where positions are made of them.
+        rows: The media of each sample of each row, from `media_of`.
+        family: The rules by which tensors are joined.
+        dtype: This and the rest are `ExpandOptions`.
+        device: Device of floating tensors. Integers stay on the CPU, where positions are numbered by them.
         pin_memory: Whether to write into page-locked memory.
         executor: Threads that share the work.
 
@@ -135,43 +171,29 @@ def collate_fields(
         raise BatchError("pixels come in float32, float16 or bfloat16", where="dtype", got=str(dtype))
     pin = torch.cuda.is_available() if pin_memory is None else pin_memory
     buffers, distinct, copies = _plan(rows, family, _DTYPES[dtype])
-    lists, views = {}, {}
-    on_device: dict[str, Any] = {}
-    for name, buffer in buffers.items():
-        shape, zero, storage = (buffer.total, *buffer.trailing), buffer.rule.padded, buffer.spec.dtype
-        if device is not None and buffer.spec.floating:
-            values = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
-            lists[name], on_device[name] = TensorList(values, tuple(buffer.lengths)), values
-            continue
-        if pin:
-            held = torch.from_numpy(np.empty(0, storage)).dtype
-            values = (torch.zeros if zero else torch.empty)(shape, dtype=held, pin_memory=True)
-        else:
-            # numpy asks for huge pages, so that a large buffer is first written to several times faster.
-            values = torch.from_numpy((np.zeros if zero else np.empty)(shape, storage))
-        views[name] = values.numpy()
-        values = values.view(dtype) if buffer.spec.floating else values
-        lists[name] = TensorList(values, tuple(buffer.lengths))
-    expand = partial(_expand, views, on_device, dtype, pin)
+    for buffer in buffers.values():
+        buffer.allocate(dtype, device, pin)
+    expand = partial(_expand, buffers, dtype, pin)
     if executor is None:
-        for one in distinct:
-            expand(one)
+        for expansion in distinct:
+            expand(expansion)
     else:
         map_shared(expand, distinct, executor)
     for name, source, target in copies:
-        held = on_device if name in on_device else views
-        held[name][target] = held[name][source]
-    for name in [name for name, rule in family.rules.items() if rule.layout == "counts" and lists]:
-        counts = [[len(spans) for _, spans in row if spans] for row in rows]
-        flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
-        lists[name] = TensorList(flat, tuple(map(len, counts)))
-    return lists
+        buffers[name].place(target)[...] = buffers[name].place(source)
+    fields = {name: TensorList(buffer.values, tuple(buffer.lengths)) for name, buffer in buffers.items()}
+    for name, rule in family.rules.items():
+        if rule.layout == "counts" and buffers:
+            counts = [[len(spans) for _, spans in row if spans] for row in rows]
+            flat = torch.tensor([count for row in counts for count in row], dtype=torch.int64)
+            fields[name] = TensorList(flat, tuple(map(len, counts)))
+    return fields
 
 
 def _plan(
-    rows: Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]], family: ModelFamily, dtype: TensorDtype
+    rows: _RowsOfMedia, family: ModelFamily, dtype: TensorDtype
 ) -> tuple[dict[str, _Buffer], list[_Expansion], list[tuple[str, slice, slice]]]:
-    """Return the buffers, what is expanded into them, and which rows are copies of which."""
+    """Return the buffers, the items to expand, and rows to copy then: buffer, source and target."""
     buffers: dict[str, _Buffer] = {}
     distinct: dict[tuple[str, type], _Expansion] = {}
     copies = []
@@ -189,44 +211,97 @@ def _plan(
                 if name not in buffers:
                     buffers[name] = _Buffer(rule, spec, rule.trailing(spec.shape), [0] * len(rows))
                 new.places[name] = buffers[name].take(spec, row, f"{where}.{name}")
-        known = distinct.setdefault((item.identity, type(item)), new)
-        if known.specs != new.specs:
-            shapes = [{name: list(spec.shape) for name, spec in one.specs.items()} for one in (known, new)]
-            problem = "two different items have one identity"
-            raise BatchError(problem, where=where, expected=str(shapes[0]), got=str(shapes[1]))
-        if known is not new:
-            copies += [(name, known.places[name], place) for name, place in new.places.items()]
+        first = distinct.setdefault((item.identity, type(item)), new)
+        if first.specs != new.specs:
+            expected, got = (
+                str({name: list(spec.shape) for name, spec in one.specs.items()}) for one in (first, new)
+            )
+            raise BatchError("two different items have one identity", where=where, expected=expected, got=got)
+        if first is not new:
+            copies += [(name, first.places[name], place) for name, place in new.places.items()]
     return buffers, [*distinct.values()], copies
 
 
-def _expand(
-    views: Mapping[str, Any], on_device: Mapping[str, Any], dtype: Any, pin: bool, one: _Expansion
-) -> None:
-    targets, smaller, moved = {}, [], []
-    for name, spec in one.specs.items():
-        if name in on_device and name in one.places and can_expand(one.item, name):
-            place = on_device[name][one.places[name]]
-            whole = place.numel() == np.prod(spec.shape)
-            target = place.view(spec.shape) if whole else place.new_empty(spec.shape)
-            expand_on(one.item, name, target, pin_memory=pin)
-            if not whole:
-                smaller.append((place, target.view(spec.shape[-place.ndim :])))
+def _expand(buffers: Mapping[str, _Buffer], dtype: Any, pin: bool, expansion: _Expansion) -> None:
+    """Write the tensors of an item to their places."""
+    item = expansion.item
+    targets: dict[str, npt.NDArray[Any]] = {}  # written by the item, at their places if they fit
+    smaller: list[tuple[Any, Any]] = []  # places, and values that fill only a part of them
+    moved: list[tuple[Any, str]] = []  # places that values of `targets` are copied to
+    for name, spec in expansion.specs.items():
+        if name not in expansion.places:  # the batch does not take this tensor
+            targets[name] = np.empty(spec.shape, spec.dtype)
             continue
-        place = views[name][one.places[name]] if name in one.places and name in views else None
-        if place is not None and place.size == np.prod(spec.shape):
+        buffer, place = buffers[name], buffers[name].place(expansion.places[name])
+        fits = math.prod(place.shape) == math.prod(spec.shape)
+        if buffer.array is None and _has_levels(item, name):
+            values = place.view(spec.shape) if fits else place.new_empty(spec.shape)
+            _expand_on_device(item, name, values, pin)
+            if not fits:
+                smaller.append((place, values))
+        elif buffer.array is not None and fits:
             targets[name] = place.reshape(spec.shape)
-            continue
-        targets[name] = np.empty(spec.shape, spec.dtype)
-        if name in on_device and name in one.places:
-            moved.append((on_device[name][one.places[name]], name))
-        elif place is not None:  # where it is None, the batch does not take this tensor
-            smaller.append((place, targets[name].reshape(spec.shape[-place.ndim :])))
-    if targets.keys() == one.specs.keys():
-        expand_into(one.item, targets, _DTYPES[dtype])
-    elif targets and isinstance(one.item, TensorItem):
-        one.item.write(targets, _DTYPES[dtype])
+        else:
+            targets[name] = np.empty(spec.shape, spec.dtype)
+            moved.append((place, name))
+    if targets.keys() == expansion.specs.keys():
+        expand_into(item, targets, _DTYPES[dtype])
+    elif targets and isinstance(item, TensorItem):
+        item.write(targets, _DTYPES[dtype])
     for place, name in moved:
-        values = torch.from_numpy(targets[name]).view(dtype).reshape(targets[name].shape[-place.ndim :])
-        smaller.append((place, values.to(place.device)))
+        on_device = buffers[name].array is None
+        values = torch.from_numpy(targets[name]).view(dtype).to(place.device) if on_device else targets[name]
+        smaller.append((place, values))
     for place, values in smaller:
-        place[tuple(slice(0, side) for side in values.shape)] = values
+        shape = values.shape[-place.ndim :]
+        place[tuple(slice(0, side) for side in shape)] = values.reshape(shape)
+
+
+def _has_levels(item: MediaItem, name: str) -> bool:
+    """Whether a tensor of an item is kept as levels."""
+    if isinstance(item, PatchItem):
+        return name.startswith("pixel_values")
+    return isinstance(item, ProcessedItem) and isinstance(item.parts.get(name), Levels)
+
+
+def _expand_on_device(item: MediaItem, name: str, out: Any, pin: bool) -> None:
+    """Write a tensor that is kept as levels into `out`, of its shape, on the device of `out`."""
+    if isinstance(item, PatchItem):
+        levels = _moved(item.frames, out.device, pin)
+        out.copy_(_values(_patches(levels, item), item.arithmetic, out.dtype).reshape(out.shape))
+        return
+    part: Any = item.parts[name] if isinstance(item, ProcessedItem) else None
+    tiles = out.view(-1, *part.shape[-3:])
+    tiles.zero_()
+    if part.held:
+        levels = _moved(part.values, out.device, pin)
+        values = _values(levels.reshape(*levels.shape[:2], -1), part.arithmetic, out.dtype)
+        filled = torch.tensor(part.held, dtype=torch.int64, device=out.device)
+        tiles.index_copy_(0, filled, values.view(levels.shape))
+
+
+def _moved(levels: npt.NDArray[np.uint8], device: Any, pin: bool) -> Any:
+    # Copied: items are read-only, and only page-locked memory moves without waiting.
+    staged = torch.empty(levels.shape, dtype=torch.uint8, pin_memory=pin)
+    staged.numpy()[...] = levels
+    return staged.to(device, non_blocking=pin)
+
+
+def _patches(frames: Any, item: PatchItem) -> Any:
+    """Return frames `(n, 3, height, width)` as patches `(patches, 3, temporal * patch ** 2)`."""
+    (steps, height, width), layout = item.grid, item.layout
+    merge, patch, temporal = layout.merge, layout.patch, layout.temporal
+    cut = frames.view(-1, 3, height // merge, merge, patch, width // merge, merge, patch)
+    by_patch = cut.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, height * width, 3, patch**2)
+    missing = steps * temporal - len(by_patch)  # the last frame fills its time step
+    by_patch = torch.cat((by_patch, by_patch[-1:].expand(missing, -1, -1, -1))) if missing else by_patch
+    whole = by_patch.view(steps, temporal, height * width, 3, patch**2).permute(0, 2, 3, 1, 4)
+    return whole.reshape(steps * height * width, 3, temporal * patch**2)
+
+
+def _values(levels: Any, arithmetic: PixelArithmetic, dtype: Any) -> Any:
+    """Return the values of levels `(n, 3, m)` by the table of their channel."""
+    table = torch.from_numpy(arithmetic.table().copy()).to(dtype).reshape(-1).to(levels.device)
+    first = torch.arange(0, 3 * _LEVELS, _LEVELS, dtype=torch.int32, device=levels.device)
+    places = levels.to(torch.int32) + first[:, None]
+    return table.index_select(0, places.view(-1)).view(levels.shape)

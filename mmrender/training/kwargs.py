@@ -30,14 +30,14 @@ def collate_mm_kwargs(
     """Return the images of samples as the keyword arguments of their model, each distinct one expanded once.
 
     Args:
-        samples: Whose items are taken, in the order of their tokens.
-        family: How the tensors of several images become one.
-        rows: Indices of the samples in each row of the batch; each sample a row of its own if None. Makes a
+        samples: Their items are taken in the order of their tokens.
+        family: The rules by which tensors are joined.
+        rows: Indices of the samples in each row of the batch. By default each sample is a row. Makes a
             difference only for families whose tensors have a row per text, such as Idefics3.
         **options: See `ExpandOptions`.
 
     Returns:
-        Such as `pixel_values` `(patches, features)` and `image_grid_thw` int64 `(images, 3)`; empty without
+        Such as `pixel_values` `(patches, features)` and `image_grid_thw` int64 `(images, 3)`, empty without
         images. Raises as `collate`.
     """
     rows = [[index] for index in range(len(samples))] if rows is None else rows
@@ -66,18 +66,18 @@ def decode_mm_kwargs(
         arithmetic: Normalises pixels that come as levels from 0 to 255, which vLLM sends since 0.28 and
             normalises itself unless it runs with `--no-mm-device-do-normalize`. A `PatchItem` of the same
             processor has it.
-        check_finite: Whether to refuse floating values that are infinite or not a number, which costs a pass
-            over them.
+        check_finite: Whether to refuse floating values that are infinite or not a number, at the cost of a
+        pass.
 
     Returns:
         All fields of all modalities as torch tensors. A lone item's tensors are views of its message.
 
     Raises:
-        BatchError: An entry is None (vLLM sends the hash alone for what it takes the receiver to hold) or not
-            an item; the items of a modality cannot be joined; two modalities have one field; patches come
-            without a grid, or with grids of another number of patches; or pixels are levels and there is no
-            `arithmetic`, without which a model would misread them; a flat field names rows that the item does
-            not have; or a value is not finite, where that is checked.
+        BatchError: An entry is None (vLLM sends the hash alone if it assumes that the receiver has it) or not
+            an item, the items of a modality cannot be joined, two modalities have one field, patches come
+            without a grid, or with grids of another number of patches, or pixels are levels and `arithmetic`
+            is None, without which a model would misread them, a flat field names rows that the item does not
+            have, or a value is not finite and `check_finite` is set.
     """
     out: dict[str, Any] = {}
     for modality, entries in multi_modal_kwargs.items():
@@ -100,8 +100,8 @@ def _joined(entries: Sequence[str | None], where: str) -> dict[str, Any]:
     for index, entry in enumerate(entries):
         at = f"{where}[{index}]"
         if entry is None:
-            remedy = "Ask the server to process the image anew, or turn its cache of processed images off"
-            raise BatchError("an item has no data, only its hash", where=at, remedy=remedy)
+            remedy = "Ask the server to process the image again, or turn its cache of processed images off"
+            raise BatchError("an item comes as a hash, without data", where=at, remedy=remedy)
         try:
             items.append(decode_mm_kwargs_item(entry, framework="torch"))
         except CodecError as error:
@@ -131,7 +131,7 @@ def _check_slices(elem: FieldElem, where: str) -> None:
     own = [part[kind.dim] if isinstance(part, tuple) and len(part) > kind.dim else part for part in whole]
     known = [part for part in own if isinstance(part, slice) and None not in (part.start, part.stop)]
     rows = data.shape[kind.dim] if kind.dim < data.ndim else 0
-    # Which of the parts is the item's own is not said: they are those of the batch that it was made in.
+    # The item's own slice is unknown: slices cover the batch that it was made in.
     if known and len(known) == len(own) and rows not in [part.stop - part.start for part in known]:
         raise BatchError(
             "an item does not have the rows that its slices name",
@@ -162,7 +162,7 @@ def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:
         claimed = int(grids.prod(1).sum()) if fits else -1
     if claimed != patches:
         raise BatchError(
-            "the grids are not those of the patches",
+            "the grids do not fit the patches",
             where=f"{where}.{_GRIDS[name]}",
             expected=f"(t, h, w) of each item, {patches} patches in all",
             got=str(grids)[:80] if claimed in (None, -1) else f"{claimed} patches",
@@ -170,7 +170,7 @@ def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:
 
 
 def _normalised(name: str, value: Any, arithmetic: PixelArithmetic | None) -> Any:
-    """Return pixels as the model takes them; anything but levels of patches is returned as it is."""
+    """Return levels of patches as the model takes pixels, and other values unchanged."""
     if not name.startswith("pixel_values") or getattr(value, "dtype", None) != torch.uint8:
         return value
     if arithmetic is None or value.ndim != 2 or value.shape[1] % 3:
@@ -199,12 +199,12 @@ def _cast(value: Any, dtype: Any) -> Any:
 def resolve_references(
     samples: Sequence[TrainingSample], processor: MediaProcessor, policy: MediaPolicy | None = None
 ) -> list[TrainingSample]:
-    """Return the samples with each reference loaded and processed again; each distinct one is loaded once.
+    """Return the samples with each reference loaded and processed again, each distinct one once.
 
     Args:
         samples: Those without references are returned as they are.
         processor: The model's, with the settings of the sampling side.
-        policy: Limits on what may be loaded; see `MediaPolicy`.
+        policy: Limits on loading. See `MediaPolicy`.
 
     Raises:
         BatchError: An item is not as long as the placeholder that the server made for it.
@@ -243,5 +243,5 @@ def _check_length(reference: ReferenceItem, item: MediaItem, span: MediaSpan, wh
             where=where,
             expected=f"{span.range.length} tokens, {span.range.num_embeds} of them for features",
             got=f"{length} and {features}",
-            remedy="Server and trainer process images differently; compare their settings",
+            remedy="Server and trainer process images differently: compare their settings",
         )

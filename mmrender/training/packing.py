@@ -1,19 +1,18 @@
 """Assignment of samples to micro-batches and ranks, before any image is expanded.
 
-A sample is never split. Bins are filled by first-fit decreasing, which needs at most 11/9 of the fewest
-possible bins and two thirds of one more (Dosa, 2007); parts are balanced by giving the costliest item first
-to the part that has least (Graham, 1969), and then by exchanges with the costliest part.
+A sample is never split. Bins are filled by first-fit decreasing, which needs at most 11/9 of the smallest
+possible number of bins and two thirds of one more (Dosa, 2007). Parts are balanced by assigning the costliest
+item first to the cheapest part (Graham, 1969), and then by exchanges with the costliest part.
 
-All ranks take equally many micro-batches. In every step all ranks have images or none has: sharded training
-gathers the weights of the vision tower on every rank or on none, so a rank without images would block the
-others. Such a rank gets a dummy, a sample of one small image and no loss, which takes the whole way through
+All ranks take equally many micro-batches. In every step either all ranks have images or none: sharded
+training gathers the weights of the vision tower on every rank or on none, so a rank without images would
+block the rest. It gets a dummy, a sample of one small image and no loss, which takes the whole way through
 the model. The micro-batches of a step cost about the same, since the slowest of them is waited for.
 """
 
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, Unpack
 
 import numpy as np
@@ -30,9 +29,40 @@ from mmrender.trajectory.engine_data import RoutedExperts
 from mmrender.trajectory.sample import TrainingSample
 
 _EVEN: Final = 1e-3
-"""Parts whose costliest is above the mean by no more are even enough."""
+"""Relative excess of the costliest part over the mean at which exchanges end."""
 _ANY: Final = -1
-"""The kind of a bin that takes samples of every kind."""
+"""The kind of a sample that shares a bin with samples of every kind."""
+
+
+class _Bins:
+    """Bins of at most `capacity` tokens, each with samples of one key."""
+
+    def __init__(
+        self, lengths: Sequence[int], keys: Sequence[Hashable | None], capacity: int, count: int
+    ) -> None:
+        numbers: dict[Hashable, int] = {}
+        self._kinds = [_ANY if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
+        self._lengths = lengths
+        self._room, self._kind = np.full(count, capacity), np.full(count, _ANY)
+        self._members: list[list[int]] = [[] for _ in range(count)]
+
+    def fits(self, index: int, bins: slice) -> npt.NDArray[np.bool_]:
+        """Return which of some bins take a sample."""
+        fits = self._room[bins] >= self._lengths[index]
+        if self._kinds[index] != _ANY:
+            fits &= (self._kind[bins] == _ANY) | (self._kind[bins] == self._kinds[index])
+        return fits
+
+    def put(self, index: int, number: int) -> None:
+        """Put a sample into a bin that takes it."""
+        self._members[number].append(index)
+        self._room[number] -= self._lengths[index]
+        if self._kinds[index] != _ANY:
+            self._kind[number] = self._kinds[index]
+
+    def members(self) -> list[list[int]]:
+        """Return the samples of each bin in use, rising."""
+        return [sorted(members) for members in self._members if members]
 
 
 def first_fit_decreasing(
@@ -43,8 +73,8 @@ def first_fit_decreasing(
     Args:
         lengths: Tokens of each sample.
         capacity: Tokens of a bin.
-        keys: For each sample what all samples of its bin must share, such as the kinds of its image tensors;
-            None lets any share a bin.
+        keys: For each sample a key that all samples of its bin share, such as the kinds of its image tensors.
+            A sample without key fits any bin, and without `keys` all do.
 
     Returns:
         Indices by bin, rising within a bin. Every index is in one bin.
@@ -61,29 +91,18 @@ def first_fit_decreasing(
             got=str(lengths[order[0]]),
             remedy="Truncate it, or raise the budget",
         )
-    numbers: dict[Hashable, int] = {}
-    keys = [None] * len(lengths) if keys is None else keys
-    kinds = [_ANY if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
     # There are never more bins than samples.
-    room, kind = np.zeros(len(lengths), np.int64), np.full(len(lengths), _ANY, np.int64)
-    bins: list[list[int]] = []
+    bins = _Bins(lengths, [None] * len(lengths) if keys is None else keys, capacity, len(lengths))
+    used = 0
     for index in order:
-        used = len(bins)
-        fits = room[:used] >= lengths[index]
-        if kinds[index] != _ANY:
-            fits &= (kind[:used] == _ANY) | (kind[:used] == kinds[index])
-        found = int(fits.argmax()) if fits.any() else used
-        if found == used:
-            bins.append([])
-            room[found] = capacity
-        bins[found].append(index)
-        room[found] -= lengths[index]
-        kind[found] = kind[found] if kinds[index] == _ANY else kinds[index]
-    return [sorted(members) for members in bins]
+        number = int(bins.fits(index, slice(used + 1)).argmax())  # a bin that is not in use takes any sample
+        bins.put(index, number)
+        used = max(used, number + 1)
+    return bins.members()
 
 
 def compute_cost(lengths: Sequence[int], hidden_size: int) -> float:
-    """Return the relative cost of sequences side by side in a row: `sum of n + n**2 / (12 * hidden_size)`.
+    """Return the relative cost of the sequences of a row: `sum of n + n**2 / (12 * hidden_size)`.
 
     Per layer a token costs about `24 * hidden_size**2` operations in projections, and causal attention
     `2 * hidden_size` for each token before it. The unit is the projections of one token.
@@ -92,7 +111,7 @@ def compute_cost(lengths: Sequence[int], hidden_size: int) -> float:
 
 
 def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over parts of equal counts (to one) so that the costliest part costs little.
+    """Distribute items over parts of equal counts (to one) so that the costliest part is cheap.
 
     Returns:
         Indices by part, rising within a part.
@@ -101,8 +120,8 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
         BatchError: `parts` is not positive.
     """
     if parts < 1:
-        raise BatchError("items are given to one part or more", where="parts", got=str(parts))
-    size, larger = divmod(len(costs), parts)  # so many parts hold one more than the others
+        raise BatchError("items are distributed over one part or more", where="parts", got=str(parts))
+    size, larger = divmod(len(costs), parts)  # `larger` parts have one item more than `size`
     members: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, part) for part in range(parts)]
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
@@ -117,48 +136,48 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _exchange(costs: npt.NDArray[np.float64], members: list[list[int]]) -> None:
-    """Exchange items of the costliest part for cheaper ones of others, while that lowers the largest cost."""
+    """Exchange items of the costliest part for cheaper ones, as long as that lowers the largest cost."""
     loads = np.array([costs[part].sum() for part in members])
     for _ in costs:
         top = int(loads.argmax())
         if loads[top] <= loads.mean() * (1 + _EVEN):
             return
-        own = costs[members[top]]
+        items = costs[members[top]]
         best = float(loads[top]) * (1 - 1e-9)
-        found: tuple[int, int, int] | None = None
+        exchange: tuple[int, int, int] | None = None
         for other, part in enumerate(members):
             if not part or other == top:
                 continue
             order = np.argsort(costs[part])
             theirs = costs[part][order]
-            # Both would cost the same if half of their difference moved: the two nearest to that are tried.
-            after = np.searchsorted(theirs, own - (loads[top] - loads[other]) / 2)
+            # Both would cost the same if half of their difference moved: the two nearest items are tried.
+            after = np.searchsorted(theirs, items - (loads[top] - loads[other]) / 2)
             near = np.clip(after[:, None] + [-1, 0], 0, len(part) - 1)
-            moved = own[:, None] - theirs[near]
+            moved = items[:, None] - theirs[near]
             larger = np.maximum(loads[top] - moved, loads[other] + moved)
             if larger.min() < best:
-                mine, side = divmod(int(larger.argmin()), 2)
-                best, found = float(larger.min()), (other, mine, int(order[near[mine, side]]))
-        if found is None:
+                item, side = divmod(int(larger.argmin()), 2)
+                best, exchange = float(larger.min()), (other, item, int(order[near[item, side]]))
+        if exchange is None:
             return
-        other, mine, its = found
-        members[top][mine], members[other][its] = members[other][its], members[top][mine]
+        other, item, place = exchange
+        members[top][item], members[other][place] = members[other][place], members[top][item]
         for changed in (top, other):
             loads[changed] = costs[members[changed]].sum()
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """The size of a sample, by which it is planned, and its place in a file: plain data of few bytes.
+    """The size of a sample for plans, and its place in a file: plain data of few bytes.
 
     Attributes:
         length: Its tokens.
         trained: Tokens in its loss mask.
         media: Its media items.
         tensors: Name, dtype and shape of each distinct kind of tensor that its items expand to.
-        smallest: Tokens of its smallest item, and bytes of that; None without items.
+        smallest: Tokens and bytes of its smallest item; None without items.
         version: Weights that sampled its last token, or None.
-        record: Number of its record in a file of trajectories; a group is a record.
+        record: Number of its record in a file of trajectories. A group of rollouts is one record.
         item: Its number in the record.
     """
 
@@ -173,10 +192,10 @@ class Descriptor:
 
     @classmethod
     def of(cls, sample: TrainingSample, *, record: int = 0, item: int = 0) -> "Descriptor":
-        """Describe a sample; items are not expanded, except those of classes from elsewhere."""
+        """Describe a sample, without expanding items of the library's own classes."""
         spans = sample.media_spans
-        known = [span.item for span in spans if not isinstance(span.item, ReferenceItem)]
-        specs = [entry for one in known for entry in tensor_specs(one).items()]
+        items = [span.item for span in spans if not isinstance(span.item, ReferenceItem)]
+        specs = [entry for item in items for entry in tensor_specs(item).items()]
         return cls(
             len(sample),
             int(sample.loss_mask.sum()),
@@ -201,7 +220,7 @@ StepPlan: TypeAlias = tuple[MicroBatch, ...]
 """One micro-batch for each rank."""
 
 
-class _Bin(NamedTuple):
+class _Row(NamedTuple):
     samples: tuple[int, ...] = ()
     tokens: int = 0
     cost: float = 0.0
@@ -220,122 +239,112 @@ def plan_steps(
 ) -> list[StepPlan]:
     """Assign every sample to one micro-batch of one rank.
 
-    There are as many steps as first-fit decreasing needs, and the samples are spread over their rows by cost,
-    the costliest first, so that the ranks of a step have about as much to do. Those with images share a row
+    There are as many steps as first-fit decreasing needs. The samples are spread over their rows by cost, the
+    costliest first, so that the ranks of a step have about as much to do. Samples with images share a row
     only if their tensors can be joined. A rank without samples gets an empty micro-batch, which
     `collate_micro_batch` makes a padding row or a dummy alone.
 
     Args:
         samples: Descriptors of all samples of an optimizer step, the same on every rank.
-        family: What the model takes.
+        family: The model's inputs.
         ranks: Number of data-parallel ranks.
-        max_tokens: Most tokens of a micro-batch, a dummy included.
+        max_tokens: Maximum number of tokens of a micro-batch, a dummy included.
         dummy_tokens: Length of the dummy, if samples with images and without may meet.
-        hidden_size: Of the model, for the cost of a row; see `compute_cost`.
+        hidden_size: The model's, for the cost of a row. See `compute_cost`.
 
     Raises:
         BatchError: A sample is longer than `max_tokens`, or `ranks` is not positive.
     """
     if ranks < 1:
         raise BatchError("micro-batches are planned for one rank or more", where="ranks", got=str(ranks))
-    keys = [_image_key(sample, family) if sample.media else None for sample in samples]
     lengths = [sample.length for sample in samples]
+    costs = [compute_cost([length], hidden_size) for length in lengths]
+    keys = [_image_key(sample, family) if sample.media else None for sample in samples]
 
-    def made(members: Sequence[int]) -> _Bin:
-        own = [lengths[index] for index in members]
-        images = any(samples[index].media for index in members)
-        return _Bin(tuple(members), sum(own), compute_cost(own, hidden_size), images)
+    def row(members: Sequence[int]) -> _Row:
+        return _Row(
+            tuple(members),
+            sum(lengths[index] for index in members),
+            compute_cost([lengths[index] for index in members], hidden_size),
+            any(samples[index].media for index in members),
+        )
 
     fewest = first_fit_decreasing(lengths, max_tokens, keys=keys)
-    # As many steps as the fewest bins need, and the samples spread evenly over all of their bins.
-    costs = [compute_cost([length], hidden_size) for length in lengths]
-    count = -(-len(fewest) // ranks)
-    level = partial(_levelled, lengths, costs, keys, ranks=ranks, steps=count, capacity=max_tokens)
-    found = [level(by_step=by_step) for by_step in (False, True)]
-    planned: list[list[list[_Bin]]] = []
-    for filled in filter(None, found) if any(found) else [fewest]:
-        bins = [made(members) for members in filled]
-        while len(bins) % ranks and any(len(one.samples) > 1 for one in bins):
-            largest = max((one for one in bins if len(one.samples) > 1), key=lambda one: one.cost)
-            bins.remove(largest)
-            own = [costs[index] for index in largest.samples]
-            bins += [made([largest.samples[place] for place in half]) for half in balance(own, 2)]
-        planned.append(_steps(bins, ranks, max_tokens - dummy_tokens))
+    count = -(-len(fewest) // ranks) * ranks
+    levelled = [
+        _levelled(costs, _Bins(lengths, keys, max_tokens, count), count, ranks, by_step=by_step)
+        for by_step in (False, True)
+    ]
+    candidates: list[list[list[_Row]]] = []
+    for assignment in filter(None, levelled) if any(levelled) else [fewest]:
+        rows = [row(members) for members in assignment]
+        while len(rows) % ranks and any(len(one.samples) > 1 for one in rows):
+            largest = max((one for one in rows if len(one.samples) > 1), key=lambda one: one.cost)
+            rows.remove(largest)
+            halves = balance([costs[index] for index in largest.samples], 2)
+            rows += [row([largest.samples[place] for place in half]) for half in halves]
+        candidates.append(_steps(rows, ranks, max_tokens - dummy_tokens))
     totals, plan = [0.0] * ranks, []
     # The slowest rank of each step is waited for.
-    for step in min(planned, key=lambda steps: sum(max(one.cost for one in step) for step in steps)):
-        # The costliest bin of each step goes to the rank that has had least so far.
+    for step in min(candidates, key=lambda steps: sum(max(one.cost for one in step) for step in steps)):
+        # The costliest row of each step goes to the rank with the smallest total so far.
         order = sorted(range(ranks), key=totals.__getitem__)
-        given = dict(zip(order, sorted(step, key=lambda one: -one.cost), strict=True))
-        totals = [total + given[rank].cost for rank, total in enumerate(totals)]
-        plan.append(tuple(MicroBatch(given[rank].samples, given[rank].dummy) for rank in range(ranks)))
+        assigned = dict(zip(order, sorted(step, key=lambda one: -one.cost), strict=True))
+        totals = [total + assigned[rank].cost for rank, total in enumerate(totals)]
+        plan.append(tuple(MicroBatch(assigned[rank].samples, assigned[rank].dummy) for rank in range(ranks)))
     return plan
 
 
 def _levelled(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    keys: Sequence[Hashable | None],
-    *,
-    ranks: int,
-    steps: int,
-    capacity: int,
-    by_step: bool,
+    costs: Sequence[float], bins: _Bins, count: int, ranks: int, *, by_step: bool
 ) -> list[list[int]] | None:
-    """Give each sample, the costliest first, to the bin of least cost that takes it; None if none does.
+    """Put each sample, the costliest first, into the cheapest bin that takes it; None if a sample is left.
 
-    `by_step`: a step with a sample above the mean of the bins that are left is filled to that sample's cost
-    first, since its other ranks wait for it.
+    `by_step`: a step with a sample above the mean of the remaining bins is filled to that sample's cost
+    first, since its further ranks wait for it.
     """
-    count = ranks * steps
-    loads, room = np.zeros(count), np.full(count, capacity, np.int64)
-    kind: list[Hashable | None] = [None] * count
-    bins: list[list[int]] = [[] for _ in range(count)]
-    left = sorted(range(len(lengths)), key=lambda index: -costs[index])
+    loads = np.zeros(count)
+    left = sorted(range(len(costs)), key=lambda index: -costs[index])
     for start in range(0, count, ranks):
         mean = sum(costs[index] for index in left) / (count - start)
         is_step = by_step and bool(left) and costs[left[0]] > mean and start + ranks < count
         height, stop = (costs[left[0]], start + ranks) if is_step else (np.inf, count)
-        later = []
+        window, later = slice(start, stop), []
         for index in left:
-            fits = (room[start:stop] >= lengths[index]) & (loads[start:stop] + costs[index] <= height)
-            if keys[index] is not None:
-                fits &= np.array([one is None or one == keys[index] for one in kind[start:stop]])
+            fits = bins.fits(index, window) & (loads[window] + costs[index] <= height)
             if not fits.any():
                 later.append(index)
                 continue
-            found = start + int(np.where(fits, loads[start:stop], np.inf).argmin())
-            bins[found].append(index)
-            loads[found] += costs[index]
-            room[found] -= lengths[index]
-            kind[found] = kind[found] if keys[index] is None else keys[index]
+            number = start + int(np.where(fits, loads[window], np.inf).argmin())
+            bins.put(index, number)
+            loads[number] += costs[index]
         left = later
         if stop == count:
             break
-    return None if left else [sorted(members) for members in bins if members]
+    return None if left else bins.members()
 
 
 def _image_key(sample: Descriptor, family: ModelFamily) -> Hashable:
-    """Return what samples must agree in to share a batch: keywords, kinds and unpadded dimensions."""
-    found: set[Any] = set()
+    """Return the keywords, kinds and unpadded dimensions that samples of one batch share."""
+    key: set[Any] = set()
     for name, dtype, whole in sample.tensors:
         rule = family.rule(name)
         if rule.layout != "counts":
             shape = rule.trailing(whole)
-            found.add((name, dtype, len(shape) if rule.padded else shape))
-    return frozenset(found)
+            key.add((name, dtype, len(shape) if rule.padded else shape))
+    return frozenset(key)
 
 
-def _steps(bins: Sequence[_Bin], ranks: int, room: int) -> list[list[_Bin]]:
-    """Group bins of like cost, those with images apart, and give dummies where some have images."""
-    ordered = sorted(bins, key=lambda one: -one.cost)
+def _steps(rows: Sequence[_Row], ranks: int, room: int) -> list[list[_Row]]:
+    """Group rows of like cost into steps, with dummies if only some ranks of a step have images."""
+    ordered = sorted(rows, key=lambda one: -one.cost)
     with_images = [one for one in ordered if one.images]
     missing = -len(with_images) % ranks
-    # The cheapest bins without images fill up the last step that has images.
+    # The cheapest rows without images fill up the last step that has images.
     joining = [one for one in reversed(ordered) if not one.images and one.tokens <= room][:missing]
     without = [one for one in ordered if not one.images and one not in joining]
-    joining += [_Bin()] * (missing - len(joining))
-    without += [_Bin()] * (-len(without) % ranks)
+    joining += [_Row()] * (missing - len(joining))
+    without += [_Row()] * (-len(without) % ranks)
     whole = [*with_images, *(one._replace(dummy=True) for one in joining), *without]
     return [whole[start : start + ranks] for start in range(0, len(whole), ranks)]
 
@@ -352,35 +361,34 @@ def collate_micro_batch(
 ) -> TrainingBatch:
     """Build one micro-batch of a plan: a packed row.
 
-    An empty one is a padding row, with the optional fields that the samples have, so that all ranks compute
-    alike. Raises as `collate`.
+    An empty one is a padding row with the optional fields of the samples, so that all ranks compute the same.
+    Raises as `collate`.
 
     Args:
-        samples: Those that the plan was made for, or by index those of the micro-batch, and for an empty one
-            any.
-        micro_batch: Which of them.
-        family: What the model takes.
-        pad_token_id: What fills rows.
+        samples: All samples of the plan, or by index the samples of the micro-batch, any one if it is empty.
+        micro_batch: The indices of its samples.
+        family: The model's inputs.
+        pad_token_id: The token that fills rows.
         dummy: A sample of one image and no loss, from `smallest_dummy`.
         multiple: Makes the width a multiple of this.
         **options: As for `collate`.
 
     Raises:
-        BatchError: The plan needs a dummy and there is none.
+        BatchError: The plan needs a dummy, and `dummy` is None.
     """
-    held = [samples[index] for index in micro_batch.samples]
+    members = [samples[index] for index in micro_batch.samples]
     if micro_batch.dummy:
         if dummy is None:
-            problem = "this micro-batch has no image, and others of its step have"
+            problem = "this micro-batch lacks the image that its step needs on every rank"
             remedy = "Make a sample of one image with smallest_dummy"
             raise BatchError(problem, where="dummy", remedy=remedy)
-        held.append(dummy)
+        members.append(dummy)
     return collate(
-        # A sample in no row gives an empty micro-batch its fields.
-        held or [*(samples.values() if isinstance(samples, Mapping) else samples)][:1],
+        # An empty micro-batch takes its fields from a sample in no row.
+        members or [*(samples.values() if isinstance(samples, Mapping) else samples)][:1],
         family,
         pad_token_id=pad_token_id,
-        rows=[list(range(len(held)))],
+        rows=[list(range(len(members)))],
         multiple=multiple,
         **options,
     )
@@ -391,17 +399,18 @@ def smallest_dummy(
 ) -> TrainingSample | None:
     """Return a sample of the smallest image in the samples, alone and without a loss.
 
-    Needs neither processor nor tokenizer. None where no sample has an image: then no rank needs a dummy. A
-    process without images of the data makes one of a recorded conversation that shows a black square.
+    Needs neither processor nor tokenizer. None if the samples are without images, since ranks then need
+    none. A process without images of the data makes one of a recorded conversation that shows a black
+    square.
 
     Args:
-        samples: Where to look.
-        like: The dummy has the optional fields of this sample; None for those of the sample it is from.
+        samples: Samples to take the image from.
+        like: The dummy has the optional fields of this sample; None for the fields of the image's sample.
     """
-    found = [(sample, span) for sample in samples for span in sample.media_spans]
-    if not found:
+    media = [(sample, span) for sample in samples for span in sample.media_spans]
+    if not media:
         return None
-    sample, span = min(found, key=lambda entry: (entry[1].range.length, entry[1].item.nbytes))
+    sample, span = min(media, key=lambda pair: (pair[1].range.length, pair[1].item.nbytes))
     like = like or sample
     count = span.range.length
     zeros = np.zeros(count, np.float32)

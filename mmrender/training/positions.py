@@ -1,12 +1,12 @@
 """M-RoPE position ids: time, height and width of every token, as the Qwen-VL and GLM-4V models number them.
 
 A text token has the same number on all three axes. An image's tokens are numbered by their place in the
-merged grid, counted from the number that the text before it has reached; the text after it continues from
+merged grid, counted from the number that the text before it has reached. The text after it continues from
 there plus the longer side of the grid. Each segment of a packed row starts at zero.
 
-Source: `get_rope_index` of Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v}`. Unlike
-there, an image ends where its grid ends, so two images that touch stay two, and a grid too many or too few is
-an error.
+Source: `get_rope_index` of Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v}`. In
+contrast, an image ends with its grid, so two images that touch stay two, and a grid too many or too few is an
+error.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,9 @@ def mrope_position_ids(
         rope: How the family numbers tokens.
         image_grid_thw: Grids in patches, `(images, 3)`, of all rows in order.
         video_grid_thw: The same of the videos.
-        second_per_grid_ts: Seconds a time step of each video lasts, `(videos,)`; 1 where not given. Only
-            for families with `tokens_per_second`.
-        segments: `(start, length)` of the sequences in each row; one that fills the row where not given.
+        second_per_grid_ts: Seconds a time step of each video lasts, `(videos,)`, by default 1. Only for
+            families with `tokens_per_second`.
+        segments: `(start, length)` of the sequences in each row, None for one that fills the row.
 
     Raises:
         BatchError: Grids and runs of feature tokens do not match one for one, or a grid is not divisible by
@@ -88,7 +88,7 @@ def mrope_position_ids(
     base = before - np.append(before[np.minimum(firsts, flat.size - 1)], 0)[owner]
     out = np.where(inside, base, 0)[None].repeat(3, axis=0)
     for starts, grids, intervals in runs:
-        # Each feature token's place in its grid is added to the position where its run starts.
+        # Each feature token's place in its grid is added to the position of the start of its run.
         sizes = grids.prod(1)
         local = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         _, height, width_ = (np.repeat(side, sizes) for side in grids.T)

@@ -1,10 +1,10 @@
-"""Training samples from recorded conversations: fine-tuning data, or completions that a server gave as text.
+"""Training samples from recorded conversations: fine-tuning data, or completions that came as text.
 
-What a model sampled as tokens is trained on as those tokens (`Trajectory.samples`) and is never rendered
-again. The model samples the assistant's turns, so each is trained on from where its generation prompt ends
-through its stop token. For turns that the template writes differently than a model would have, the caller
-states a policy. Of a turn without reasoning whose generation prompt opens it, the answer is trained on
-(`RenderedTokens.answer_only`), and the sample says so. A sample always has a token to train on.
+Sampled tokens are trained on as they are (`Trajectory.samples`) and never rendered again. The model samples
+the assistant's turns, so each is trained on from the end of its generation prompt through its stop token. For
+turns that the template writes differently than a model would have, the caller states a policy. Of a turn
+without reasoning whose generation prompt opens it, the answer is trained on (`RenderedTokens.answer_only`),
+and the sample says so. A sample always has a token to train on.
 """
 
 import difflib
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 OnRewritten: TypeAlias = Literal["error", "skip", "content"]
 """Policy for an assistant turn that does not begin with its generation prompt, and for a message whose text,
-reasoning or calls the template drops: `error` names it; `skip` trains on none of it; `content` trains on what
-the template writes, a turn from where that departs from the generation prompt through its stop token."""
+reasoning or calls the template drops: `error` names it, `skip` leaves it out, and `content` trains on the
+text that the template writes, from its first difference from the generation prompt through its stop token."""
 
 NamedMessages: TypeAlias = Literal[
     "last_assistant_message", "last_turn", "all_assistant_messages", "all_messages"
 ]
 TrainOn: TypeAlias = NamedMessages | Collection[Role] | Callable[[Message], bool]
-"""Messages to train on: by name, by role, or by a function of the message. `last_turn` holds the assistant
+"""Messages to train on: by name, by role, or by a function of the message. `last_turn` means the assistant
 messages after the last user message."""
 
 Select: TypeAlias = Callable[[Message], bool] | Collection[int]
@@ -47,9 +47,10 @@ Select: TypeAlias = Callable[[Message], bool] | Collection[int]
 _BODY_KINDS: Final = frozenset({"content", "reasoning", "tool_call", "extra"})
 """Kinds of tokens that carry a message's own text: neither its name, nor scaffold, nor media."""
 _TOKEN_CHARACTERS: Final = 16
+"""Length, in characters, up to which a text may lie within one token."""
 _ANSWER_ONLY: Final = (
     "its generation prompt writes a reasoning block that this turn does not have: the answer alone is "
-    "trained on. Give the turn its reasoning, or sample later with the prompt that writes an empty block "
+    "trained on. Add the turn's reasoning, or sample later with the prompt that writes an empty block "
     "(such as enable_thinking=False), if the template has one"
 )
 _NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "tool calls"}
@@ -58,7 +59,7 @@ _NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "t
 def with_row_arguments(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of `build_training_sample` with the template variables of one row of data.
 
-    A row sets template variables alone, in place of those in `options`.
+    A row sets template variables alone, and its values go before values in `options`.
     """
     kept = {
         name: value
@@ -94,29 +95,29 @@ def build_training_sample(
         tools: Tool definitions.
         train_on: Messages to train on. Of assistant messages the sampled tokens are trained on, of all others
             their own text, without scaffold and media.
-        select: Messages that may be trained on; it narrows `train_on` and changes no token.
+        select: Messages that may be trained on. It narrows `train_on` and changes no token.
         weights: Weight of the loss on each message, by index (negative ones count from the end); 1.0 for the
             others, or a message's own member `weight`. With 0 a message is not trained on.
         completion_start: Index of the assistant message that begins the completion, for a sample of one step:
             nothing before it is trained on, and the sample's `prompt_length` is the length of its prompt.
-            Unless the policy is `"error"`, that ends where the prompt departs from the whole conversation. If
-            of its first message the answer alone is trained on, the completion begins with the answer.
+            Unless the policy is `"error"`, that is the length up to the first difference from the whole
+            conversation. If only the answer of its first message is trained on, the completion begins there.
         on_rewritten: Policy for assistant turns that the template writes differently than a model would have.
         final_stop: Whether to end a last assistant turn that the template leaves open with the stop token
             that the model would sample there. In formats whose close is the next turn's opener, nothing
-            else teaches the model to stop; it is the one token that a plain rendering does not have.
-        images: Sources for the image parts that have none; `videos` likewise.
-        videos: See `images`.
+            else teaches the model to stop. It is the only token that a plain rendering does not have.
+        images: Sources for the image parts without one.
+        videos: As `images`.
         sample_id: Names the sample in errors and batches.
         extra: Data of the caller's, such as a group id, which travels into the batch.
         **template_arguments: Further template variables, and `documents` of `Renderer.render`.
 
     Raises:
         InputError: An option or a weight is not valid, or no message is one to train on.
-        MessageError: A message is malformed, or an image has no source.
+        MessageError: A message is malformed, or an image lacks a source.
         MediaError: An image cannot be loaded or processed.
         RenderError: A selected turn is rewritten, or a selected message not written, and the policy is
-            `"error"`; the token that ends the last turn cannot be determined; or no token is trained on.
+            `"error"`, the token that ends the last turn cannot be determined, or no token is trained on.
         TemplateError: The template refuses or fails.
     """
     if on_rewritten not in get_args(OnRewritten):
@@ -147,7 +148,7 @@ def build_training_sample(
         if completion_start in rendered.answer_only:
             prompt_length = builder.turn(rendered, completion_start).start
         elif prompt_length < len(prompt_ids) and on_rewritten == "error":
-            problem = f"the prompt for this turn departs from the whole at token {prompt_length}"
+            problem = f"the prompt for this turn differs from the whole at token {prompt_length}"
             error = _rewritten_error(completion_start, problem)
             error.expected, error.got = (
                 repr(renderer.decode(ids[prompt_length : prompt_length + 16]))
@@ -189,7 +190,7 @@ def build_training_sample(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Renders conversations, and small probes beside them, with the options of one call."""
+    """Renders conversations, and small probes, with the options of one call."""
 
     renderer: "RendererProtocol"
     tools: Sequence[Any] | None
@@ -212,7 +213,7 @@ class _Builder:
 
     @cached_property
     def _profile(self) -> "TemplateProfile":
-        # Documents are no variables of the template's own.
+        # The template has no variable of its own for documents.
         variables = {name: value for name, value in self.arguments.items() if name != "documents"}
         return self.renderer.template_profile(has_tools=self.tools is not None, **variables)
 
@@ -227,22 +228,22 @@ class _Builder:
             raise RenderError(
                 "the token that ends this turn cannot be determined",
                 where=f"messages[{last}]",
-                expected="a stop token in it, or right after it where the next message follows",
+                expected="a stop token in it, or right after it before the next message",
                 remedy="Pass final_stop=False to leave the turn open",
             )
         span = TokenSpan(end, end + 1, last, "scaffold", last not in rendered.rewritten)
         return replace(rendered, token_ids=[*rendered.token_ids, stop], spans=(*rendered.spans, span))
 
     def turn(self, rendered: RenderedTokens, message: int) -> slice:
-        """Return a turn's tokens, from where it leaves the generation prompt through its stop token."""
-        own = [span for span in rendered.spans if span.message == message]
-        if not own:
+        """Return a turn's tokens, from where it leaves its generation prompt through its stop token."""
+        spans = [span for span in rendered.spans if span.message == message]
+        if not spans:
             return slice(0, 0)
-        start = next((span.start for span in own if span.sampled), None)
+        start = next((span.start for span in spans if span.sampled), None)
         if start is None:
-            prompt, first = self._profile.generation_prompt, own[0].start
+            prompt, first = self._profile.generation_prompt, spans[0].start
             start = first
-            while start < own[-1].stop and prompt.startswith(
+            while start < spans[-1].stop and prompt.startswith(
                 self.renderer.decode(rendered.token_ids[first : start + 1])
             ):
                 start += 1
@@ -252,9 +253,9 @@ class _Builder:
     def trained(
         self, rendered: RenderedTokens, messages: Collection[int], whole: Collection[int]
     ) -> npt.NDArray[np.bool_]:
-        """Mark what a model samples of the assistant's messages, and the text of others; bool `(n,)`.
+        """Mark the sampled tokens of the assistant's messages, and the text of other messages, bool `(n,)`.
 
-        Of the turns in `whole`, all is marked that the template writes after the generation prompt.
+        Turns in `whole` are marked from the end of the generation prompt on.
         """
         mask = np.zeros(len(rendered), np.bool_)
         for span in rendered.spans:
@@ -264,14 +265,14 @@ class _Builder:
         for message in whole:
             mask[self.turn(rendered, message)] = True
         for span in rendered.spans:
-            if span.kind in MODALITIES:  # no model samples an image, not even in the assistant's turn
+            if span.kind in MODALITIES:  # models do not sample images, even in the assistant's turn
                 mask[span.start : span.stop] = False
         return mask
 
 
 def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) -> dict[int, str]:
-    """Return the messages that a model would have written differently, or that are not written, and why."""
-    found = dict.fromkeys(
+    """Return the messages that a model would have written differently or not at all, with reasons."""
+    problems = dict.fromkeys(
         rendered.rewritten, "the template writes this turn differently than it asks the model for it"
     )
     printed = {(span.message, span.kind) for span in rendered.spans}
@@ -279,27 +280,27 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
     for span in rendered.spans:
         if span.sampled:
             ends[span.message] = span.kind
-        # A stop token in the message's own text ends the turn, too, and what follows is where it was.
+        # A stop token in the message's own text ends the turn, too; the text after it is in its place.
         elif span.kind in ("content", "reasoning") and ends.get(span.message, span.kind) not in _NAMES:
             problem = f"the template writes this message's {_NAMES[span.kind]} after the end of its turn"
-            found.setdefault(span.message, problem)
+            problems.setdefault(span.message, problem)
     for index, message in enumerate(conversation):
-        if index in found:
+        if index in problems:
             continue
         parts = message.content if isinstance(message.content, tuple) else ()
         content = "".join(part.text for part in parts if isinstance(part, TextPart))
         thoughts = "".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
-        said: dict[TokenKind, str] = {
+        texts: dict[TokenKind, str] = {
             "content": message.content if isinstance(message.content, str) else content,
             "reasoning": (message.reasoning_content or "") + thoughts,
             "tool_call": message.tool_calls[0].name if message.tool_calls else "",
         }
-        for kind, text in said.items():
+        for kind, text in texts.items():
             # A token belongs to its first character, so a short text may lie in a token of scaffold.
             hidden = len(text.strip()) <= _TOKEN_CHARACTERS and text.strip() in rendered.text
             if (index, kind) not in printed and not hidden:
-                found[index] = f"the template drops this {message.role} message's {_NAMES[kind]}"
-    return dict(sorted(found.items()))
+                problems[index] = f"the template drops this {message.role} message's {_NAMES[kind]}"
+    return dict(sorted(problems.items()))
 
 
 def _rewritten_error(message: int, problem: str) -> RenderError:
@@ -313,7 +314,7 @@ def _rewritten_error(message: int, problem: str) -> RenderError:
 
 
 def _to_train_on(train_on: TrainOn, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
-    """Return which messages are asked for; bool of shape `(messages,)`."""
+    """Mark the messages that `train_on` selects, bool of shape `(messages,)`."""
     roles = [message.role for message in conversation]
     spoken = [index for index, role in enumerate(roles) if role == "assistant"]
     if callable(train_on):
@@ -332,16 +333,16 @@ def _to_train_on(train_on: TrainOn, conversation: Sequence[Message]) -> npt.NDAr
     else:
         named = ", ".join(map(repr, get_args(NamedMessages)))
         raise InputError(
-            "not what a sample can be trained on",
+            "unknown messages to train on",
             where="train_on",
             expected=f"{named}, a collection of {', '.join(map(repr, ROLES))}, or a function of a message",
             got=repr(train_on),
         )
     if not chosen:
         raise InputError(
-            "no message of this conversation is one to train on",
+            "this conversation has no message to train on",
             where="train_on",
-            expected="a message for which it holds" if callable(train_on) else f"messages of {train_on!r}",
+            expected="a message that it selects" if callable(train_on) else f"messages of {train_on!r}",
             got=f"messages of {', '.join(dict.fromkeys(roles))}",
             remedy="Leave the conversation out, or pass another train_on",
         )
@@ -349,7 +350,7 @@ def _to_train_on(train_on: TrainOn, conversation: Sequence[Message]) -> npt.NDAr
 
 
 def _selected(select: Select | None, conversation: Sequence[Message]) -> npt.NDArray[np.bool_]:
-    """Return which messages may be trained on; bool of shape `(messages,)`."""
+    """Mark the messages that may be trained on, bool of shape `(messages,)`."""
     count = len(conversation)
     if select is None:
         return np.ones(count, np.bool_)
@@ -363,29 +364,29 @@ def _selected(select: Select | None, conversation: Sequence[Message]) -> npt.NDA
 
 
 def _weights(weights: Mapping[int, float] | None, conversation: Sequence[Message]) -> npt.NDArray[np.float32]:
-    """Return the weight of each message; float32 of shape `(messages,)`."""
-    given: dict[int, tuple[str, Any]] = {
+    """Return the weight of each message, float32 of shape `(messages,)`."""
+    values: dict[int, tuple[str, Any]] = {
         index: (f"messages[{index}].weight", message.extra["weight"])
         for index, message in enumerate(conversation)
         if message.extra.get("weight") is not None
     }
     for name, value in (weights or {}).items():
         index = _index(name, len(conversation), "weights")
-        given[index % len(conversation)] = f"weights[{name}]", value
-    found = np.ones(len(conversation), np.float32)
-    for index, (where, value) in given.items():
+        values[index % len(conversation)] = f"weights[{name}]", value
+    weights_of = np.ones(len(conversation), np.float32)
+    for index, (where, value) in values.items():
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not is_number or not 0 <= value < np.inf:
             expected = "a finite number, 0 or more"
-            raise InputError("not the weight of a loss", where=where, expected=expected, got=repr(value))
-        found[index] = value
-    return found
+            raise InputError("a weight is malformed", where=where, expected=expected, got=repr(value))
+        weights_of[index] = value
+    return weights_of
 
 
-def _index(index: Any, count: int, where: str, beside: str = "", remedy: str | None = None) -> int:
-    """Return the index of a message that a caller gave."""
+def _index(index: Any, count: int, where: str, alternative: str = "", remedy: str | None = None) -> int:
+    """Return the index of a message, checked."""
     if isinstance(index, bool | np.bool_) or not -count <= index < count:
-        expected = f"{-count} to {count - 1}{beside}"
-        problem = "not the index of a message"
+        expected = f"{-count} to {count - 1}{alternative}"
+        problem = "there is no message with this index"
         raise InputError(problem, where=where, expected=expected, got=repr(index), remedy=remedy)
     return int(index)

@@ -14,9 +14,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mmrender.errors import BatchError
+from mmrender.testing.families import prove_family
+from mmrender.testing.small_architecture import build_small
 from mmrender.training import ModelFamily, collate, families
 from mmrender.training.collate import usable
-from mmrender.training.tiny import build_tiny
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import sample
 
@@ -55,15 +56,15 @@ def recurrent_text() -> Any:
 )
 def test_what_a_family_needs_is_found_and_what_fails_is_refused(build: Any, expected: Any) -> None:
     given = build()
-    found = ModelFamily.prove(given)
+    found = prove_family(given)
     assert (found.token_types, found.recurrent, set(found.refused)) == expected
     assert ModelFamily.from_config(given).refused.keys() == found.refused.keys()
 
 
 def test_a_refused_layout_is_named_with_the_module_at_fault() -> None:
-    found = ModelFamily.prove(config("paligemma"))
+    found = prove_family(config("paligemma"))
     assert found.refused["packed"].startswith(
-        "packed rows part from single forwards in model.language_model.layers.0.self_attn (GemmaAttention), by "
+        "packed rows differ from single forwards in model.language_model.layers.0.self_attn (GemmaAttention), by "
     )
     family = ModelFamily.from_config({"model_type": "paligemma", "image_token_id": 90})
     with pytest.raises(BatchError) as caught:
@@ -82,7 +83,7 @@ class Mixing(torch.nn.Module):
 
 
 def own_model() -> Any:
-    return build_tiny(CONFIG_MAPPING["qwen2"](num_hidden_layers=2))
+    return build_small(CONFIG_MAPPING["qwen2"](num_hidden_layers=2))
 
 
 class Convolved(torch.nn.Module):
@@ -102,7 +103,7 @@ def test_several_modules_of_a_layer_that_mix_samples_are_found() -> None:
     for layer in model.model.layers:
         layer.input_layernorm = Convolved(layer.input_layernorm)
         layer.post_attention_layernorm = Convolved(layer.post_attention_layernorm)
-    found = ModelFamily.prove(model)
+    found = prove_family(model)
     assert found.recurrent == "input_layernorm|post_attention_layernorm"
     assert {"right", "packed"} & found.refused.keys() == set()
     assert "left" in found.refused  # padding before a sample is a token before it
@@ -111,34 +112,16 @@ def test_several_modules_of_a_layer_that_mix_samples_are_found() -> None:
 def test_a_model_of_the_callers_is_left_as_it_was() -> None:
     model = own_model().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert not ModelFamily.prove(model).refused
+    assert not prove_family(model).refused
     assert not model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-class Following(torch.nn.Module):
-    """What only rows with padding at their ends allow: each token takes something of the one before it."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states + torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
-
-
-def test_a_split_of_rows_that_differs_is_refused_with_the_module_at_fault() -> None:
-    model = own_model()
-    model.model.norm = torch.nn.Sequential(model.model.norm, Following())
-    refused = ModelFamily.prove(model).refused
-    assert refused.keys() == {"left", "packed", "ring", "ulysses"}
-    for split in ("ring", "ulysses"):
-        assert refused[split].startswith(
-            f"{split} rows part from single forwards in model.norm.1 (Following), by "
-        )
 
 
 def test_what_is_refused_in_every_layout_is_an_error() -> None:
     model = own_model()
     model.model.norm = torch.nn.Sequential(model.model.norm, Mixing())
     with pytest.raises(BatchError, match="batches for qwen2 differ from single forwards in every layout"):
-        ModelFamily.prove(model)
+        prove_family(model)
 
 
 def test_a_comparison_that_could_not_fail_proves_nothing() -> None:
@@ -146,7 +129,7 @@ def test_a_comparison_that_could_not_fail_proves_nothing() -> None:
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
     with pytest.raises(BatchError, match="nothing is proved: another token does not change"):
-        ModelFamily.prove(model)
+        prove_family(model)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +141,7 @@ def test_a_comparison_that_could_not_fail_proves_nothing() -> None:
 )
 def test_inputs_that_batches_do_not_hold_are_refused_by_name(name: str, message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        ModelFamily.prove(CONFIG_MAPPING[name]())
+        prove_family(CONFIG_MAPPING[name]())
 
 
 def test_a_forward_that_takes_more_than_batches_hold_is_refused() -> None:
@@ -170,7 +153,7 @@ def test_a_forward_that_takes_more_than_batches_hold_is_refused() -> None:
 
     model.__class__ = Asking
     with pytest.raises(BatchError) as caught:
-        ModelFamily.prove(model)
+        prove_family(model)
     assert str(caught.value) == (
         "Asking.forward: the model takes bbox, which batches do not hold. "
         "Train on one sample at a time with the inputs of the model's own processor"
@@ -183,14 +166,14 @@ def test_a_proof_is_kept_between_processes_and_damage_means_not_proved(
     monkeypatch.setenv("MMRENDER_CACHE", str(tmp_path / "cache"))
     given = recurrent_text()
     given.save_pretrained(tmp_path / "model")
-    proved = ModelFamily.prove(given)
+    proved = prove_family(given)
     (file,) = (tmp_path / "cache" / "proofs").iterdir()
     script = "import sys; from mmrender.training import ModelFamily as F; print(F.from_config(sys.argv[1]).recurrent)"
     command = [sys.executable, "-c", script, str(tmp_path / "model")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "conv\n"
 
     def known() -> bool:
-        families._remembered.clear()
+        families._proofs.clear()
         try:
             return ModelFamily.from_config(given) == proved
         except BatchError:
@@ -288,7 +271,7 @@ def largest_difference(model: Any, family: ModelFamily, lengths: list[int], **la
 def test_rotary_embeddings_that_follow_the_longest_sample_bound_it(kind: str, layout: dict[str, Any]) -> None:
     """The samples that are refused do get other logits together; up to the bound they do not."""
     model = rotary_model(kind)
-    family = ModelFamily.prove(model)
+    family = prove_family(model)
     assert family.max_sample_tokens == (64 if ROTARY[kind][1] else None)
     assert ModelFamily.from_config(model.config).max_sample_tokens == family.max_sample_tokens
     unbounded = replace(family, max_sample_tokens=None)
@@ -354,12 +337,12 @@ def test_phi3_in_llava_is_bounded() -> None:
     text = rotary_model("longrope", "phi3").config
     text.rope_parameters["original_max_position_embeddings"] = text.original_max_position_embeddings = 200
     given = CONFIG_MAPPING["llava"](text_config=text, vision_config=CONFIG_MAPPING["clip_vision_model"]())
-    assert ModelFamily.prove(given).max_sample_tokens == 200
+    assert prove_family(given).max_sample_tokens == 200
 
 
 def test_text_that_sees_itself_in_both_directions_is_not_packed() -> None:
     given = config("gemma3", use_bidirectional_attention=True, sliding_window=16)
     assert ModelFamily.from_config(given).refused.keys() == {"packed", "ring", "ulysses"}
-    proved = ModelFamily.prove(given)
+    proved = prove_family(given)
     assert proved.refused.keys() == {"packed", "ring", "ulysses"}
-    assert proved.refused["packed"].startswith("packed rows part from single forwards in ")
+    assert proved.refused["packed"].startswith("packed rows differ from single forwards in ")

@@ -13,7 +13,7 @@ from mmrender.media.video import open_video
 from mmrender.messages import VideoPart
 from mmrender.training import collate, smallest_dummy, token_logprobs
 from mmrender.training.positions import mrope_position_ids
-from mmrender.training.segments import recurrent_segments
+from mmrender.training.recurrent import recurrent_segments
 from training_models import (
     FAMILIES,
     MROPE_FAMILIES,

@@ -178,7 +178,7 @@ def test_each_choice_is_the_sum_of_its_messages(name: str, seed: int, train_on: 
     roles = [message["role"] for message in messages]
     expected = NAMED[train_on](roles)
     if not expected:
-        with pytest.raises(InputError, match="no message of this conversation is one to train on"):
+        with pytest.raises(InputError, match="this conversation has no message to train on"):
             sampled(train_on=train_on)
         return
     whole = sampled(train_on=train_on)

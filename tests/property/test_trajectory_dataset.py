@@ -122,9 +122,7 @@ def test_a_dataset_has_no_length_and_makes_what_it_is_asked_for(tmp_path: Path) 
     state = dataset.state_dict()
     dataset = TrajectoryDataset(tmp_path / "run", make=lambda group: [])
     dataset.load_state_dict({**state, "record": 1, "item": 1})
-    with pytest.raises(
-        BatchError, match=r"run\[1\]: a record gives fewer items than when the state was taken"
-    ):
+    with pytest.raises(BatchError, match=r"run\[1\]: a record has fewer items than when the state was taken"):
         list(dataset)
 
 
@@ -157,20 +155,20 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BatchError) as caught:
             TrajectoryDataset(tmp_path / name.removesuffix("[0]")).load_state_dict(state)
         assert str(caught.value) == (
-            f"{tmp_path / name}: the state is that of another file - {problem}. "
+            f"{tmp_path / name}: the state belongs to another file - {problem}. "
             "Keep the file that was trained on, and only append to it"
         )
     with worker(1, 2), pytest.raises(BatchError) as caught:
         TrajectoryDataset(tmp_path / "run").load_state_dict(state)
     assert str(caught.value) == (
-        "state: the state is that of another worker - expected worker 1 of 2, got worker 0 of 1. "
-        "Load states with as many workers as they were taken with"
+        "state: the state belongs to another worker - expected worker 1 of 2, got worker 0 of 1. "
+        "Load states with the number of workers of their pass"
     )
     with pytest.raises(BatchError) as caught:
         TrajectoryDataset(tmp_path / "run", rank=1, world=2).load_state_dict(state)
     assert str(caught.value) == (
-        "state: the state is that of another rank - expected worker 0 of 1 of rank 1 of 2, got worker 0 of 1. "
-        "Load states with as many ranks as they were taken with"
+        "state: the state belongs to another rank - expected worker 0 of 1 of rank 1 of 2, got worker 0 of 1. "
+        "Load states with the number of ranks of their pass"
     )
     with pytest.raises(BatchError, match="rank: there is no such rank - expected 0 to 1, got 2"):
         TrajectoryDataset(tmp_path / "run", rank=2, world=2)
@@ -301,7 +299,7 @@ def test_what_was_described_is_what_is_loaded(tmp_path: Path) -> None:
     shorter = TrajectoryDataset(
         tmp_path / "run", make=lambda group: [truncate(one, 2) for one in samples_of(group)]
     )
-    with pytest.raises(BatchError, match=r"run\[1\], item 0: an item is not the one that was described"):
+    with pytest.raises(BatchError, match=r"run\[1\], item 0: an item differs from its descriptor"):
         shorter.load(step, [3])
     data = bytearray((tmp_path / "run").read_bytes())
     data[-40] ^= 1
@@ -310,6 +308,11 @@ def test_what_was_described_is_what_is_loaded(tmp_path: Path) -> None:
     assert sorted(dataset.load(step, [0, 2])) == [0, 2]
     with pytest.raises(TrajectoryError, match=r"run\[1\]: this file of trajectories cannot be used"):
         dataset.load(step, [3])
+    for number in (-1, 2):
+        with pytest.raises(
+            BatchError, match=rf"run\[{number}\]: there is no such record - expected one of 2"
+        ):
+            dataset.describe([0, number])
 
 
 def samples_of(group: Any) -> list[Any]:

@@ -16,7 +16,13 @@ from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient
-from mmrender.training import collate, first_fit_decreasing, token_entropy, token_logprobs
+from mmrender.training import (
+    SequenceShard,
+    collate,
+    first_fit_decreasing,
+    token_entropy,
+    token_logprobs,
+)
 from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
 
 torch = pytest.importorskip("torch")
@@ -87,7 +93,7 @@ def test_logprobs_and_entropies_are_of_what_was_allowed(tiny_family, samples, la
                     seen[row, column] = -(logprobs.exp() * logprobs).sum()
     torch.testing.assert_close(entropy, seen)
     for rank in range(2):
-        shard = batch.shard(rank=rank, world_size=2, layout="ulysses")
+        shard = SequenceShard.of(batch, rank=rank, world_size=2, layout="ulysses")
         whole = torch.nn.functional.pad(logits, (0, 0, 0, shard.whole.width - batch.width))
         expected = shard.at_prediction(token_logprobs(whole, shard.whole))
         torch.testing.assert_close(shard.token_logprobs(shard.take(whole)), expected)

@@ -85,12 +85,8 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
 
     import mmcodecs
     from mmrender import client, media, shipping, training, trajectory
-    from mmrender.training.segments import recurrent_segments
 
-    given = {
-        "mmcodecs": mmcodecs,
-        "recurrent_segments": recurrent_segments,
-    }
+    given = {"mmcodecs": mmcodecs}
     for package in (client, media, shipping, training, trajectory):
         given |= {each: getattr(package, each) for each in package.__all__}
     photo = {"type": "image", "image": tmp_path / "photo.jpg"}
@@ -120,7 +116,6 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
         family = training.ModelFamily.from_config(tiny_model)
         batch = training.collate(rollout.samples(), family, pad_token_id=0, dtype=model.dtype)
         given |= {"model": model, "batch": batch, "StatefulDataLoader": DataLoader}
-        given |= {"shard": batch.shard(rank=0, world_size=1, layout="ulysses"), "group": None}
         given["collator"] = training.Collator(family, pad_token_id=0)
     run(name, **given)
 

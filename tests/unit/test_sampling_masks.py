@@ -20,7 +20,7 @@ from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
 torch = pytest.importorskip("torch")
 from mmrender.audit import TrainerModel  # noqa: E402
 from mmrender.training import collate, token_entropy, token_logprobs  # noqa: E402
-from mmrender.training.allowed import limited_tokens  # noqa: E402
+from mmrender.training.logprobs import limited_tokens  # noqa: E402
 
 WHERE = "http://server/inference/v1/generate"
 TEMPERATURE = 0.7

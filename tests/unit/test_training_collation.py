@@ -30,10 +30,10 @@ from mmrender.training import (
     smallest_dummy,
     token_logprobs,
 )
-from mmrender.training.batch import importance_weights
 from mmrender.training.collate import usable
 from mmrender.training.fields import collate_fields
 from mmrender.training.kwargs import collate_mm_kwargs
+from mmrender.training.logprobs import importance_weights
 from mmrender.training.packing import MicroBatch, compute_cost
 from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
@@ -181,7 +181,7 @@ def test_weights_and_staleness_by_token(sentence: Any) -> None:
     assert weights.tolist() == pytest.approx(expected)
     assert not weights.requires_grad
     assert int((importance_weights(model, batch) != 0).sum()) == int(batch.loss_mask.sum())
-    with pytest.raises(BatchError, match="the batch has no log-probabilities of a sampler"):
+    with pytest.raises(BatchError, match="the batch is without log-probabilities of a sampler"):
         importance_weights(model, batch_of(replace(one, logprobs=None), width=12))
 
 
@@ -502,7 +502,7 @@ def test_families_are_read_off_configurations(tmp_path: Any) -> None:
         {"model_type": "something"},
         {"model_type": "llava", "text_config": {"model_type": "jamba"}},
     ):
-        with pytest.raises(BatchError, match="no batch of this family is proved"):
+        with pytest.raises(BatchError, match="batches of this family are not proved"):
             ModelFamily.from_config(unproved)
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}'

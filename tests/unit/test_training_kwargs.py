@@ -134,7 +134,7 @@ def grids_of(*grids: list[int]) -> list[str]:
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int, sentence: Any) -> None:
-    with pytest.raises(BatchError, match="the grids are not those of the patches - expected"):
+    with pytest.raises(BatchError, match="the grids do not fit the patches - expected"):
         decode_mm_kwargs({"image": grids_of(*[grid] * count)})
     assert decode_mm_kwargs({"image": grids_of(*[[1, 4, 4]] * count)})
     (item,) = collate_items(QWEN, [patch_item(16, 16).tensors()])

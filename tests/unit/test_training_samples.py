@@ -403,9 +403,7 @@ def test_reasoning_that_history_leaves_out_is_still_an_error(renderers: Any) -> 
 @pytest.mark.parametrize("weight", ["1", True, -1, float("inf")])
 def test_a_weight_is_a_number(renderer: Renderer, weight: Any) -> None:
     messages = [user(), assistant(weight=weight)]
-    with pytest.raises(
-        InputError, match=r"^messages\[1\]\.weight: not the weight of a loss - expected a fin"
-    ):
+    with pytest.raises(InputError, match=r"^messages\[1\]\.weight: a weight is malformed - expected a fin"):
         build_training_sample(renderer, messages)
 
 
@@ -417,7 +415,7 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model: Path) -> No
     error = caught.value
     start = len(renderer.render_ids(prompt, add_generation_prompt=True)) - 2
     assert error.where == "messages[1]"
-    assert error.problem == f"the prompt for this turn departs from the whole at token {start}"
+    assert error.problem == f"the prompt for this turn differs from the whole at token {start}"
     assert error.expected == "'<think>\\n'"
     assert (error.got or "").startswith("'This.<|im_end|>")
     step = step_of(renderer, prompt, completion, on_rewritten="skip")

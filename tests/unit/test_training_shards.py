@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as torchs
 
 from mmrender.errors import BatchError
-from mmrender.training import TrainingBatch, collate, token_logprobs
-from mmrender.training.batch import importance_weights
+from mmrender.training import SequenceShard, TrainingBatch, collate, token_logprobs
+from mmrender.training.logprobs import importance_weights
 from training_cases import PAD_ID, family_of, kinds, sample
 
 VALUES = ("logprobs", "advantages", "rewards", "loss_weights")
@@ -78,7 +78,9 @@ def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(
 ) -> None:
     if not allowed(batch, layout):
         return
-    shards = [batch.shard(rank=rank, world_size=world_size, layout=layout) for rank in range(world_size)]
+    shards = [
+        SequenceShard.of(batch, rank=rank, world_size=world_size, layout=layout) for rank in range(world_size)
+    ]
     whole = shards[0].whole
     assert torch.equal(
         torch.cat([one.columns for one in shards], 1), expected_columns(whole, world_size, layout)
@@ -92,6 +94,10 @@ def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(
         for mine, theirs in zip(whole.split(kept), batch.split(given_), strict=True):
             assert torch.equal(mine, theirs)
         assert torch.equal(shards[0].merge([one.take(kept) for one in shards]), kept)
+    axes = whole.positions if whole.family.mrope else whole.positions[:1]
+    for one in shards:
+        position_ids = one.position_ids.view(-1, *one.columns.shape)[-len(axes) :]
+        assert all(torch.equal(mine, one.take(axis)) for mine, axis in zip(position_ids, axes, strict=True))
     for mine, theirs in zip(whole.split(whole.positions[0]), batch.split(batch.positions[0]), strict=True):
         assert torch.equal(mine, theirs)
     assert whole.loss_mask.sum() == batch.loss_mask.sum()
@@ -117,13 +123,13 @@ def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(
 @given(batches(), st.integers(1, 3))
 def test_the_bounds_are_those_that_attention_sees(batch: TrainingBatch, world_size: int) -> None:
     """Whole rows after an exchange of heads; of a ring each rank has its share of each sequence."""
-    shard = batch.shard(rank=0, world_size=world_size, layout="ulysses")
+    shard = SequenceShard.of(batch, rank=0, world_size=world_size, layout="ulysses")
     assert torch.equal(
         shard.flash_attention_kwargs()["cu_seq_lens_q"], shard.whole.flash_attention_kwargs()["cu_seq_lens_q"]
     )
     if not allowed(batch, "ring"):
         return
-    shard = batch.shard(rank=world_size - 1, world_size=world_size, layout="ring")
+    shard = SequenceShard.of(batch, rank=world_size - 1, world_size=world_size, layout="ring")
     bounds = shard.flash_attention_kwargs()
     offsets = bounds["cu_seq_lens_q"]
     assert offsets.dtype == torch.int32
@@ -142,7 +148,7 @@ def test_a_batch_is_split_where_it_is(layout: str) -> None:
     kind = kinds()["patches"]
     samples = [sample(kind.items[:2], name="a", experts=True), sample(text=2, name="b", experts=True)]
     batch = collate(samples, kind.family, pad_token_id=PAD_ID, rows=[[0, 1], []]).to("meta")
-    shard = batch.shard(rank=1, world_size=2, layout=layout)
+    shard = SequenceShard.of(batch, rank=1, world_size=2, layout=layout)
     bounds = shard.flash_attention_kwargs()["cu_seq_lens_q"]
     for held in (shard.columns, shard.shift_labels, shard.advantages, shard.whole.routed_experts, bounds):
         assert held.device.type == "meta"
@@ -154,7 +160,7 @@ LEFT = collate([sample(text=5)], PLAIN, pad_token_id=PAD_ID, padding_side="left"
 
 
 def shard_of(batch: TrainingBatch, layout: Any, rank: int = 0) -> Any:
-    return batch.shard(rank=rank, world_size=2, layout=layout)
+    return SequenceShard.of(batch, rank=rank, world_size=2, layout=layout)
 
 
 REFUSED: dict[str, Callable[[], Any]] = {

@@ -73,13 +73,6 @@ def test_cat_of_lists_with_images_and_without() -> None:
     assert TensorList.cat([rows, rows]).lengths == LENGTHS * 2
 
 
-def test_chunk() -> None:
-    chunks = made((1, 2, 3, 4, 5)).chunk(2)
-    assert [chunk.lengths for chunk in chunks] == [(1, 2, 3), (4, 5)]
-    assert TensorList.cat(chunks) == made((1, 2, 3, 4, 5))
-    assert [len(chunk) for chunk in made((1,)).chunk(4)] == [1]
-
-
 def test_lists_that_differ_are_not_equal() -> None:
     others = [made((3, 0, 2, 1)), made(dtype=torch.float64), TensorList(made().values + 1, LENGTHS), [1]]
     assert all(made() != other for other in others)
@@ -127,7 +120,6 @@ MASKS = ([False, True, False, True], np.array([False, True]), torch.tensor([Fals
         lambda: TensorList(torch.zeros(1), (2, -1)),
         *[lambda mask=mask: made().select(mask) for mask in MASKS],
         lambda: made()[True],
-        lambda: made().chunk(0),
     ],
 )
 def test_errors(build: Any, sentence: Any) -> None:

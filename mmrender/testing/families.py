@@ -1,18 +1,17 @@
-"""Proof that a batch gives a model what each of its samples gives it alone, for each layout of rows.
+"""`prove_family`: proof that batches of an architecture give the logits of single forwards.
 
 A family is proved on its own architecture, built small with random weights, or on a model of the caller's.
-Samples with images and without are run one by one, as the model numbers and masks them itself, and then in
-batches that are padded on the right, padded on the left, and packed, and with rows split over ranks, all in
-one process. A layout or split whose logits differ is refused, with the module where they part. A model whose
-logits do not depend on the text or the images before them proves nothing, and is refused as well.
+Samples with images and without run one by one, as the model numbers and masks them itself, and then in
+batches that are padded on the right, padded on the left, and packed. A layout with other logits is refused,
+with the first module that differs. A model whose logits do not depend on the text or the images before them
+proves nothing, and is refused as well.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -24,22 +23,30 @@ from mmrender.errors import BatchError, MissingDependencyError, MMRenderError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
+from mmrender.testing.small_architecture import build_small
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
-from mmrender.training.families import Layout, ModelFamily, Proof, SequenceSplit, TokenTypes
+from mmrender.training.families import (
+    Layout,
+    ModelFamily,
+    Proof,
+    TokenTypes,
+    read_settings,
+    remember_proof,
+    unproved_family,
+)
 from mmrender.training.kwargs import collate_mm_kwargs
-from mmrender.training.segments import recurrent_segments
-from mmrender.training.shards import AllRanks
+from mmrender.training.recurrent import recurrent_segments
+from mmrender.training.segments import placed
 from mmrender.training.tensor_list import torch
-from mmrender.training.tiny import build_tiny
 from mmrender.trajectory.sample import TrainingSample
 
 _TOKEN_TYPES: Final[tuple[TokenTypes, ...]] = ("mm_token_type_ids",)
-"""Keywords of one meaning in every family; that of `token_type_ids` differs."""
+"""Keywords with one meaning in every family, unlike `token_type_ids`."""
 _TOLERANCE: Final = 1e-3
 """Largest difference of a logit, in standard deviations of the logits."""
 _SEEN: Final = 10 * _TOLERANCE
-"""Least difference that another token, or another image, must make."""
+"""Smallest change of a logit that another token, or another image, must make."""
 _SIZES: Final = ((60, 100), (100, 60), (90, 90))
 _ROWS: Final[Mapping[Layout, dict[str, Any]]] = {
     "right": {},
@@ -53,25 +60,41 @@ _NEUTRAL: Final = re.compile(
     "feature_attention_mask|chunk_sample_lengths|cross_attention_states|(image|pixel|patch|num|tile)_?(?!.*mask).*"
 )
 """Parameters of a forward that a batch may leave out: outputs, caches and other modalities."""
-_SPLIT_ROWS: Final[tuple[Layout, ...]] = ("packed", "right", "left")
-"""Which rows are split for a proof: the first of these that the model takes."""
-_RANKS: Final = 2
-_LEAST: Final[Mapping[str, int]] = {"max_soft_tokens": 70}
-"""Budgets that image processors scale every image up to, and the least that they take."""
+_SMALLEST: Final[Mapping[str, int]] = {"max_soft_tokens": 70}
+"""Budgets that image processors scale every image up to, and the smallest value of each."""
 _WITHIN_LAYER: Final = re.compile(r"layers\.\d+\.([\w.]+)$")
 
 
-def prove(
-    given: Any,
-    settings: Mapping[str, Any],
-    draft: Callable[[Mapping[str, Any]], ModelFamily],
-    images: Sequence[MediaItem] | None,
-) -> tuple[Proof, bool]:
-    """Return what is proved of a model or a configuration, and whether the model was built here of it."""
-    own = hasattr(given, "forward") and next(given.parameters()).dtype == torch.float32
-    model = given if own else build_tiny(_transformers_config(given, settings))
-    found = _proved(model, _with_inputs(draft(model.config.to_dict()), model), images)
-    return Proof(found.token_types, found.recurrent, dict(found.refused)), not own
+def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = None) -> ModelFamily:
+    """Compare batches of an architecture with single forwards, and return the family with its findings.
+
+    The architecture is built small, with random weights, unless a model in float32 is passed, which runs as
+    it is. Padded (right and left) and packed batches of samples with images and without run in train mode.
+    The proof is remembered by the configuration: `ModelFamily.from_config` uses it in this process and, if
+    the architecture was built here, in others with the same releases of Transformers, torch and mmrender,
+    too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
+
+    Args:
+        model_or_config: A Transformers model, or a configuration as `ModelFamily.from_config` takes it.
+        images: Four items of the model's own processor or more, the last two of one size. Needed if the
+            family's image processor cannot be built from its name alone.
+
+    Returns:
+        The family, with the layouts that failed and the module at fault in `refused`.
+
+    Raises:
+        ModelError: The configuration cannot be read.
+        BatchError: All layouts fail, or nothing can be compared.
+        MissingDependencyError: Transformers is not installed.
+    """
+    settings = read_settings(getattr(model_or_config, "config", model_or_config))
+    runs = hasattr(model_or_config, "forward") and next(model_or_config.parameters()).dtype == torch.float32
+    model = model_or_config if runs else build_small(_transformers_config(model_or_config, settings))
+    family = _proved(model, _with_inputs(unproved_family(model.config.to_dict()), model), images)
+    proof = Proof(family.token_types, family.recurrent, dict(family.refused))
+    # A model of the caller's may have code of its own, which no configuration names.
+    remember_proof(settings, proof, on_disk=not runs)
+    return unproved_family(settings).proved(proof)
 
 
 def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:
@@ -81,7 +104,7 @@ def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "ModelFamily.prove") from error
+        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
     model_type = settings["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise BatchError(
@@ -98,28 +121,22 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
         items = list(images or _items(model, draft))
         bench = _Bench(model, draft, _samples(draft, items))
         bench.check_sensitive(items)
-        refused: dict[Layout | SequenceSplit, str] = {}
+        refused = {}
         family = draft
         for layout in get_args(Layout):
-            found = bench.difference(family, layout)
+            difference = bench.difference(family, layout)
             names: list[str] = [] if not family.recurrent else family.recurrent.split("|")
-            mixing = found
+            mixing = difference
             while mixing is not None and layout == "packed" and mixing.module not in ("", *names):
-                # What mixes samples along the row may be run sample by sample, if that is all it needs.
+                # A module that mixes samples along the row may run sample by sample, if nothing else mixes.
                 names.append(mixing.module)
-                other = replace(family, recurrent="|".join(names))
-                mixing = bench.difference(other, layout)
+                recurrent = replace(family, recurrent="|".join(names))
+                mixing = bench.difference(recurrent, layout)
                 if mixing is None:
-                    family, found = other, None
-            if found is not None:
-                refused[layout] = found.text
-        taken = [layout for layout in get_args(Layout) if layout not in refused]
-        for split in get_args(SequenceSplit) if taken else ():
-            layout = next(one for one in _SPLIT_ROWS if one in taken)
-            found = None if split in draft.refused else bench.difference(family, layout, split)
-            if found is not None:
-                refused[split] = found.text
-    if not taken:
+                    family, difference = recurrent, None
+            if difference is not None:
+                refused[layout] = difference.text
+    if len(refused) == len(get_args(Layout)):
         raise BatchError(
             f"batches for {draft.model_type} differ from single forwards in every layout",
             where="config.model_type",
@@ -131,21 +148,10 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Where a batch parts from single forwards, and the module of a layer that could be run by sample."""
+    """Where a batch differs from single forwards, and a module of a layer that could run by sample."""
 
     text: str
     module: str = ""
-
-
-@dataclass(frozen=True)
-class _Together:
-    """A forward over a batch: the block it runs in, and the shape and order of its tokens within layers."""
-
-    batch: TrainingBatch
-    block: Callable[[], AbstractContextManager[None]]
-    inputs: Callable[[], dict[str, Any]]
-    shape: list[int]
-    ordered: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -192,79 +198,52 @@ class _Bench:
         """Logits of each sample alone, by its name."""
         return {one.sample_id: self.alone(one) for one in self.samples}
 
-    def together(self, family: ModelFamily, layout: Layout, split: SequenceSplit | None) -> _Together:
-        """Return a forward over the samples in one batch."""
-        batch = collate(self.samples, replace(family, refused={}), pad_token_id=0, **_ROWS[layout])
-        if split is None:
-            block = partial(recurrent_segments, self.model, batch)
-            shape = [len(batch), batch.width]
-            return _Together(batch, block, batch.model_inputs, shape, lambda values: values)
-        shard = batch.shard(rank=0, world_size=_RANKS, layout=split)
-        ranks = AllRanks(shard.whole, 0, _RANKS, split)
-        block = partial(ranks.cut, self.model)
-        return _Together(ranks.whole, block, ranks.model_inputs, [*ranks.columns.shape], ranks.ordered)
-
-    def difference(
-        self, family: ModelFamily, layout: Layout, split: SequenceSplit | None = None
-    ) -> _Difference | None:
-        """Return where a layout, or a split of its rows, parts from single forwards, or None."""
-        kind_of_rows = split or layout
+    def difference(self, family: ModelFamily, layout: Layout) -> _Difference | None:
+        """Return the place where a layout differs from single forwards, or None."""
         try:
-            forward = self.together(family, layout, split)
-            with forward.block():
-                logits = forward.ordered(self.model(**forward.inputs()).logits)
-            batch, together = forward.batch, forward.batch.split(logits)
-            order = {
-                segment.sample_id: logits for segment, logits in zip(_places(batch), together, strict=True)
-            }
-            apart = self.singles
+            batch = collate(self.samples, replace(family, refused={}), pad_token_id=0, **_ROWS[layout])
+            with recurrent_segments(self.model, batch):
+                logits = self.model(**batch.model_inputs()).logits
+            together = dict(zip(batch.sample_ids, batch.split(logits), strict=True))
+            singles = self.singles
         except MMRenderError as error:
             return _Difference(str(error))
         except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
-            return _Difference(f"{kind_of_rows} rows: {type(error).__name__}: {error}"[:200])
-        off = {name: _largest(logits, order[name]) for name, logits in apart.items()}
+            return _Difference(f"{layout} rows: {type(error).__name__}: {error}"[:200])
+        off = {name: _largest(logits, together[name]) for name, logits in singles.items()}
         name = max(off, key=lambda one: off[one])
         if off[name] <= _TOLERANCE:
             return None
         sample = next(one for one in self.samples if one.sample_id == name)
-        path, kind = self._first_part(forward, sample)
-        found = _WITHIN_LAYER.search(path)
-        text = f"{kind_of_rows} rows part from single forwards in {path or 'no single module'}"
+        path, kind = self._first_module(batch, sample)
+        layer = _WITHIN_LAYER.search(path)
+        text = f"{layout} rows differ from single forwards in {path or 'no single module'}"
         text = f"{text} ({kind})" if kind else text
-        return _Difference(f"{text}, by {off[name]:.2g} deviations", found[1] if found else "")
+        return _Difference(f"{text}, by {off[name]:.2g} deviations", layer[1] if layer else "")
 
-    def _first_part(self, forward: _Together, sample: TrainingSample) -> tuple[str, str]:
-        """Return name and class of the first module that makes of equal states different ones."""
+    def _first_module(self, batch: TrainingBatch, sample: TrainingSample) -> tuple[str, str]:
+        """Return name and class of the first module that makes equal states differ."""
         with _recorded(self.model) as single:
             self.alone(sample)
-        batch = forward.batch
-        with _recorded(self.model) as whole, forward.block():
-            self.model(**forward.inputs())
-        row, segment = next(
-            (row, one)
-            for row, segments in enumerate(batch.segments)
-            for one in segments
-            if one.sample_id == sample.sample_id
-        )
+        with _recorded(self.model) as whole, recurrent_segments(self.model, batch):
+            self.model(**batch.model_inputs())
+        shape = [len(batch), batch.width]
+        row, segment = next(pair for pair in placed(batch.segments) if pair[1].sample_id == sample.sample_id)
         for path, (kind, *states) in whole.items():
-            if path not in single or any(one is None or [*one.shape[:2]] != forward.shape for one in states):
+            if path not in single or any(one is None or [*one.shape[:2]] != shape for one in states):
                 continue
-            own = [forward.ordered(state)[row, segment.start : segment.stop] for state in states]
+            cut = [state[row, segment.start : segment.stop] for state in states]
             expected = [None if state is None else state[0] for state in single[path][1:]]
-            if any(one is None or one.shape != own[0].shape for one in (*expected, *own)):
-                continue  # states have one shape, unlike what is computed of positions
-            off_in, off_out = (_largest(one, mine) for one, mine in zip(expected, own, strict=True))
+            if any(one is None or one.shape != cut[0].shape for one in (*expected, *cut)):
+                continue  # states have one shape, unlike values that are computed of positions
+            off_in, off_out = (_largest(one, other) for one, other in zip(expected, cut, strict=True))
             if off_in <= _TOLERANCE / 10 and off_out > _TOLERANCE / 10:
                 return path, kind
         return "", ""
 
 
-def _places(batch: TrainingBatch) -> Iterator[Any]:
-    return (segment for row in batch.segments for segment in row)
-
-
 def _largest(expected: Any, got: Any) -> float:
-    """Return the largest difference in standard deviations of what is expected; infinite if not a number."""
+    """Return the largest difference, in standard deviations of the expected values."""
     scale = float(expected.float().std()) or 1.0
     value = float((expected.float() - got.float()).abs().max()) / scale
     return value if np.isfinite(value) else float("inf")
@@ -402,7 +381,7 @@ def _image_processor(model_type: str, config: Any) -> Any:
         import transformers
         from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
     except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "ModelFamily.prove") from error
+        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
     known = (
         IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in (model_type, model_type.removesuffix("_moe"))
     )
@@ -426,7 +405,7 @@ def _image_processor(model_type: str, config: Any) -> Any:
 
 def _fitted(processor: Any, vision: Any) -> Any:
     """Give an image processor the sizes that the vision tower is configured for, and the least budget."""
-    for name, least in _LEAST.items():
+    for name, least in _SMALLEST.items():
         if getattr(processor, name, least) > least:
             setattr(processor, name, least)
     for own, theirs in (
@@ -454,7 +433,7 @@ def _fitted(processor: Any, vision: Any) -> Any:
 
 
 def _image_features(model: Any, **tensors: Any) -> list[Any]:
-    """Return what the model makes of images, in one tensor or several; the last axis is that of features."""
+    """Return the features of images, in one tensor or several, on the last axis."""
     owner = model if hasattr(model, "get_image_features") else model.base_model
     found = owner.get_image_features(**tensors)
     pooled = getattr(found, "pooler_output", None)

@@ -47,7 +47,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "num_kv_shared_layers": 0,
     "max_position_embeddings": 8192,
 }
-"""Settings that are sizes, and their small values; width is heads times the size of a head."""
+"""Settings that are sizes, and their small values. Width is heads times the size of a head."""
 _INDEXES: Final[Mapping[str, list[int]]] = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [1],
@@ -59,7 +59,7 @@ _NAMED: Final = frozenset({"timm_wrapper", "gemma3n_vision"})
 _HALF_HEAD: Final = 8
 
 
-def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the small model, as `config.json` would hold them."""
     small = _shrunk(settings, settings.get("model_type") in MROPE)
     _rename_tokens(small, {})
@@ -75,7 +75,7 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def build_tiny(config: Any) -> Any:
+def build_small(config: Any) -> Any:
     """Build the small model of a Transformers configuration: float32, eager attention, random weights.
 
     Raises:
@@ -85,9 +85,9 @@ def build_tiny(config: Any) -> Any:
     try:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "ModelFamily.prove") from error
+        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
     try:
-        small = type(config).from_dict(tiny_settings(config.to_dict()))
+        small = type(config).from_dict(small_settings(config.to_dict()))
         known = type(small) in AutoModelForImageTextToText._model_mapping
         build = AutoModelForImageTextToText if known else AutoModelForCausalLM
         with torch.random.fork_rng(devices=[]), torch.no_grad():
