@@ -5,7 +5,7 @@ Face users; nothing after it is tolerant. The typed dicts tell type checkers the
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, cast, get_args
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, get_args
 
 import msgspec
 
@@ -37,14 +37,10 @@ class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag_field="type"):
-    """A medium among the content parts. Each modality has a subclass, whose tag is the modality's name."""
+    """A medium among the content parts. Each modality has a subclass."""
 
+    modality: ClassVar[Modality]
     source: Any
-
-    @property
-    def modality(self) -> Modality:
-        """Kind of the medium."""
-        return cast(Modality, self.__struct_config__.tag)
 
 
 class ImagePart(MediaPart, frozen=True, tag="image"):
@@ -54,6 +50,8 @@ class ImagePart(MediaPart, frozen=True, tag="image"):
     `str` (a `data:`, `http(s):` or `file:` URL, or a path). `None` waits for a source
     from `images=`; rendering refuses a part that got none.
     """
+
+    modality: ClassVar[Modality] = "image"
 
 
 class VideoPart(MediaPart, frozen=True, tag="video"):
@@ -72,6 +70,7 @@ class VideoPart(MediaPart, frozen=True, tag="video"):
         duration: Of that video, in seconds.
     """
 
+    modality: ClassVar[Modality] = "video"
     fps: float | None = None
     times: tuple[float, ...] | None = None
     frames_indices: tuple[int, ...] | None = None
