@@ -17,7 +17,7 @@ from mmrender.errors import ShippingConnectionError, ShippingError, ShippingSecu
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.05
 _MAX_PATH_BYTES: Final = 107
-"""The longest path in `sockaddr_un` on Linux."""
+"""Maximum length of a path in `sockaddr_un` on Linux."""
 _FORMS: Final = {"unix": "unix:///path/to/socket", "tcp": "tcp://host:port"}
 _Place: TypeAlias = str | tuple[str, int]
 P = TypeVar("P", bound=asyncio.BaseProtocol)
@@ -131,9 +131,9 @@ class Listener:
 async def listen(
     address: Address, ssl: SSLContext | None, on_socket: Callable[[socket.socket, str], None]
 ) -> Listener:
-    """Accept connections; `on_socket` is called on the event loop with each, and the name of the peer.
+    """Accept connections: `on_socket` is called on the event loop with each, and the name of the peer.
 
-    The TLS handshake is left to `on_socket`, so that its errors have an owner.
+    The TLS handshake is left to `on_socket`, whose session reports its errors.
 
     Raises:
         ShippingConnectionError: The address cannot be bound.
@@ -151,7 +151,7 @@ async def listen(
                 connected, peer = await loop.sock_accept(sock)
             except ConnectionError:  # the peer has gone already
                 continue
-            except OSError:  # most likely out of descriptors: neither stop nor try without pause
+            except OSError:  # probably out of descriptors
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             on_socket(connected, f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else url)
@@ -190,7 +190,7 @@ def _bound(family: socket.AddressFamily, place: _Place, address: Address) -> soc
             sock.setblocking(False)
             sock.bind(place)
             if isinstance(place, str):
-                # Nobody can connect before listen(), so nobody comes in with other rights than these.
+                # A peer can connect only after listen(), so only with these rights.
                 os.chmod(place, 0o600)
             sock.listen(_BACKLOG)
         except OSError as error:
@@ -200,7 +200,7 @@ def _bound(family: socket.AddressFamily, place: _Place, address: Address) -> soc
 
 
 async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socket.AddressFamily, _Place]]:
-    """Return the numeric addresses or the socket file; beyond loopback only with TLS."""
+    """Return the numeric addresses or the socket file. Beyond loopback TLS is required."""
     url = str(address)
     if address.scheme == "unix":
         return [(socket.AF_UNIX, address.path)]

@@ -28,15 +28,15 @@ class _LoopThread(End, Generic[E]):
         self._lock = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run a coroutine there and wait for it; one that takes too long is cancelled.
+        """Run a coroutine there and wait for it. After `timeout` seconds it is cancelled.
 
         Raises:
             TimeoutError: It took longer.
             ShippingClosedError: The thread has ended, or runs in another process.
         """
         try:
-            self.claim()  # before the lock, which a thread of the other process may have held
-            with self._lock:  # the loop runs all that it is given before it ends
+            self.claim()  # before the lock, which a thread of the parent may have held at a fork
+            with self._lock:  # the loop runs all submitted work before it ends
                 if self._closed:
                     raise ShippingClosedError("this end is closed")
                 if self._loop is None:
@@ -66,7 +66,7 @@ class _LoopThread(End, Generic[E]):
         self.run(end.open() if isinstance(end, Receiver) else end.connect())
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """As `Sender.aclose`, or `Receiver.aclose`, which waits for nothing; the thread ends in any case."""
+        """As `Sender.aclose` or `Receiver.aclose`. The thread ends in any case."""
         self.claim()
         end = self._end
         try:
@@ -119,7 +119,7 @@ class BlockingDelivery:
         return self._delivery.acknowledged
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the acknowledgement; a known outcome is reported also after the sender was closed.
+        """Wait for the acknowledgement. A known outcome is reported also after the sender was closed.
 
         Raises:
             TimeoutError: It did not come in time.
@@ -136,13 +136,13 @@ class BlockingDelivery:
 
 
 class BlockingSender(_LoopThread[Sender]):
-    """`Sender` for threads; any number of them may use one.
+    """`Sender` for any number of threads.
 
-    One that was made before a fork, and not used, is a sender of its own in each process.
+    A sender that is used first after a fork is another sender in each process.
 
     Args:
         url: Address of the receiver.
-        **options: Those of `Sender`.
+        **options: Options of `Sender`.
     """
 
     def __init__(self, url: str, **options: Unpack[SenderOptions]) -> None:
@@ -161,7 +161,7 @@ class BlockingSender(_LoopThread[Sender]):
         """As `Sender.send`.
 
         Raises:
-            ShippingConnectionError: There was no room in time; nothing was accepted.
+            ShippingConnectionError: There was no room in time. Nothing was accepted.
         """
 
         async def send() -> Delivery:
@@ -187,7 +187,7 @@ class BlockingReceiver(_LoopThread[Receiver]):
 
     Args:
         url: Where to listen.
-        **options: Those of `Receiver`.
+        **options: Options of `Receiver`.
     """
 
     def __init__(self, url: str, **options: Unpack[ReceiverOptions]) -> None:
@@ -210,7 +210,7 @@ class BlockingReceiver(_LoopThread[Receiver]):
             timeout: Seconds; None waits without limit.
 
         Raises:
-            TimeoutError: None came in time; none is lost.
+            TimeoutError: None came in time. None is lost.
             ShippingClosedError: The receiver is closed.
         """
         message = self.run(self._end.receive(timeout))

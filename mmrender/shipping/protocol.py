@@ -6,16 +6,16 @@ Hello     version, sender, table    ->
                                     <-   Welcome    version, longest message, table
 Data + frames                       ->
                                     <-   Acked      acknowledged
-                                    <-   Refused    this message cannot be used; not to be sent again
+                                    <-   Refused    this message cannot be used, and is not sent again
 Ping                                <->  Ping       after a while of silence
 Bye                                 <->  Bye        closing in good order
 ```
 
 On the wire each is the magic `mmsp`, the length of the header as a little-endian u32, the header, and after a
-`Data` its frames, one after the other. A receiver that has enough stops reading, so the sender waits.
+`Data` its frames. A receiver with a full window stops reading, so the sender waits.
 
-After a lost connection the sender sends everything again that is not acknowledged, in order. The receiver
-drops duplicates: it keeps the last sequence number of each sender.
+After a lost connection the sender sends all unacknowledged messages again, in order. The receiver drops
+duplicates: it keeps the last sequence number of each sender.
 """
 
 import asyncio
@@ -47,16 +47,16 @@ MAGIC: Final = b"mmsp"
 PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 256 << 10
 MAX_FRAMES: Final = 4096 + 1
-"""A message of the codec has at most 4,096 payloads, and a head."""
+"""Maximum frames of a message of the codec: 4,096 payloads and a head."""
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
 ALIGNMENT: Final = 64
 _LONG_BYTES: Final = 64 << 10
-"""Frames from this size on have a buffer of their own, so that one keeps no other alive."""
+"""Frames from this size on have a buffer of their own, so that they keep no others alive."""
 _SHORT_FRAMES_BYTES: Final = 1 << 20
-"""Shorter frames share buffers of at most this size."""
+"""Maximum size of a buffer that shorter frames share."""
 _NOTHING: Final = memoryview(b"")
 _TLS_PIECE_BYTES: Final = 256 << 10
-"""Encrypted at a time."""
+"""Bytes that are encrypted at a time."""
 _SOCKET_BYTES: Final = 4 << 20
 _LOCAL_SOCKET_BYTES: Final = 256 << 10
 """Buffer of a Unix socket: its content stays in the processor's cache, which makes the copy faster."""
@@ -74,11 +74,11 @@ class Timing:
 
     Attributes:
         handshake: From the connection to the Welcome.
-        heartbeat: A Ping is sent after so long without any other message.
-        silence: A connection over which nothing came for so long is closed.
-        first_retry: Wait before the second attempt to connect; each further one waits twice as long.
-        last_retry: The longest wait between attempts.
-        goodbye: How long closing waits for a peer that does not read.
+        heartbeat: Of silence until a Ping is sent.
+        silence: Of the peer's silence until the connection is closed.
+        first_retry: Before the second attempt to connect. The wait doubles with each further attempt.
+        last_retry: The maximum wait between attempts.
+        goodbye: That closing waits for a peer that does not read.
     """
 
     handshake: float = 10.0
@@ -116,10 +116,10 @@ class Data(_Header, frozen=True):
     """A message.
 
     Attributes:
-        seq: Its number; those of one sender rise.
-        nonce: Drawn once for the message, so that another message under its number is known.
-        kind: Form of the decoded value; see `from_wire`.
-        lengths: Of the frames that follow, in bytes.
+        seq: Its number, which rises with each message of a sender.
+        nonce: Drawn once for the message, to tell it from another message under its number.
+        kind: Form of the decoded value, see `from_wire`.
+        lengths: Lengths of the frames that follow, in bytes.
     """
 
     seq: Positive
@@ -216,15 +216,15 @@ def from_wire(kind: str, value: Any) -> Any:
 
 
 def check_options(**options: tuple[Any, int, int | None]) -> None:
-    """Check numbers, each with its least and its greatest value."""
-    for name, (value, least, greatest) in options.items():
-        if not isinstance(value, int) or value < least or (greatest is not None and value > greatest):
-            expected = f"{least} or more" if greatest is None else f"{least} to {greatest}"
+    """Check numbers, each with its minimum and its maximum."""
+    for name, (value, minimum, maximum) in options.items():
+        if not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
+            expected = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
             raise ShippingError("an option is out of range", where=name, expected=expected, got=repr(value))
 
 
 class Notifier:
-    """Wakes the tasks of one event loop that wait for a condition; it may be notified from any function."""
+    """Wakes the tasks of one event loop that wait for a condition."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
@@ -251,7 +251,7 @@ class Notifier:
 
 
 class End:
-    """One end of shipping: it stays in the process that first used it, and is not copied."""
+    """One end of shipping. It belongs to the process that used it first, and is not copied."""
 
     _pid: int = 0
 
@@ -264,7 +264,7 @@ class End:
         pid = os.getpid()
         if not self._pid:
             self._pid = pid
-        if self._pid != pid:  # where neither its event loop nor its threads run
+        if self._pid != pid:  # neither its event loop nor its threads run here
             raise ShippingClosedError(
                 "in use in the process from which this one was forked",
                 where=type(self).__name__,
@@ -284,7 +284,7 @@ class End:
 class Connection(asyncio.BufferedProtocol):
     """Messages over one connection, both ways.
 
-    Frames go out from where they lie. A long frame comes in straight into a pooled buffer of its own.
+    Frames go out from their own memory. A long frame comes in straight into a pooled buffer of its own.
 
     Args:
         peer: Its name, for errors.
@@ -303,7 +303,7 @@ class Connection(asyncio.BufferedProtocol):
         self._changed = Notifier()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # What came and was not asked for yet, and the rest of the long frame that is coming.
+        # Bytes that came before they were asked for, and the rest of the long frame that is coming.
         self._ahead = memoryview(bytearray(_LONG_BYTES))
         self._start = self._stop = 0
         self._target = _NOTHING
@@ -312,11 +312,11 @@ class Connection(asyncio.BufferedProtocol):
         self._last_received = self._last_sent = self._last_tick = time.monotonic()
 
     def post(self, message: Message) -> None:
-        """Send a message without frames, unless the connection has ended."""
+        """Send a message without frames. Does nothing after the connection has ended."""
         self._write(pack(message))
 
     async def send(self, data: Data, frames: Sequence[memoryview]) -> None:
-        """Send a message with frames, which must stay as they are until this returns.
+        """Send a message with frames, which must not change until this returns.
 
         Raises:
             ShippingError: The connection has ended.
@@ -334,8 +334,8 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 pieces.append(bytearray(frame))
         self._is_mid_message = True
-        # A transport may copy what the socket does not take at once. A second descriptor takes views as they
-        # are, while the transport has nothing to write.
+        # A transport copies bytes for which the socket has no room. A second descriptor takes views as they
+        # are, while the transport is idle.
         try:
             with contextlib.ExitStack() as stack:
                 sock = is_plain and stack.enter_context(self._transport.get_extra_info("socket").dup())
@@ -362,7 +362,7 @@ class Connection(asyncio.BufferedProtocol):
 
         Raises:
             ShippingConnectionError: The connection broke.
-            ShippingProtocolError: The bytes are no message, or too long; no memory was taken for them.
+            ShippingProtocolError: The bytes are not a message, or too long, and no memory was taken for them.
             ShippingSecurityError: TLS failed.
         """
         while True:
@@ -383,7 +383,7 @@ class Connection(asyncio.BufferedProtocol):
                 return message
 
     async def read_frames(self, lengths: Sequence[int], pool: BufferPool) -> list[memoryview]:
-        """Read the frames of a message, before anything else is received; their length must be checked."""
+        """Read the frames of a message whose lengths are checked, before anything else is received."""
         sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
         short_bytes = sum(size for size, length in zip(sizes, lengths, strict=True) if length < _LONG_BYTES)
         room, frames = _NOTHING, []
@@ -440,12 +440,12 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(data)
 
     def _tick(self) -> None:
-        """Send a sign of life if it is time, and close the connection if the peer gives none."""
+        """Send a sign of life if it is time, and close the connection if the peer is silent."""
         now, timing = time.monotonic(), self._timing
         if self._transport is None or self.lost is not None:
             return
         if now - self._last_tick > timing.heartbeat or not self._transport.is_reading():
-            # This side did not listen, so that the bytes of meanwhile are still to be read.
+            # This side did not read meanwhile, so bytes of the peer may wait.
             self._last_received = now
         if now - self._last_received > timing.silence:
             got = f"nothing for {timing.silence:g} s"
@@ -462,7 +462,7 @@ class Connection(asyncio.BufferedProtocol):
         """Begin."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
         self._transport = transport
-        # Writers wait for an empty buffer; for TLS the limit itself is too much.
+        # Writers wait for an empty buffer. With TLS a limit of 0 would never be reached.
         transport.set_write_buffer_limits(int(transport.get_extra_info("ssl_object") is not None), 0)
         sock: socket.socket = transport.get_extra_info("socket")
         size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
@@ -472,7 +472,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tick()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End: wake everybody who waits."""
+        """End, and wake all waiters."""
         self.lost = self.lost or broken(error, self.peer)
         if self._timer is not None:
             self._timer.cancel()
@@ -488,7 +488,7 @@ class Connection(asyncio.BufferedProtocol):
         self._changed.notify()
 
     def get_buffer(self, _: int) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the memory for the next bytes."""
         return self._target if self._target.nbytes else self._ahead[self._stop :]
 
     def buffer_updated(self, count: int) -> None:
@@ -498,7 +498,7 @@ class Connection(asyncio.BufferedProtocol):
             self._target = self._target[count:]
             if self._target.nbytes:
                 return
-            self._target = _NOTHING  # an empty slice would keep the buffer out of its pool
+            self._target = _NOTHING  # an empty slice would still hold the buffer
         else:
             self._stop += count
             if self._stop == self._ahead.nbytes and self._transport is not None:

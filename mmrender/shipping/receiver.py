@@ -52,8 +52,8 @@ class Received:
     """A message that the consumer took.
 
     Attributes:
-        value: The value that was sent. Its arrays are read-only views of memory that is reused once the last
-            of them is gone.
+        value: The value that was sent. Its arrays are read-only views, whose memory is reused once the last
+            view is gone.
         id: Sender and sequence number.
         sender: Name of the connection, for logs.
     """
@@ -67,8 +67,7 @@ class Received:
         """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
 
         Raises:
-            ShippingClosedError: The receiver is closed, so the sender gets no answer: it keeps the message
-                for the next receiver.
+            ShippingClosedError: The receiver is closed. The sender keeps the message for the next receiver.
         """
         self._acknowledge()
 
@@ -79,11 +78,11 @@ class ReceiverStats:
 
     Attributes:
         messages: Messages that arrived whole, duplicates included.
-        duplicates: Messages that had arrived before, and were not handed on.
+        duplicates: Messages that had arrived before, and were dropped.
         received_bytes: Bytes of their frames on the wire.
         queued: Messages that the consumer has not taken.
-        connections: Open ones.
-        refused: Connections that ended because of something that the peer sent.
+        connections: Open connections.
+        refused: Connections that were closed because of an error of the peer.
     """
 
     messages: int = 0
@@ -115,12 +114,12 @@ class _Source:
 
     Attributes:
         name: Its id in hexadecimal.
-        last: Number of its newest message; it sends again in order, so all up to here have arrived.
-        last_nonce: Of that message.
+        last: Number of its newest message. It sends again in order, so all up to here have arrived.
+        last_nonce: Nonce of the newest message.
         seen: Runs of numbers of messages that the consumer has from earlier runs.
         unacked: Nonces of the messages that are not acknowledged, by number.
         session: Its connection.
-        is_closed: Whether it has said goodbye, so that it does not come again.
+        is_closed: Whether it has said goodbye, and does not come again.
     """
 
     name: str
@@ -145,30 +144,29 @@ class _Incoming:
 
 
 class Receiver(End):
-    """Listens at an address and hands on each message once, those of one sender in order.
+    """Listens at an address and hands on each message once, in the order of its sender.
 
-    For use on one event loop; `BlockingReceiver` serves threads.
+    For use on one event loop. `BlockingReceiver` serves threads.
 
     Args:
-        url: Where to listen: `unix:///path` or `tcp://host:port`.
-        ssl: TLS context, needed for `tcp://` beyond loopback; it must require a certificate of senders.
+        url: Address to listen at: `unix:///path` or `tcp://host:port`.
+        ssl: TLS context, required for `tcp://` beyond loopback. It must require a certificate of senders.
         ack: "taken" acknowledges a message when the consumer takes it. With "explicit" the consumer calls
-            `Received.ack()` when the message is safe with it; a message that was not acknowledged comes again
-            after the receiver was restarted.
-        seen: Ids (`Received.id`) that the consumer has from earlier runs, such as from its own checkpoint;
-            these messages are acknowledged and not handed on. Other text is ignored.
-        window_messages: Messages of all senders that have arrived and the consumer has not taken. With as
-            many, the receiver reads no further.
-        window_bytes: The same in bytes on the wire; one message may be longer, and is then alone.
-        table_bytes: Bound on the memory for arrays that senders share between their messages, over all
-            connections. A connection is granted what its sender asks for, or what the others have left.
-        max_connections: Senders at a time.
-        framework: What arrays become; see `mmcodecs.decode`. Those of trajectories stay numpy arrays.
-        limits: Of the codec, for what is decoded; `max_bytes` bounds one message.
+            `Received.ack()` when the message is safe. An unacknowledged message comes again after a restart.
+        seen: Ids (`Received.id`) that the consumer has from earlier runs, such as from its own checkpoint.
+            These messages are acknowledged and dropped. Other text is ignored.
+        window_messages: Maximum number of messages of all senders that wait for the consumer. The receiver
+            stops reading when it is reached.
+        window_bytes: The same in bytes on the wire. A longer message is taken alone.
+        table_bytes: Maximum memory for arrays that senders share between messages, over all connections. A
+            connection is granted its sender's wish, or the rest.
+        max_connections: Maximum number of senders at a time.
+        framework: Class of arrays, see `mmcodecs.decode`. Arrays of trajectories are always numpy.
+        limits: Bounds of the codec. `max_bytes` bounds one message.
         timing: Time limits.
 
     Attributes:
-        errors: Why connections were closed, the last hundred.
+        errors: The last hundred errors that closed a connection.
 
     Raises:
         ShippingError: The address or an option cannot be used.
@@ -213,7 +211,7 @@ class Receiver(End):
         self._ssl = ssl
         self._sources = _sources(seen)
         self._queue: deque[_Incoming] = deque()
-        # Messages that are arriving or in the queue, and their bytes; who asks first has room first.
+        # Messages that are arriving or in the queue, and their bytes. `_turn` grants room in order.
         self._messages = self._bytes = 0
         self._turn = asyncio.Lock()
         self._pool = BufferPool(max_idle_bytes=window_bytes)
@@ -280,7 +278,7 @@ class Receiver(End):
             yield message
 
     async def aclose(self) -> None:
-        """Close; senders keep unacknowledged messages for the next receiver."""
+        """Close. Senders keep unacknowledged messages for the next receiver."""
         self.claim()
         if self._closed:
             return
@@ -320,7 +318,7 @@ class Receiver(End):
         self._changed.notify()
 
     def _put(self, entry: _Incoming) -> bool:
-        """Take in a message that has arrived whole; return False for a duplicate.
+        """Take in a message that has arrived whole, and return True. A duplicate is dropped: False.
 
         Raises:
             ShippingProtocolError: Another message arrived under its number.
@@ -361,7 +359,7 @@ class Receiver(End):
         self._forget(source)
 
     def _forget(self, source: _Source) -> None:
-        """Forget a sender that said goodbye, once all of its messages are acknowledged, or that sent none."""
+        """Forget a sender that said goodbye and has all messages acknowledged, or that never sent any."""
         has_sent = source.last or source.seen
         if not source.unacked and (source.is_closed or not (has_sent or source.session)):
             self._sources.pop(source.name, None)
@@ -380,9 +378,9 @@ class _Session:
     """One connection of a sender: takes in its messages, and answers.
 
     Attributes:
-        source: The sender over all connections; None until it has said Hello.
+        source: The sender over all connections, None before its Hello.
         table_bytes: Capacity of the connection's table of shared arrays.
-        task: Ends with the connection.
+        task: The task that serves the connection.
     """
 
     def __init__(self, receiver: Receiver, sock: socket.socket, peer: str) -> None:
@@ -402,7 +400,7 @@ class _Session:
         self._sock.close()  # a task that was cancelled before its first step has not done so
 
     async def _run(self) -> None:
-        """Serve the connection; an error ends this one only."""
+        """Serve the connection. An error ends this connection only."""
         owner, connection = self._receiver, self.connection
         try:
             await self._serve()
@@ -440,14 +438,14 @@ class _Session:
             await self._take_in(source, decoder, expect(Data, message, connection.peer))
 
     async def _greet(self) -> _Source:
-        """Let a sender in, once it has no other session."""
+        """Answer the Hello of a sender, and end its earlier session."""
         owner, connection = self._receiver, self.connection
         if owner._closed or len(owner._sessions) > owner.max_connections:
             raise ShippingConnectionError("too many connections", where=connection.peer)
         hello = expect(Hello, await connection.receive(), connection.peer)
         name = hello.sender.hex()
         source = self.source = owner._sources.setdefault(name, _Source(name))
-        # A sender that comes again has lost its earlier connection, however that looks from here.
+        # A sender that connects again has lost its earlier connection, even if it still looks open here.
         earlier, source.session = source.session, self
         if earlier is not None:
             await earlier.end()
@@ -479,7 +477,7 @@ class _Session:
                 decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
                 entry.value = from_wire(data.kind, decoder.decode(frames))
             except Exception as error:
-                # Without an answer the sender would come back with the same message again and again.
+                # Without an answer the sender would send the same message again and again.
                 connection.post(Refused(data.seq, str(error)[:1000]))
                 raise ShippingProtocolError(
                     "a message that cannot be used",

@@ -1,4 +1,4 @@
-"""`Recorder`: writes what is shipped to a file of trajectories, for a trainer that reads it from there."""
+"""`Recorder`: writes received trajectories to a file, from which a trainer reads them."""
 
 import os
 import threading
@@ -16,15 +16,15 @@ from mmrender.trajectory.tree import Trajectory
 class Recorder:
     """Receives trajectories in a thread, and acknowledges each message once it is written.
 
-    A message is one record, and is written once: records keep the ids of their messages, so one that was
-    written and not acknowledged is known when it comes again, also to the next recorder of the file. Where
-    writing fails, the receiver is closed, senders keep what is not acknowledged, and `close` raises.
+    A message is one record, and is written once: records keep the ids of their messages, so a message that
+    was written and not acknowledged is known when it comes again, also to the next recorder of the file. If
+    writing fails, the receiver is closed, senders keep unacknowledged messages, and `close` raises.
 
     Args:
-        url: Where to listen; see `Receiver`.
+        url: Address to listen at, see `Receiver`.
         path: The file, made if it does not exist.
-        sync: Whether a record waits for the disk before it is acknowledged, so that it survives the machine.
-        **options: Those of `Receiver`, without `ack` and `seen`.
+        sync: Wait for the disk before a record is acknowledged, so that it survives the machine.
+        **options: Options of `Receiver`, without `ack` and `seen`.
 
     Raises:
         ShippingError: An option is one of those that are set here, or cannot be used.
@@ -72,7 +72,7 @@ class Recorder:
                 raise
 
     def close(self) -> None:
-        """Stop receiving, and close the file; raises what writing raised."""
+        """Stop receiving, and close the file. Raises the error of writing, if any."""
         self._receiver.close()
         self._thread.join()
         self._writer.close()

@@ -58,8 +58,8 @@ class Delivery:
         id: Sender and sequence number, as in `Received.id`.
         data: The header of the message.
         error: Why it failed.
-        reported: Whether awaiting it has raised the error, which `Sender.flush` then leaves out.
-        settled: Set once it was acknowledged or has failed.
+        reported: Whether awaiting it has raised the error, which `Sender.flush` then skips.
+        settled: Set once it is acknowledged or has failed.
     """
 
     id: str
@@ -68,8 +68,8 @@ class Delivery:
     error: ShippingError | None = None
     reported: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    # The value until it is settled, and its frames as `_encoder` wrote them. The table of an encoder is that
-    # of one connection: with another, or None, they must be written again.
+    # The value until it is settled, and its frames as `_encoder` wrote them. An encoder belongs to one
+    # connection: for another one the value is written again.
     _wire: Any = None
     _frames: list[memoryview] = field(default_factory=list)
     _encoder: Encoder | None = None
@@ -104,8 +104,8 @@ class SenderStats:
 
     Attributes:
         acknowledged: Messages that the receiver has acknowledged.
-        unacked: Messages that it has not.
-        resent: How often a message was sent again.
+        unacked: Messages that it has not acknowledged.
+        resent: Number of times that a message was sent again.
         refused: Messages that failed: the receiver could not use them, or does not let this sender in.
         connections: Connections so far.
         sent_bytes: Bytes written, headers included.
@@ -133,17 +133,17 @@ class SenderOptions(TypedDict, total=False):
 class Sender(End):
     """Sends trajectories, and anything else that the codec can encode, to one receiver.
 
-    It connects again when a connection breaks, for as long as it is open, and then sends again what was not
-    acknowledged; the receiver drops duplicates. An array that the connection has carried is sent as a
-    reference. For use on one event loop, in the process that used it first; `BlockingSender` serves threads.
+    It connects again when a connection breaks, and then sends unacknowledged messages again. The receiver
+    drops duplicates. An array that the connection has carried is sent as a reference. For use on one event
+    loop, in the process that used it first. `BlockingSender` serves threads.
 
     Args:
         url: Address of the receiver: `unix:///path` or `tcp://host:port`.
-        ssl: TLS context, needed for `tcp://` beyond loopback; it must require the receiver's certificate.
-        max_unacked_messages: `send` waits while so many are unacknowledged. At most 4,096.
-        max_unacked_bytes: `send` waits while messages of so many bytes on the wire are unacknowledged.
-        table_bytes: Capacity of the table of shared arrays; the receiver may set a lower one.
-        limits: Of the codec, for what is encoded.
+        ssl: TLS context, required for `tcp://` beyond loopback. It must require the receiver's certificate.
+        max_unacked_messages: Maximum number of unacknowledged messages, up to 4,096. `send` waits at it.
+        max_unacked_bytes: The same in bytes on the wire.
+        table_bytes: Capacity of the table of shared arrays. The receiver may set a lower one.
+        limits: Bounds of the codec.
         timing: Time limits.
 
     Raises:
@@ -175,10 +175,10 @@ class Sender(End):
         self._table_bytes = table_bytes
         self._limits = limits
         self._timing = timing
-        # Drawn when it first connects: a sender that was made before a fork is another one in each process.
+        # Drawn at its first use: a sender that was made before a fork is another sender in each process.
         self._id = b""
         self._next = 1
-        # Messages that are not settled, by number; and those of them that this connection has still to send.
+        # Unsettled messages by number, and the messages among them that this connection has not sent.
         self._unacked: dict[int, Delivery] = {}
         self._unacked_bytes = 0
         self._waiting: deque[Delivery] = deque()
@@ -228,8 +228,8 @@ class Sender(End):
     async def send(self, value: Any) -> Delivery:
         """Accept a message, waiting while too much is unacknowledged.
 
-        The value is held, not copied: leave it and its arrays alone until it is acknowledged. Appending to a
-        `Trajectory` is fine; its content at the time of this call is sent.
+        The value is not copied: do not change it and its arrays until it is acknowledged. A `Trajectory` may
+        grow meanwhile. Its content at the time of this call is sent.
 
         Args:
             value: A `Trajectory`, a list of them (shared content travels once, and they arrive together), or
@@ -239,9 +239,9 @@ class Sender(End):
             `await` it for the acknowledgement.
 
         Raises:
-            CodecError: The value has a part that cannot be encoded; nothing was accepted.
+            CodecError: The value has a part that cannot be encoded. Nothing was accepted.
             TrajectoryError: A message of the trajectory cannot be encoded.
-            MediaError: The class of a media item has no form on the wire.
+            MediaError: The class of a media item cannot travel.
             ShippingError: As `connect`, without `ShippingConnectionError`.
         """
         self._start()
@@ -260,8 +260,8 @@ class Sender(End):
         self._check()
         data = Data(self._next, os.urandom(8), kind, [])
         delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, self, _wire=wire)
-        # Messages are encoded in the order in which they are sent. So while some wait to be encoded for the
-        # next connection, this one is encoded without a table, to see that it can be.
+        # Messages are encoded in the order in which they are sent. While earlier messages are not encoded for
+        # this connection, this one is encoded without a table, to prove that it can be.
         is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
         self._encode(delivery, self._encoder if is_in_turn else None)
         delivery._num_bytes = sum(delivery.data.lengths)
@@ -273,9 +273,9 @@ class Sender(End):
         return delivery
 
     async def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything that was accepted is acknowledged.
+        """Wait until all accepted messages are acknowledged.
 
-        Of messages that failed, the first whose `Delivery` has not raised is reported, once.
+        The first failed message whose `Delivery` has not raised is reported, once.
 
         Args:
             timeout: Seconds; None waits without limit.
@@ -302,13 +302,13 @@ class Sender(End):
             raise self._fatal
 
     async def aclose(self, timeout: float | None = 30.0) -> None:
-        """Wait for what is unacknowledged, then close.
+        """Wait for unacknowledged messages, then close.
 
         Args:
-            timeout: Seconds to wait; 0 gives up what is unacknowledged without an error.
+            timeout: Seconds to wait. 0 drops unacknowledged messages without an error.
 
         Raises:
-            ShippingError: As `flush`; the sender is closed in any case.
+            ShippingError: As `flush`. The sender is closed in any case.
         """
         self.claim()
         if self._closed:
@@ -341,7 +341,7 @@ class Sender(End):
         if error is None:
             await self.aclose()
             return
-        # Messages sent before the error have a moment to arrive; the error is what the caller must see.
+        # Messages sent before the error have a moment to arrive. The caller must see that error alone.
         with contextlib.suppress(ShippingError):
             await self.aclose(self._timing.goodbye)
 
@@ -379,7 +379,7 @@ class Sender(End):
         delivery.data = Data(delivery.data.seq, delivery.data.nonce, delivery.data.kind, lengths)
 
     async def _run(self) -> None:
-        """Keep a connection; however this ends, nobody waits for it in vain."""
+        """Keep a connection. However this ends, all waiters are woken."""
         try:
             await self._keep_connected()
         except ShippingError as error:
@@ -392,7 +392,7 @@ class Sender(End):
                 raise
 
     def _give_up(self, error: ShippingError) -> None:
-        """Fail everything that is unacknowledged, and whatever comes later."""
+        """Fail all unacknowledged messages, and all later ones."""
         if not self._closed:
             self._fatal = error
             for delivery in list(self._unacked.values()):
@@ -400,7 +400,7 @@ class Sender(End):
             self._changed.notify()
 
     async def _keep_connected(self) -> None:
-        """Connect again and again; raises when the receiver does not let this sender in."""
+        """Connect again and again. Raises when the receiver does not let this sender in."""
         wait = self._timing.first_retry
         while not self._closed:
             started = time.monotonic()
@@ -422,7 +422,7 @@ class Sender(End):
                 self._changed.notify()
             if time.monotonic() - started > 2 * wait + 1.0:
                 wait = self._timing.first_retry
-            # Workers whose trainer is back must not all connect at the same moment.
+            # After a restart of the trainer, workers must not connect all at once.
             await asyncio.sleep(wait * random.uniform(0.5, 1.0))  # noqa: S311
             wait = min(2 * wait, self._timing.last_retry)
 
@@ -465,7 +465,7 @@ class Sender(End):
                 self._settle(delivery, None)
 
     async def _write(self, connection: Connection, encoder: Encoder, max_bytes: int) -> None:
-        """Send what waits, one message after the other; the socket is full while the receiver has enough."""
+        """Send waiting messages in turn. The socket is full while the receiver's window is."""
         while True:
             await self._changed.wait_until(lambda: bool(self._waiting))
             delivery = self._waiting.popleft()
@@ -490,7 +490,7 @@ class Sender(End):
                     remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
                 )
                 self._fail(delivery, problem)
-                # The arrays that it would have brought are in no table of the receiver's.
+                # The receiver's table lacks the arrays of this message.
                 encoder.reset()
                 for each in self._waiting:
                     each._encoder = None

@@ -12,7 +12,7 @@ class Aligned:
     """Values of the tokens from position `start` on.
 
     Attributes:
-        arrays: By name, arrays or lists of one value a token, such as log-probabilities; or None.
+        arrays: By name, arrays or lists of one value a token, such as log-probabilities, or None.
         routed_experts: Router choices by position, or None.
         weight_versions: Spans of positions, and the weights that sampled them.
         allowed: Spans of positions, and the tokens that could be sampled there.
@@ -26,7 +26,7 @@ class Aligned:
     start: int = 0
 
     def cut(self, start: int, stop: int) -> "Aligned":
-        """Return the values of positions `[start, stop)`, which keep their positions; arrays are views."""
+        """Return the values of positions `[start, stop)`, which keep their positions. Arrays are views."""
         low, high = (max(0, position - self.start) for position in (start, stop))
         experts = self.routed_experts
         if experts is not None and (experts.start >= stop or experts.stop <= start):
@@ -57,7 +57,7 @@ class Aligned:
 
 
 def joined_spans(parts: Iterable[Aligned]) -> Aligned:
-    """Return the spans of parts whose positions rise; one version on both sides of a seam is one span."""
+    """Return the spans of parts in rising order. A version on both sides of a seam becomes one span."""
     versions: list[WeightVersionSpan] = []
     allowed: list[AllowedTokens] = []
     for part in parts:
@@ -69,7 +69,7 @@ def joined_spans(parts: Iterable[Aligned]) -> Aligned:
 
 
 def _overlapping(spans: Iterable[Any], start: int, stop: int) -> Iterable[Any]:
-    """Yield the parts of spans within `[start, stop)`; empty ones are left out."""
+    """Yield the parts of spans within `[start, stop)` that are not empty."""
     for span in spans:
         low, high = max(span.start, start), min(span.stop, stop)
         if low < high:

@@ -1,4 +1,4 @@
-"""Messages of recorded conversations: their plain form, without pixels, and what counts as equal."""
+"""Messages of recorded conversations: their plain form, without pixels, and when they are equal."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -54,9 +54,9 @@ def without_sources(message: Any) -> Any:
 def same_message(later: Message, earlier: Message) -> bool:
     """Whether two messages mean the same, whatever form a client library echoes them in.
 
-    Tool arguments compare as JSON, see `same_value`; empty equals absent; a text equals its one text part. If
-    `later` lacks the reasoning or a call's id that `earlier` has, as most client libraries lose them, it
-    still means the same. Another reasoning or id does not.
+    Tool arguments compare as JSON, see `same_value`. Empty equals absent. A text equals its one text part.
+    `later` may lack the reasoning and the ids of calls, which client libraries often lose. Another reasoning
+    or id is a difference.
     """
     if later is earlier:
         return True
@@ -119,7 +119,7 @@ def same_value(first: Any, second: Any, *, as_json: bool = False) -> bool:
 
 
 def _json_type(value: Any) -> type:
-    """Return the type that stands for a value's kind in JSON; the value's own for bool and all others."""
+    """Return one type for each kind of JSON value, and the own type of bool and other values."""
     if isinstance(value, bool):
         return bool
     kinds: tuple[tuple[Any, type], ...] = (
@@ -163,7 +163,7 @@ def _plain(value: Any, depth: int, where: str) -> Any:
 
 
 def _without_source(part: Any) -> Any:
-    """Return a content part without its image or video; any other is returned as it is."""
+    """Return a content part without its image or video. Other parts are returned as they are."""
     if _is_pixels(part):
         return {"type": "image"}
     if not isinstance(part, dict):

@@ -22,9 +22,9 @@ class WeightVersionSpan(NamedTuple):
 
 
 class AllowedTokens(NamedTuple):
-    """What completion tokens `[start, stop)` were chosen among, and their log-probabilities are of.
+    """Token ids among which tokens `[start, stop)` were sampled, and their log-probabilities normalised.
 
-    `token_ids` rise; with `forbids` they are what could not be chosen, in place of what could.
+    `token_ids` rise. With `forbids` they are the ids that could not be sampled.
     """
 
     start: int
@@ -66,19 +66,19 @@ class SampledTurn(Protocol):
 
     @property
     def allowed(self) -> Sequence[AllowedTokens]:
-        """What tokens of the completion were chosen among, where `logprobs` are of that."""
+        """Token ids among which the completion was sampled, if `logprobs` are normalised over them."""
 
     @property
     def restricted(self) -> Sequence[str]:
-        """Kinds of grammar that the completion was held to, where `allowed` does not say which tokens."""
+        """Kinds of grammar that restricted the completion, if `allowed` does not name the tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
     """Experts that the routers of a mixture-of-experts model chose, to be replayed in training.
 
-    The last sampled token is never fed back, so an engine has no row for it: for `n` tokens and start 0 there
-    are `n - 1` rows.
+    The last sampled token is never fed back, so an engine lacks its row: `n` tokens from start 0 have `n - 1`
+    rows.
 
     Attributes:
         data: Integers of shape `(rows, layers, top_k)`, often a read-only view of the engine's reply.
@@ -134,7 +134,7 @@ class RoutedExperts:
         return self.cut(start, self.stop)
 
     def cut(self, start: int, stop: int) -> "RoutedExperts":
-        """Return the rows of positions within `[start, stop)`, as a view; they keep their positions."""
+        """Return the rows of positions within `[start, stop)`, which keep their positions, as a view."""
         low, high = (min(max(position - self.start, 0), len(self.data)) for position in (start, stop))
         return RoutedExperts(self.data[low:high], self.start + low)
 
@@ -163,38 +163,37 @@ def last_run(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
     return start, end
 
 
-def assembled_experts(held: Sequence[tuple[RoutedExperts, int]]) -> RoutedExperts | None:
-    """Return the rows of the last gapless run; where several steps hold a row, that of the earliest.
-
-    The earliest call is the one that sampled a token, or first met it. Rows of one step are a view.
+def assembled_experts(parts: Sequence[tuple[RoutedExperts, int]]) -> RoutedExperts | None:
+    """Return the rows of the last gapless run. The earliest step with a row counts: it met the token first.
 
     Args:
-        held: From the root on, the rows of each step and up to which position the sequence is that step's.
+        parts: From the root on, the rows of each step, and the position at which its part of the sequence
+            ends.
     """
-    run = last_run((experts.start, min(experts.stop, stop)) for experts, stop in held)
+    run = last_run((experts.start, min(experts.stop, stop)) for experts, stop in parts)
     if run is None:
         return None
     start, end = run
-    used = [pair for pair in held if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
+    used = [pair for pair in parts if max(pair[0].start, start) < min(pair[0].stop, pair[1])]
     first = used[0][0]
     if len(used) == 1:
-        return RoutedExperts(first.data[start - first.start : end - first.start], start)
+        return first.cut(start, end)
     data = np.empty((end - start, *first.shape[1:]), first.dtype)
     for experts, stop in reversed(used):  # the earliest is written last
-        low, high = max(experts.start, start), min(experts.stop, stop)
-        data[low - start : high - start] = experts.data[low - experts.start : high - experts.start]
+        rows = experts.cut(start, stop)
+        data[rows.start - start : rows.stop - start] = rows.data
     return RoutedExperts(data, start)
 
 
 def new_rows(experts: RoutedExperts, known: tuple[int, int] | None, keep: int) -> RoutedExperts:
-    """Return the rows that are not known from earlier steps, or all where those leave gaps.
+    """Return the rows that are not known from earlier steps, or all if these leave gaps.
 
     The row of the last kept token is new: no earlier call fed that token back.
 
     Args:
         experts: Router choices of the whole sequence.
         known: Positions that earlier steps cover, see `last_run`.
-        keep: Number of leading tokens that are shared with them.
+        keep: Number of leading tokens that are shared with earlier steps.
     """
     start = max(experts.start, min(keep - 1, experts.stop))
     if known is None or known[0] > experts.start or known[1] < keep - 1 or start == experts.start:
@@ -208,18 +207,18 @@ def check_experts(value: Any, length: int, where: str) -> None:
     if not isinstance(value, RoutedExperts):
         problem, got = "router choices have the wrong type", type(value).__name__
         raise TrajectoryError(problem, where=where, expected="RoutedExperts", got=got)
-    least = max(0, length - 1)  # the last token is never fed back, so an engine need not have a row for it
-    if not least <= value.stop <= length or value.start > length:
+    shortest = max(0, length - 1)  # the last token is never fed back, so an engine may lack its row
+    if not shortest <= value.stop <= length or value.start > length:
         raise TrajectoryError(
             "the rows of routed experts do not fit the tokens",
             where=where,
-            expected=f"rows to position {least} or {length}",
+            expected=f"rows to position {shortest} or {length}",
             got=f"positions [{value.start}, {value.stop})",
         )
 
 
 def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> tuple[AllowedTokens, ...]:
-    """Return spans of what sampled tokens were chosen among, each of which must hold its tokens."""
+    """Return spans of allowed tokens. Each must allow the tokens that were sampled."""
     problem = "what was allowed is malformed"
     try:
         spans = msgspec.convert(value, tuple[AllowedTokens, ...])
@@ -233,7 +232,7 @@ def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> t
             got = str((span.start, span.stop))
             raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=got)
         end = span.stop
-        # A token named twice would count twice in what a log-probability is normalised by.
+        # A token named twice would count twice in the sum that normalises log-probabilities.
         if not all(map(lt, (-1, *span.token_ids), span.token_ids)):
             expected = "token ids that rise from 0 on"
             got = str(span.token_ids)[:100]

@@ -3,10 +3,10 @@
 ```python
 with TrajectoryWriter("run.mmc") as file:
     file.append(trajectory)        # one record
-    file.append(group)             # one record; content that its trajectories share is written once
+    file.append(group)             # one record, in which shared content is written once
 
 load_trajectories("run.mmc")       # all of them
-TrajectoryReader("run.mmc")[1]     # the trajectories of one record; nothing else is read
+TrajectoryReader("run.mmc")[1]     # the trajectories of one record, without reading others
 ```
 """
 
@@ -54,12 +54,12 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
     def append(self, trajectories: Trajectory | Sequence[Trajectory], *, id: str | None = None) -> int:
         """Write one trajectory, or a group as one record, and return the number of the record.
 
-        `id` is kept beside it, such as that of the message it came in; see `received_ids`.
+        `id` is kept with it, such as the id of its message, see `received_ids`.
 
         Raises:
-            TrajectoryError: A message or `extra` holds something that cannot be stored; nothing is written.
+            TrajectoryError: A message or `extra` cannot be stored. Nothing is written.
             MediaError: The class of an item has no stored form.
-            OSError: Writing failed, such as on a full disk; the part that was written is cut off, and later
+            OSError: Writing failed, such as on a full disk. The part that was written is cut off, and later
                 records can be appended once there is room.
         """
         group = [trajectories] if isinstance(trajectories, Trajectory) else trajectories
@@ -84,15 +84,15 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
 
 
 class TrajectoryReader:
-    """The records that a file held when it was opened, by number; each is a list of trajectories.
+    """The records that a file held when it was opened, by number. Each is a list of trajectories.
 
-    Pixels and router choices are read-only views of the memory map, which stays open as long as any of them.
-    A damaged record keeps its number, and costs no other.
+    Pixels and router choices are read-only views of the memory map, which stays open as long as any view.
+    A damaged record keeps its number, and other records can be read.
 
     Args:
         path: The file.
-        tail: Whether to read the newest record, and leave it out if it is torn. Without, only headers are
-            read until `settle` is called.
+        tail: Read the newest record, and leave it out if it is torn. Otherwise only headers are read until
+            `settle` is called.
 
     Raises:
         TrajectoryError: The file is of another kind.
@@ -112,7 +112,7 @@ class TrajectoryReader:
         return self._file.torn_bytes
 
     def refresh(self) -> int:
-        """Take in what was appended since, and return the number of records; raises as opening does."""
+        """Take in later appends, and return the number of records. Raises as opening does."""
         try:
             return self._file.refresh()
         except mmcodecs.CodecError as error:
@@ -123,18 +123,18 @@ class TrajectoryReader:
         return self._file.settle()
 
     def holds(self, number: int) -> bool:
-        """Read a record; return whether its bytes have the checksum of its header."""
+        """Return whether a record has the checksum of its header. Reads the record."""
         return self._file.holds(number)
 
     def checksum(self, number: int) -> int | None:
-        """Return the checksum of a record, by which it is known again; None where its header is damaged."""
+        """Return the checksum in the header of a record, or None if the header is damaged."""
         return self._file.checksum(number)
 
     def __len__(self) -> int:
         return len(self._file)
 
     def __getitem__(self, number: int) -> list[Trajectory]:
-        """Read one record; negative numbers count from the end.
+        """Read one record. Negative numbers count from the end.
 
         Raises:
             IndexError: The file has fewer records.
@@ -144,10 +144,10 @@ class TrajectoryReader:
         return trajectories_from_wire(self._read(number, verify=True))
 
     def head(self, number: int) -> list[Trajectory]:
-        """Read one record's tokens, numbers and messages, and the sizes of its items; nothing is verified.
+        """Read one record's tokens, numbers and messages, and the sizes of its items, without checksums.
 
-        The bytes of tensors are not read, but views of them are in the items. References have no source, and
-        steps no router choices. Raises as `__getitem__`, as far as damage shows.
+        The bytes of tensors are not read, but items hold views of them. Sources of references and router
+        choices are left out. Raises as `__getitem__`, as far as damage shows.
         """
         value = self._read(number, verify=False)
         if isinstance(value, dict):
@@ -177,28 +177,28 @@ def save_trajectories(
     """Append trajectories to a file and return how many records were written.
 
     Each element is one record: a trajectory, or a group whose members share common content. Raises as
-    `TrajectoryWriter` and its `append`; records before the one that failed stay in the file.
+    `TrajectoryWriter` and its `append`. Records before a failed one stay in the file.
     """
     with TrajectoryWriter(path, media_sources=media_sources) as file:
         return sum(1 for _ in map(file.append, trajectories))
 
 
 def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
-    """Return all sound trajectories of a file, those of a group one after another.
+    """Return all sound trajectories of a file in one list.
 
-    A damaged record, and a torn one at the end, are left out with a `RuntimeWarning` that names them.
+    Damaged records, and a torn one at the end, are left out with a `RuntimeWarning` that names them.
 
     Raises:
         TrajectoryError: The file is of another kind, or all of its records are damaged.
-        MediaError: The same, where it is an item that is damaged.
+        MediaError: All records are damaged, the first one in an item.
         OSError: It cannot be opened.
     """
     reader = TrajectoryReader(path)
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     damaged: dict[int, MMRenderError] = {}
     for number in range(len(reader)):
         try:
-            found += reader[number]
+            trajectories += reader[number]
         except MMRenderError as error:
             damaged[number] = error
     if damaged and len(damaged) == len(reader):
@@ -209,14 +209,11 @@ def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
         messages.append(f"{where}: torn after {len(reader)} records - {reader.torn_bytes} bytes are left out")
     for message in messages:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-    return found
+    return trajectories
 
 
 def received_ids(path: str | os.PathLike[str]) -> list[str]:
-    """Return the ids that records were appended with; damaged records are left out.
-
-    Contents are not compared with their checksums, so only the heads of records are read.
-    """
+    """Return the ids of sound records. Only the heads of records are read, without checksums."""
     file = mmcodecs.RecordReader(path, verify=False)
     ids = []
     for number in range(len(file)):

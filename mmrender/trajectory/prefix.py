@@ -13,10 +13,10 @@ from mmrender.trajectory.step import Int32Array
 
 
 class SharedPrefix(NamedTuple):
-    """The first `length` tokens agree, media included, and end inside no placeholder range.
+    """The first `length` tokens agree, media included, and do not end within a placeholder range.
 
-    Where the tokens alone agree further, up to `tokens`, `conflict` is the medium that only one of the two
-    sequences has there, and `known` says whether it is the earlier one.
+    If the tokens alone agree further, up to `tokens`, `conflict` is the medium that only one of the two
+    sequences has there, and `known` says whether this is the earlier sequence.
     """
 
     length: int
@@ -29,12 +29,12 @@ NOTHING_SHARED: Final = SharedPrefix(0, 0)
 
 
 def media_before(media: Sequence[MediaSpan], stop: int) -> Sequence[MediaSpan]:
-    """Return the media that begin before the token `stop`; they are in prompt order."""
+    """Return the media, in prompt order, that begin before the token `stop`."""
     return media[: bisect_left(media, stop, key=lambda span: span.range.offset)]
 
 
 def media_from(media: Sequence[MediaSpan], start: int) -> Sequence[MediaSpan]:
-    """Return the media that begin at the token `start` or later; they are in prompt order."""
+    """Return the media, in prompt order, that begin at the token `start` or later."""
     return media[bisect_left(media, start, key=lambda span: span.range.offset) :]
 
 
@@ -45,7 +45,7 @@ def shared_prefix(
     prompt: Int32Array,
     media: Sequence[MediaSpan],
 ) -> SharedPrefix:
-    """Compare a prompt with the part of a known sequence that begins at `start`; before that they agree.
+    """Compare a prompt with the part of a known sequence that begins at `start`. The tokens before are equal.
 
     Args:
         start: Number of tokens that agree already, media included.

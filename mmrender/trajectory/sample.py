@@ -1,8 +1,8 @@
 """`TrainingSample`: one token sequence as a trainer reads it, with everything that is aligned to its tokens.
 
-Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) give
-the same class, and `mmrender.training.collate` takes both. To add a field: declare it here, where `ALIGNED`
-checks arrays of one value a token; declare it on `TrainingBatch`; fill it in `mmrender.trajectory.step`.
+Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) produce
+the same class, and `mmrender.training.collate` takes both. To add a field, declare it here (`ALIGNED` checks
+arrays of one value a token) and on `TrainingBatch`, and fill it in `mmrender.trajectory.step`.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ IGNORE_INDEX: Final = -100
 """The label that PyTorch's cross entropy leaves out."""
 
 RESTRICTED: Final = "restricted"
-"""Key of a step's `extra`: the kinds of grammar or choices that its completion was held to, where the engine
-does not say which tokens they allowed. In a sample's `extra`: for each such completion its first token, the
-token after its last, and those kinds."""
+"""Key of a step's `extra`: the kinds of grammar or choices that restricted its completion, if the engine does
+not report the allowed tokens. In a sample's `extra`: for each restricted completion its first token, the
+token after its last, and the kinds."""
 
 ALIGNED: Final[Mapping[str, Any]] = {
     "token_ids": np.int32,
@@ -43,22 +43,22 @@ class TrainingSample:
     """One sequence to train on: a recorded conversation, or a branch or step of a trajectory.
 
     Attributes:
-        token_ids: The whole sequence, placeholders widened; int32 of shape `(n,)`.
-        loss_mask: Which tokens to train on; bool of shape `(n,)`.
-        logprobs: The sampler's log-probability of each token in the loss mask, 0.0 elsewhere; float32 of
-            shape `(n,)`, or None where nothing was sampled.
+        token_ids: The whole sequence, placeholders widened: int32 of shape `(n,)`.
+        loss_mask: Which tokens to train on: bool of shape `(n,)`.
+        logprobs: The sampler's log-probability of each token in the loss mask, 0.0 elsewhere: float32 of
+            shape `(n,)`, or None without sampled tokens.
         multi_modal_data: Items and placeholder ranges within `token_ids`.
-        rewards: A value for each token; float32 of shape `(n,)`, or None.
+        rewards: A value for each token: float32 of shape `(n,)`, or None.
         advantages: As `rewards`.
-        loss_weights: Weight of the loss on each token, above 0 in the loss mask and 0.0 elsewhere; float32 of
-            shape `(n,)`, or None where all tokens of the loss mask weigh the same.
+        loss_weights: Weight of the loss on each token, above 0 in the loss mask and 0.0 elsewhere: float32 of
+            shape `(n,)`, or None if all tokens of the loss mask weigh the same.
         routed_experts: Router choices of the tokens from `routed_experts.start` on, or None.
         weight_versions: Spans over `token_ids` with the weights that sampled them.
-        allowed: Spans over `token_ids` with what sampled tokens were chosen among; `logprobs` are of that.
+        allowed: Spans over `token_ids` with the allowed token ids, over which `logprobs` are normalised.
         tools: Definitions of the tools that the model was offered; None without tools.
         prompt_length: Number of tokens before the completion, for a sample of one step; None for others.
         rewritten: Messages of a recorded conversation that the template drops, or writes differently than a
-            model would have, by index, why, and the part that is trained on if any; see `OnRewritten`.
+            model would have, by index: the reason, and the part that is trained on. See `OnRewritten`.
         rendered: The same tokens with their attribution, for a recorded conversation.
         sample_id: Names the sample in errors and keeps its place in a batch.
         extra: Further data of the caller's, carried into the batch's metadata.
@@ -116,7 +116,7 @@ class TrainingSample:
 
     @cached_property
     def mm_token_type_ids(self) -> npt.NDArray[np.integer]:
-        """0 for text, 1 for an image's features, 2 for a video's; int64 of shape `(n,)`.
+        """0 for text, 1 for an image's features, 2 for a video's: int64 of shape `(n,)`.
 
         Raises:
             PlaceholderError: As `media_spans`.
@@ -124,5 +124,5 @@ class TrainingSample:
         return mm_token_type_ids(self.media_spans, len(self))
 
     def labels(self, ignore_index: int = IGNORE_INDEX) -> npt.NDArray[np.int64]:
-        """Return token ids where trained on, else `ignore_index`; int64 of shape `(n,)`, not shifted."""
+        """Return the ids of trained tokens, else `ignore_index`: int64 of shape `(n,)`, not shifted."""
         return np.where(self.loss_mask, self.token_ids.astype(np.int64), ignore_index)

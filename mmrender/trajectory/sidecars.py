@@ -1,9 +1,9 @@
-"""Steps of other libraries without repeated sidecars: each image is kept where no later step repeats it.
+"""Steps of other libraries without repeated sidecars: each image stays in its last step only.
 
 Rollout libraries of the verifiers kind write every step of a multi-turn rollout with all images so far, so a
 rollout grows with the square of its turns. A step is a mapping or an object of any class. Its token block
 (`prompt_ids`, `completion_ids`, `multi_modal_data`) lies at `tokens`, and a second one may lie at
-`response.message.tokens`. A step continues the one named by its `parent` (an index, None for a root), or else
+`response.message.tokens`. A step continues its `parent` (an index, None for a root), or without this field
 the step before it.
 """
 
@@ -25,15 +25,15 @@ _FIELDS: Final = ("mm_hashes", "mm_placeholders", "mm_items")
 
 
 def strip_intermediate_mm_data(trajectory: Sequence[Any]) -> list[Any]:
-    """Return the steps with their sidecars left only where no continuation repeats them.
+    """Return the steps without sidecars that a continuation repeats.
 
     A step loses its sidecar, in both token blocks, if a step that continues it extends it: the later prompt
-    begins with this step's prompt and completion, and the later sidecar with this one's entries. In a plain
-    multi-turn rollout the last step alone keeps its sidecar; before a branch or a compaction the step that
-    would otherwise lose images keeps it. Where neither step has token ids, the sidecars decide.
+    begins with this step's prompt and completion, and the later sidecar with this step's entries. In a plain
+    multi-turn rollout the last step alone keeps its sidecar. A step before a branch or a compaction keeps
+    images that would be lost. If neither step has token ids, the sidecars decide.
 
     The input is not changed: steps that lose a sidecar are copied along the path to it, which then holds
-    None; the others are returned as they are.
+    None. Other steps are returned as they are.
 
     Raises:
         TrajectoryError: Token ids are malformed, a parent comes after its child, or a step cannot be copied.
@@ -89,7 +89,7 @@ def _covers(later: Any, earlier: Any, tokens_extend: bool) -> bool:
     """Whether a sidecar begins with the entries of another."""
     held = [field for field in _FIELDS if isinstance(_get(earlier, field), Mapping)]
     if not held:
-        # A sidecar of unknown form: a prompt that extends another needs all that the other needed.
+        # A sidecar of unknown form: a prompt that extends another one needs all of its media.
         return later is not None and (tokens_extend or same_value(later, earlier))
     return all(
         same_value(list(_get(_get(later, field), modality) or ())[: len(entries)], list(entries))
@@ -109,7 +109,7 @@ def _at(step: Any, path: _Path) -> Any:
 
 
 def _sidecars(step: Any) -> Iterator[tuple[_Path, Any]]:
-    """Yield path and value of each sidecar of a step; an empty one counts."""
+    """Yield path and value of each sidecar of a step, also of empty ones."""
     for block in _BLOCKS:
         path = (*block, _SIDECAR)
         if (sidecar := _at(step, path)) is not None:
@@ -117,7 +117,7 @@ def _sidecars(step: Any) -> Iterator[tuple[_Path, Any]]:
 
 
 def sidecar_of(step: Any) -> Any:
-    """Return the sidecar of the first token block that has one, None if there is none."""
+    """Return the sidecar of the first token block that has one, or None."""
     return next((sidecar for _, sidecar in _sidecars(step)), None)
 
 
@@ -127,7 +127,7 @@ def _token_block(step: Any) -> Any:
 
 
 def _replaced(node: Any, path: _Path, value: Any, where: str) -> Any:
-    """Return a copy of `node` with `value` at `path`; only the objects along the path are copied."""
+    """Return a copy of `node` with `value` at `path`. Only objects along the path are copied."""
     name, *rest = path
     if rest:
         value = _replaced(_get(node, name), tuple(rest), value, f"{where}.{name}")
@@ -144,7 +144,7 @@ def _replaced(node: Any, path: _Path, value: Any, where: str) -> Any:
         elif isinstance(node, msgspec.Struct):
             msgspec.structs.force_setattr(clone, name, value)
         else:
-            # As a frozen dataclass refuses setattr; the copy belongs to nobody else yet.
+            # A frozen dataclass refuses setattr, and nothing else refers to the copy yet.
             object.__setattr__(clone, name, value)
         return clone
     except (AttributeError, TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""`Step`: one call of the model, stored as what it adds to its parent; `Branch`: one sequence of the tree.
+"""`Step`: one call of the model, stored as an addition to its parent. `Branch`: one sequence of the tree.
 
-Both give training samples. Everything whole (token ids, sidecar, messages, router choices) is put together
-from the steps on the way to the root when it is asked for.
+Both produce training samples. Whole values (token ids, sidecar, messages, router choices) are put together
+from the steps on the way to the root when they are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
 class Part(NamedTuple):
-    """The contribution of a step to the sequence of a later one: its own tokens up to the position `stop`."""
+    """A step's part of a later step's sequence: its own tokens up to the position `stop`."""
 
     step: "Step"
     stop: int
@@ -57,30 +57,29 @@ class Part(NamedTuple):
 
 @dataclass(eq=False, slots=True, repr=False)
 class Step:
-    """One prompt and what was sampled after it. Made by `Trajectory.append`.
+    """One prompt and its completion. Made by `Trajectory.append`.
 
-    `reward` and `extra` may be set later; everything else is fixed, its arrays are read-only.
+    `reward` and `extra` may be set later. All other fields are fixed, and their arrays read-only.
 
     Attributes:
         index: Position in `Trajectory.steps`.
         parent: The step that this one starts from, None for a root.
         keep: Number of leading tokens that it shares with the parent's prompt and completion.
-        own_ids: Tokens after those: the rest of the prompt, then the completion; int32.
-        added: How many of `own_ids` belong to the prompt.
+        own_ids: The tokens after them, int32: the rest of the prompt, then the completion.
+        added: Number of `own_ids` that belong to the prompt.
         own_media: Media that begin after the first `keep` tokens, in prompt order.
         new_items: Items of `own_media` that no earlier step of the trajectory shows, each once.
-        logprobs: One for each sampled token, float32, or None where the engine gave none.
+        logprobs: One for each sampled token, float32, or None.
         finish_reason: Why sampling ended: `stop`, `length`, `abort`, or another word of the engine.
-        own_experts: Router choices that are not known from the parent; positions count from the first token
-            of the prompt.
+        own_experts: Router choices that are not known from the parent, by position in the whole sequence.
         weight_versions: Spans over the completion.
-        allowed: Spans over the completion with what its tokens were chosen among; `logprobs` are of that.
+        allowed: Spans over the completion with allowed token ids, over which `logprobs` are normalised.
         messages_keep: Number of leading messages that it shares with the parent's conversation.
-        new_messages: The messages after those, the sampled one included.
-        tools: Definitions of the tools that the model was offered; None without tools. Steps with equal tools
-            share one object.
+        new_messages: The messages after them, the sampled one included.
+        tools: Definitions of the tools that the model was offered, or None. Steps with equal tools share one
+            object.
         reward: One number for the step, one for each sampled token, or None.
-        extra: Data of the caller; text keys.
+        extra: Data of the caller, with text keys.
     """
 
     index: int
@@ -103,7 +102,7 @@ class Step:
     _sequence: Int32Array | None = None
 
     def __post_init__(self) -> None:
-        """Check what a caller or the wire gave against the tokens."""
+        """Check the values against the tokens."""
         where, sampled = f"steps[{self.index}]", len(self.own_ids) - self.added
         self.own_ids.flags.writeable = False
         self.logprobs = check_numbers(self.logprobs, sampled, f"{where}.logprobs")
@@ -119,7 +118,7 @@ class Step:
         return self.keep + len(self.own_ids)
 
     def __bool__(self) -> bool:
-        return True  # a step without tokens is a step: `if step.parent` asks whether there is one
+        return True  # a step without tokens is a step: `if step.parent` asks for a parent
 
     def __repr__(self) -> str:
         start = "a root" if self.parent is None else f"{self.keep} tokens of step {self.parent.index}"
@@ -169,7 +168,7 @@ class Step:
 
     @property
     def previous(self) -> "Step | None":
-        """The last step whose prompt and completion this one's prompt begins with, None if there is none."""
+        """The last step whose prompt and completion this prompt begins with, or None."""
         whole = [part.step for part in self.parts()[:-1] if part.whole]
         return whole[-1] if whole else None
 
@@ -180,7 +179,7 @@ class Step:
 
     @property
     def multi_modal_data(self) -> MultiModalData:
-        """The sidecar of the whole prompt; items are shared with all steps that show them."""
+        """The sidecar of the whole prompt. Items are shared with all steps that show them."""
         return MultiModalData.of((span.range, span.item) for span in self.media)
 
     @property
@@ -195,27 +194,27 @@ class Step:
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
-        """Router choices of prompt and completion, put together from the steps that hold them.
+        """Router choices of prompt and completion, put together from the steps.
 
-        For each position the row of the step whose engine call met it first, which for a sampled token is
-        the call that sampled it. Positions before the last gapless run are left out.
+        Each row comes from the first engine call with this position, for a sampled token the call that
+        sampled it. Positions before the last gapless run are left out.
         """
-        held = self.held_experts()
-        return assembled_experts(held) if held else None
-
-    def held_experts(self) -> list[tuple[RoutedExperts, int]]:
-        """Return, from the root on, the router choices of each step and how far the sequence is its own."""
-        parts = ((part.step.own_experts, part.stop) for part in self.parts())
-        return [(experts, stop) for experts, stop in parts if experts is not None]
+        parts = self._experts_of_parts()
+        return assembled_experts(parts) if parts else None
 
     def experts_run(self, stop: int) -> tuple[int, int] | None:
         """Return the last gapless run of positions before `stop` whose router choices are known."""
-        return last_run((experts.start, min(experts.stop, end, stop)) for experts, end in self.held_experts())
+        return last_run((own.start, min(own.stop, end, stop)) for own, end in self._experts_of_parts())
+
+    def _experts_of_parts(self) -> list[tuple[RoutedExperts, int]]:
+        """Return, from the root on, the router choices of each part and its end."""
+        parts = ((part.step.own_experts, part.stop) for part in self.parts())
+        return [(experts, stop) for experts, stop in parts if experts is not None]
 
     def parts(self) -> list[Part]:
-        """Return the contribution of each step on the way from the root, this one last.
+        """Return the part of each step on the way from the root, this step last.
 
-        Steps that contribute no token are left out, this one excepted.
+        Steps without a token in the sequence are left out, except this step.
         """
         parts = [Part(self, len(self))]
         stop, step = self.keep, self.parent
@@ -232,10 +231,10 @@ class Branch:
     """One sequence of a trajectory, from the first token to the end of its last step.
 
     Attributes:
-        trajectory_id: Of the trajectory.
+        trajectory_id: The trajectory's.
         index: Position in `Trajectory.branches()`.
         tip: The last step.
-        extra: That of the trajectory, such as a group id.
+        extra: The trajectory's, such as a group id.
     """
 
     trajectory_id: str
@@ -248,7 +247,7 @@ class Branch:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps whose prompt and completion the sequence holds whole, the last one last."""
+        """The steps whose whole prompt and completion are in the sequence, in order."""
         return tuple(part.step for part in self.tip.parts() if part.whole)
 
     @property
@@ -266,11 +265,11 @@ class Branch:
     ) -> TrainingSample:
         """Return the sequence as a sample that trains on every token that was sampled.
 
-        Its `extra` is that of the trajectory, with `trajectory_id` and `steps`, the numbers of the steps.
+        Its `extra` is the trajectory's, with `trajectory_id` and `steps`, the numbers of the steps.
 
         Args:
-            trained: By step, up to which position its tokens are trained on already; these are masked out,
-                and the dict is brought up to date. None trains on all.
+            trained: By step, the position up to which its tokens are trained on already. These are masked
+                out, and the dict is brought up to date. None trains on all.
             require_logprobs: Refuse sampled tokens without log probabilities, instead of giving them 0.0.
 
         Raises:
@@ -342,11 +341,11 @@ def _sample(
 
 
 def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | None:
-    """Place rewards: those of tokens on their tokens, one of a whole step on its last sampled token.
+    """Place rewards: of tokens on their tokens, of a whole step on its last sampled token.
 
-    A step that sampled nothing has its reward on the last token sampled before it; where nothing was, on its
-    own last token, which no loss mask marks and no later token is credited for. One reward of a step that the
-    sequence holds in part is left out: it was given for another ending.
+    A step without samples adds its reward to the previous sampled token, or without one to its prompt's last
+    token, which no loss mask marks. One reward of a step that is in the sequence in part is left out: it
+    belongs to another ending.
     """
     if all(part.step.reward is None for part in parts):
         return None
@@ -369,7 +368,7 @@ def check_ids(value: Any, where: str, *, start: int = 0) -> Int32Array:
     Args:
         value: A flat list, tuple or integer array; None for no tokens.
         where: Path for errors.
-        start: Index of the first of them, for errors.
+        start: Index of the first id, for errors.
 
     Raises:
         TrajectoryError: They are not flat integers of 32 bits, or one is negative.
@@ -397,10 +396,10 @@ def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = F
     """Return numbers as read-only float32 `[count]`, one number as a float, None as None.
 
     Args:
-        value: What was given.
-        count: Number of sampled tokens; None allows one number only.
+        value: Numbers, one number or None.
+        count: Number of sampled tokens. None allows one number only.
         where: Path for errors.
-        reward: Whether they are a reward, which may be one number for all tokens, not log probabilities.
+        reward: Whether this is a reward, which may be one number, rather than log probabilities.
     """
     if value is None:
         return None
@@ -423,7 +422,7 @@ def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = F
 
 
 def check_extra(value: Any, where: str) -> dict[str, Any]:
-    """Return a copy of a mapping with text keys; None gives an empty one."""
+    """Return a copy of a mapping with text keys, empty for None."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -432,14 +431,14 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
 
 
 def check_tools(value: Any, where: str) -> Tools | None:
-    """Return tool definitions as a copy in plain data; None for None.
+    """Return tool definitions as a copy in plain data, or None for None.
 
     Args:
         value: As for `Renderer.render`.
         where: Path for errors.
 
     Raises:
-        TrajectoryError: A definition holds something that has no plain form.
+        TrajectoryError: A definition is not plain data.
         MessageError: As `normalize_tools`.
     """
     tools = normalize_tools(value, where=where)

@@ -8,9 +8,9 @@ samples = trajectory.samples()
 frames = trajectory.to_frames()            # for a transport of your own: Trajectory.from_frames(frames)
 ```
 
-Every step is given whole and stored as what it adds. Its place is found by its tokens and media: a next turn
+Every step is passed whole and stored as an addition. Its place is found by its tokens and media: a next turn
 extends the step before, a retry or a sibling starts at the end of their common prompt, and a conversation
-whose history was summarised starts where the tokens part.
+with a summarised history starts at the first token that differs.
 """
 
 import uuid
@@ -69,14 +69,14 @@ class Trajectory(Drawn):
     Not for use from several threads at once.
 
     Args:
-        trajectory_id: Name in error messages and sample ids; None makes a unique one.
-        extra: Data of the caller; text keys.
+        trajectory_id: Name in error messages and sample ids. None makes a unique one.
+        extra: Data of the caller, with text keys.
 
     Attributes:
-        trajectory_id: As given or made.
+        trajectory_id: The name.
         reward: Of the rollout as a whole, or None.
         error: Why the rollout ended early, or None.
-        extra: A copy of what was given.
+        extra: A copy of the caller's data.
     """
 
     def __init__(self, trajectory_id: str | None = None, *, extra: Mapping[str, Any] | None = None) -> None:
@@ -143,25 +143,26 @@ class Trajectory(Drawn):
         reward: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Step:
-        """Add one call of the model, of which you name what was recorded; `append_turn` takes a turn whole.
+        """Add one call of the model. `append_turn` takes a sampled turn whole.
 
-        A call that extends the newest step costs what it adds, and one comparison of the tokens before.
+        The cost of a call that extends the newest step grows with its additions, except for one comparison of
+        the tokens before.
 
         Args:
             prompt_ids: The whole prompt: a list, tuple or integer array.
             completion_ids: The sampled tokens, stop token included.
-            logprobs: One finite number for each sampled token; None if there are none.
+            logprobs: One finite number for each sampled token, or None.
             multi_modal_data: Sidecar of the whole prompt.
             parent: The step to start from. None takes the newest step if the prompt begins with all of it,
                 and else the step that shares the longest prefix.
             messages: The whole conversation, the sampled message included.
-            tools: The tools that the model was offered, as for `Renderer.render`; None without tools.
+            tools: The tools that the model was offered, as for `Renderer.render`, or None.
             finish_reason: Why sampling ended.
-            routed_experts: Router choices of prompt and completion; rows that earlier steps hold are dropped.
-            weight_versions: Which weights sampled which tokens of the completion.
-            allowed: What tokens of the completion were chosen among, where `logprobs` are of that.
+            routed_experts: Router choices of prompt and completion. Rows of earlier steps are dropped.
+            weight_versions: Spans of the completion, and the weights that sampled them.
+            allowed: Spans of the completion, and the token ids over which `logprobs` are normalised.
             reward: A number, or one for each sampled token.
-            extra: Data to keep beside the step; text keys.
+            extra: Data to keep with the step, with text keys.
 
         Raises:
             TrajectoryError: Something does not fit the tokens or the parent, or a tool is not plain data. The
@@ -241,18 +242,9 @@ class Trajectory(Drawn):
         reward: Any = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Step:
-        """Add a sampled turn with everything that its engine said of it; see `append` for the rest.
+        """Add a sampled turn, such as `generate` returns, with all of its engine's data.
 
-        Args:
-            turn: What `generate` returned, or a value with the same properties.
-            parent: As for `append`; `messages`, `tools`, `reward` and `extra` likewise.
-            messages: See `parent`.
-            tools: See `parent`.
-            reward: See `parent`.
-            extra: See `parent`.
-
-        Raises:
-            MMRenderError: As for `append`.
+        The other arguments and errors are those of `append`.
         """
         restricted = {RESTRICTED: list(turn.restricted)} if turn.restricted else {}
         return self.append(
@@ -272,7 +264,7 @@ class Trajectory(Drawn):
         )
 
     def branches(self) -> list[Branch]:
-        """Return, in order, the sequences that no later step extends: one for each last step of a line.
+        """Return one branch for each step that no later step extends, in order.
 
         A retry, a sibling and a compacted conversation each end a branch of their own.
         """
@@ -303,21 +295,21 @@ class Trajectory(Drawn):
         return [sample for sample in samples if sample.loss_mask.any()]
 
     def to_frames(self, *, media_sources: MediaSources = "drop") -> list[bytearray | memoryview]:
-        """Return the trajectory as frames for a transport that sends several parts; pixels are not copied.
+        """Return the trajectory as frames for a transport that sends several parts, without copying pixels.
 
         Args:
             media_sources: `"drop"` puts None in place of images in messages, whose pixels travel in the
-                items; `"keep"` carries messages as they are, with each image a second time.
+                items. `"keep"` carries messages as they are, with each image a second time.
 
         Raises:
             TrajectoryError: A message or `extra` holds something that cannot be encoded.
-            MediaError: The class of a media item has no form on the wire.
+            MediaError: The class of a media item cannot travel.
         """
         return mmcodecs.encode_frames(trajectories_to_wire([self], media_sources=media_sources, share=False))
 
     @staticmethod
     def from_frames(frames: Sequence[Any]) -> "Trajectory":
-        """Return the trajectory of `to_frames`; its pixels are read-only views of the frames.
+        """Return the trajectory of `to_frames`, whose pixels are read-only views of the frames.
 
         Raises:
             CodecError: The frames are damaged.
@@ -325,28 +317,28 @@ class Trajectory(Drawn):
             MediaError: A media item is damaged.
             PlaceholderError: Placeholder ranges do not fit the tokens.
         """
-        found = trajectories_from_wire(mmcodecs.decode(frames))
-        if len(found) != 1:
+        group = trajectories_from_wire(mmcodecs.decode(frames))
+        if len(group) != 1:
             raise TrajectoryError(
-                "the message holds a group", where="trajectories", expected="one", got=str(len(found))
+                "the message holds a group", where="trajectories", expected="one", got=str(len(group))
             )
-        return found[0]
+        return group[0]
 
     def to_bytes(self, *, media_sources: MediaSources = "drop") -> memoryview:
-        """Return the trajectory as one buffer; otherwise as `to_frames`."""
+        """Return the trajectory as one buffer, otherwise as `to_frames`."""
         return mmcodecs.encode(trajectories_to_wire([self], media_sources=media_sources, share=False))
 
     @staticmethod
     def from_bytes(data: Any) -> "Trajectory":
-        """Return the trajectory of `to_bytes`; otherwise as `from_frames`."""
+        """Return the trajectory of `to_bytes`, otherwise as `from_frames`."""
         return Trajectory.from_frames(data)
 
     def _placed(self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str) -> _Place:
-        """Find where a prompt starts by comparing it with the steps."""
+        """Find the place of a prompt by comparing it with the steps."""
         prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
         media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
         if parent is None:
-            # Each token that is stored is looked at once at most.
+            # Each stored token is compared at most once.
             best: Step | None = None
             found = NOTHING_SHARED
             all_shared: list[SharedPrefix] = []
@@ -357,7 +349,7 @@ class Trajectory(Drawn):
                 all_shared.append(shared)
                 if shared.tokens > found.tokens:
                     best, found = step, shared
-            # Tokens that the step has from its own parent are the parent's.
+            # Shared tokens that a step has from its parent make the parent the place.
             while best is not None and best.parent is not None and found.length <= best.keep:
                 best = best.parent
             parent, shared = best if found.tokens else None, found
@@ -376,7 +368,7 @@ class Trajectory(Drawn):
         return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
 
     def _shared_tools(self, tools: Sequence[Any] | None, where: str) -> Tools | None:
-        """Check definitions; return those of an earlier step if they are equal, in the order of keys too."""
+        """Check definitions, and return an earlier step's if they are equal, with keys in the same order."""
         for known in self._tools.values():
             if known is tools:
                 return known
@@ -384,7 +376,7 @@ class Trajectory(Drawn):
         return checked and self._tools.setdefault(msgspec.msgpack.encode(checked), checked)
 
     def _settle(self) -> None:
-        """Drop what only makes the next call cheap; a rollout that is read out has mostly ended."""
+        """Drop the list that makes the next call cheap, since a rollout that is read has mostly ended."""
         if self._newest is not None:
             self._newest.prompt = []
 
@@ -424,11 +416,11 @@ class _Newest:
         self.experts_run: tuple[int, int] | None = None
         self._array: Int32Array | None = None
         self.prompt: list[int] = []
-        """The tokens as a list that shares its numbers with the caller's prompts, where those are lists."""
+        """The tokens as a list that shares its numbers with prompts that come as lists."""
         self._media: dict[str, _Shown] = {}
 
     def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> _Place | None:
-        """Return what a prompt adds to this step, or None if it does not begin with all of it."""
+        """Return a prompt's additions to this step, or None if it does not begin with all of it."""
         length = len(self.step)
         if not len(self.step.own_ids) or not self._begins(prompt_ids, length):
             return None
@@ -439,7 +431,7 @@ class _Newest:
         return _Place(self.step, length, added, media)
 
     def extend(self, step: Step, completion_ids: Any) -> None:
-        """Take in a step that extends this one, and its sampled tokens as they were given."""
+        """Take in a step that extends this one, and its sampled tokens as the caller passed them."""
         start, stop = len(self.step), len(step)
         array = self._whole()
         if len(array) < stop or not array.flags.writeable:
@@ -462,7 +454,7 @@ class _Newest:
         step._sequence.flags.writeable = False
 
     def _whole(self) -> Int32Array:
-        """Return the tokens; what a step is made of is put together when the first prompt extends it."""
+        """Return the tokens. The buffers are filled when the first prompt extends the step."""
         if self._array is None:
             step = self.step
             self._array = step.token_ids
@@ -483,23 +475,23 @@ class _Newest:
             prompt_ids = list(prompt_ids) if isinstance(prompt_ids, tuple) else prompt_ids
             if prompt_ids[length - len(own) : length] != own.tolist():
                 return False
-            # The list shares its numbers with the prompts that grew out of each other: those compare by
-            # address, and without a slice that would touch each of them.
+            # The list shares its numbers with earlier prompts, so it compares by address, and without a
+            # slice that would touch each number.
             is_new = not self.prompt
             known = self._whole()[:length].tolist() if is_new else self.prompt
             del known[length:]
             known += prompt_ids[length:]
-            is_alike = known == prompt_ids
-            if is_new and is_alike:
+            is_same = known == prompt_ids
+            if is_new and is_same:
                 self.prompt = prompt_ids.copy()
-            return is_alike
+            return is_same
         self.prompt = []
         if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
             return np.array_equal(prompt_ids[:length], self._whole()[:length])
         return False
 
     def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
-        """Return the media after those of this step, or None where they do not begin alike or do not fit."""
+        """Return the media after this step's, or None if these differ or the others do not fit."""
         columns = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
         for modality, known in self._media.items():
             count = len(known.items)
@@ -517,16 +509,16 @@ class _Newest:
         try:
             spans = MultiModalData(*added).spans(length)
         except PlaceholderError:
-            return None  # the whole sidecar is checked next, and its error names the right place
+            return None  # then the whole sidecar is checked, whose error names the right place
         return [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
 
 
 def trajectories_to_wire(
     trajectories: Iterable[Trajectory], *, media_sources: MediaSources = "drop", share: bool = True
 ) -> dict[str, Any]:
-    """Return trajectories as plain data for the codec; content that they share is written once.
+    """Return trajectories as plain data for the codec, in which shared content is written once.
 
-    Arrays are those of the trajectories, except the pools of tokens and numbers.
+    Arrays of items and router choices are not copied.
 
     Args:
         trajectories: Such as the rollouts of a group.
@@ -535,7 +527,7 @@ def trajectories_to_wire(
 
     Raises:
         TrajectoryError: A message holds something that cannot be encoded.
-        MediaError: The class of a media item has no form on the wire.
+        MediaError: The class of a media item cannot travel.
     """
     records = []
     for each in trajectories:
@@ -545,7 +537,7 @@ def trajectories_to_wire(
 
 
 def trajectories_from_wire(wire: Any) -> list[Trajectory]:
-    """Return the trajectories of `trajectories_to_wire`. Arrays are views of those given.
+    """Return the trajectories of `trajectories_to_wire`, with views of its arrays.
 
     Raises:
         TrajectoryError: The data is something else, of another version, or damaged.

@@ -1,7 +1,7 @@
 """Cutting a prompt or a sample to a length, at whole images, with the sidecar and all aligned arrays."""
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,12 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
 
 
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
-    """Return a prompt or sample of at most `max_tokens` tokens, cut where no image is cut.
+    """Return a prompt or sample of at most `max_tokens` tokens, with whole images.
 
-    Everything that is aligned to the tokens is cut with them: attribution, masks, advantages, router choices,
-    the sidecar. Rewards of tokens that are cut are added to that of the last token left to train on, as the
-    reward of a whole step is placed on its end, so their sum stays. A prompt that fits is returned as it is.
-    `text` and `roles` of a rendered prompt stay whole.
+    All values that are aligned to the tokens are cut with them: attribution, masks, advantages, router choices,
+    the sidecar. Rewards beyond the cut move to the last token left to train on, as the reward of a whole step
+    lies on its end, so their sum stays. A prompt that fits is returned as it is. `text` and `roles` of a
+    rendered prompt stay whole.
 
     Raises:
         TrajectoryError: `max_tokens` is negative, or rewards are cut and no token is left to train on.
@@ -47,23 +47,15 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     kept = media_before(prompt.multi_modal_data.spans(), length)
     sidecar = MultiModalData.of((span.range, span.item) for span in kept)
     if isinstance(prompt, TrainingSample):
-        return replace(prompt, multi_modal_data=sidecar, **_truncated(prompt, length))
+        fields = prompt.aligned.cut(0, length).fields() | {"rewards": _moved_rewards(prompt, length)}
+        prompt_length = None if prompt.prompt_length is None else min(prompt.prompt_length, length)
+        return replace(prompt, multi_modal_data=sidecar, prompt_length=prompt_length, rendered=None, **fields)
     spans = tuple(span._replace(stop=min(span.stop, length)) for span in prompt.spans if span.start < length)
     return replace(prompt, token_ids=prompt.token_ids[:length], spans=spans, multi_modal_data=sidecar)
 
 
-def _truncated(sample: TrainingSample, length: int) -> dict[str, Any]:
-    """Return the fields that are aligned to the tokens, cut."""
-    prompt_length = None if sample.prompt_length is None else min(sample.prompt_length, length)
-    return sample.aligned.cut(0, length).fields() | {
-        "rewards": _moved_rewards(sample, length),
-        "prompt_length": prompt_length,
-        "rendered": None,
-    }
-
-
 def _moved_rewards(sample: TrainingSample, length: int) -> npt.NDArray[np.float32] | None:
-    """Return the rewards of the kept tokens, those of the others added to the last one that is trained on."""
+    """Return the rewards of the kept tokens, with all later rewards on the last trained token."""
     if sample.rewards is None or not sample.rewards[length:].any():
         return None if sample.rewards is None else sample.rewards[:length]
     trained = np.flatnonzero(sample.loss_mask[:length])

@@ -9,11 +9,11 @@ The form is a dict:
 - `items`: the distinct media items, as `mmrender.media.wire.items_to_wire` writes them.
 - `experts`: by name of the step, such as `trajectories[0].steps[3]`, the first position of its router choices
   and the array `[rows, layers, top_k]`.
-- `extras`: by name of the trajectory or step, its mapping, where it is not empty.
+- `extras`: by name of the trajectory or step, its mapping, if it is not empty.
 
 It is linear in distinct content: an item, a token or a message is written once, however many steps, branches
-and trajectories show it. Readers leave out fields that they do not know, so a field can be added without
-another version, unless it changes what others mean.
+and trajectories show it. Readers leave out unknown fields, so a field can be added without another version,
+unless it changes the meaning of other fields.
 
 Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
 bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
@@ -43,7 +43,7 @@ _VERSIONS: Final = (3, 4, VERSION)
 """Versions that are read."""
 
 _MAX_TOKENS: Final = 1 << 26
-"""Most tokens of all steps of one form together; on the wire, roots may share theirs."""
+"""Maximum number of tokens of all steps together. On the wire, roots may share tokens."""
 _CODED: Final = 1
 """Type of the extension for values that msgpack lacks."""
 _SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
@@ -71,17 +71,17 @@ class MediaRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step; steps and messages are named by their row in the whole form.
+    """One step. Steps and messages are named by their row in the whole form.
 
     Attributes:
-        base: The parent; for a root the root of an earlier trajectory with the same first tokens, or None.
-        keep: Tokens that are taken from the base.
-        added: How many of `tokens` belong to the prompt; the others were sampled.
-        tokens: Those that follow, int32, little-endian.
-        media: Those that begin after the tokens that are taken.
-        logprobs: Of the sampled tokens, float32, little-endian; or None.
+        base: The parent. For a root the root of an earlier trajectory with the same first tokens, or None.
+        keep: Number of tokens that are taken from the base.
+        added: Number of `tokens` that belong to the prompt. The rest was sampled.
+        tokens: The tokens after them, int32, little-endian.
+        media: The media that begin in `tokens`.
+        logprobs: One for each sampled token, float32, little-endian, or None.
         messages_keep: Messages that it shares with the parent's conversation.
-        messages: The messages that follow them.
+        messages: The messages after them.
         finish_reason: As in `Step`.
         reward: One number, one for each sampled token, or None.
         weight_versions: Version, start and stop of each span.
@@ -114,12 +114,12 @@ class TrajectoryRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Table(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The trajectories, and what they share.
+    """The trajectories, and their shared content.
 
     Attributes:
         trajectories: Their rows.
         messages: The distinct messages: whether one was a `Message`, and its plain form.
-        token_sets: The distinct sets that sampled tokens were chosen among, int32, little-endian.
+        token_sets: The distinct sets of allowed tokens, int32, little-endian.
         tools: The distinct lists of tool definitions.
     """
 
@@ -137,7 +137,7 @@ class _Form(msgspec.Struct):
 
 
 def write_records(records: Iterable[Record], *, media_sources: MediaSources, share: bool) -> dict[str, Any]:
-    """Return trajectories as plain data; see `mmrender.trajectory.tree.trajectories_to_wire`."""
+    """Return trajectories as plain data, see `mmrender.trajectory.tree.trajectories_to_wire`."""
     if media_sources not in get_args(MediaSources):
         raise TrajectoryError(
             "unknown treatment of media sources",
@@ -174,7 +174,7 @@ class _Writer:
     _count: int = 0
     _roots: list[tuple[int, Step]] = field(default_factory=list)
     _item_rows: dict[tuple[str, type], int] = field(default_factory=dict)
-    # The objects are kept beside their rows, or an id might come to mean another object.
+    # By identity, with the objects, so that no id can come to mean another object.
     _known_messages: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _tool_rows: dict[bytes, int] = field(default_factory=dict)
 
@@ -255,7 +255,7 @@ class _Writer:
 
 
 def _packed(value: Any) -> Any:
-    """Return a plain value for msgpack: what this lacks is a message of the codec in an extension."""
+    """Return a plain value for msgpack, with messages of the codec for types that msgpack lacks."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -288,7 +288,7 @@ _MALFORMED: Final = (
     ValueError,
     RecursionError,
 )
-"""Errors that a damaged table of trajectories ends in."""
+"""Errors of reading a damaged table."""
 
 
 def _bytes_of(table: Any) -> memoryview:
@@ -299,7 +299,7 @@ def _bytes_of(table: Any) -> memoryview:
 
 
 def read_records(wire: Any) -> list[Record]:
-    """Return the content of trajectories from plain data, which may come from anywhere: all of it is checked.
+    """Return the content of trajectories from plain data of any origin. All of it is checked.
 
     Raises:
         TrajectoryError: The data is something else, of another version, or damaged.
@@ -340,7 +340,7 @@ def read_records(wire: Any) -> list[Record]:
 
 @dataclass
 class _Reader:
-    """Builds trajectories; `experts` and `extras` are those of rows that are still to come."""
+    """Builds trajectories. `experts` and `extras` belong to rows that are still to come."""
 
     items: Sequence[MediaItem]
     messages: Sequence[Any]
@@ -423,7 +423,7 @@ class _Reader:
     def _own_media(
         self, row: StepRow, is_root: bool, prompt_length: int, where: str
     ) -> tuple[MediaSpan, ...]:
-        """Return the media that a step adds, and for a root those that it takes from another tree, too."""
+        """Return the media that a step adds, for a root with the media from another tree."""
         known = [] if row.base is None else media_before(self._media[row.base], row.keep)
         if known and known[-1].stop > row.keep:
             expected = "no position within the range of a medium"
