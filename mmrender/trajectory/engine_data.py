@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import lt
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,9 @@ class AllowedTokens(NamedTuple):
     stop: int
     token_ids: tuple[int, ...]
     forbids: bool = False
+
+
+S = TypeVar("S", WeightVersionSpan, AllowedTokens)
 
 
 class SampledTurn(Protocol):
@@ -219,48 +222,49 @@ def check_experts(value: Any, length: int, where: str) -> None:
 
 def check_allowed(value: Any, completion_ids: npt.NDArray[Any], where: str) -> tuple[AllowedTokens, ...]:
     """Return spans of allowed tokens. Each must allow the tokens that were sampled."""
-    problem = "what was allowed is malformed"
-    try:
-        spans = msgspec.convert(value, tuple[AllowedTokens, ...])
-    except msgspec.ValidationError as error:
-        expected = "start, stop and token ids of each"
-        raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error
-    end = 0
+    spans = _spans(value, AllowedTokens, len(completion_ids), where)
     for index, span in enumerate(spans):
-        if not end <= span.start <= span.stop <= len(completion_ids):
-            expected = f"start and stop within sampled tokens [{end}, {len(completion_ids)})"
-            got = str((span.start, span.stop))
-            raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=got)
-        end = span.stop
+        place = f"{where}[{index}]"
         # A token named twice would count twice in the sum that normalises log-probabilities.
         if not all(map(lt, (-1, *span.token_ids), span.token_ids)):
-            expected = "token ids that rise from 0 on"
-            got = str(span.token_ids)[:100]
-            raise TrajectoryError(problem, where=f"{where}[{index}].token_ids", expected=expected, got=got)
+            raise TrajectoryError(
+                "allowed tokens are malformed",
+                where=f"{place}.token_ids",
+                expected="token ids that rise from 0 on",
+                got=str(span.token_ids)[:100],
+            )
         listed, sampled = frozenset(span.token_ids), completion_ids[span.start : span.stop].tolist()
-        place = next((at for at, token in enumerate(sampled) if (token in listed) == span.forbids), None)
-        if place is not None:
+        wrong = next((at for at, token in enumerate(sampled) if (token in listed) == span.forbids), None)
+        if wrong is not None:
             raise TrajectoryError(
                 "a token was sampled that was not allowed",
-                where=f"{where}[{index}]",
+                where=place,
                 expected=f"{'none' if span.forbids else 'one'} of {len(span.token_ids)} tokens",
-                got=f"{sampled[place]} at {span.start + place}",
+                got=f"{sampled[wrong]} at {span.start + wrong}",
             )
     return spans
 
 
 def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpan, ...]:
     """Return spans of weight versions over `count` sampled tokens."""
-    problem = "a span of a weight version is malformed"
+    return _spans(value, WeightVersionSpan, count, where)
+
+
+def _spans(value: Any, kind: type[S], count: int, where: str) -> tuple[S, ...]:
+    """Return spans over `count` sampled tokens, which must be in order and not overlap."""
     try:
-        spans = msgspec.convert(value, tuple[WeightVersionSpan, ...])
-    except msgspec.ValidationError as error:
-        expected = "version, start and stop of each"
+        spans: list[Any] = [msgspec.convert(span, kind) for span in value]
+    except (TypeError, msgspec.ValidationError) as error:
+        problem, expected = "a span is malformed", f"{', '.join(kind._fields)} of each"
         raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error
     end = 0
     for index, span in enumerate(spans):
         if not end <= span.start <= span.stop <= count:
-            expected = f"version, start and stop within sampled tokens [{end}, {count})"
-            raise TrajectoryError(problem, where=f"{where}[{index}]", expected=expected, got=str(tuple(span)))
+            raise TrajectoryError(
+                "a span is out of place",
+                where=f"{where}[{index}]",
+                expected=f"start and stop within sampled tokens [{end}, {count})",
+                got=f"[{span.start}, {span.stop})",
+            )
         end = span.stop
-    return spans
+    return tuple(spans)

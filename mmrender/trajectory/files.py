@@ -83,7 +83,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
         self.close()
 
 
-class TrajectoryReader:
+class TrajectoryReader(mmcodecs.RecordReader):
     """The records that a file held when it was opened, by number. Each is a list of trajectories.
 
     Pixels and router choices are read-only views of the memory map, which stays open as long as any view.
@@ -100,38 +100,14 @@ class TrajectoryReader:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, tail: bool = True) -> None:
-        self._path = os.fspath(path)
-        try:
-            self._file = mmcodecs.RecordReader(path, tail=tail)
-        except mmcodecs.CodecError as error:
-            raise _unusable(self._path, error) from error
-
-    @property
-    def torn_bytes(self) -> int:
-        """Length of a record at the end that a crash has torn, 0 in a sound file."""
-        return self._file.torn_bytes
+        super().__init__(path, tail=tail)
 
     def refresh(self) -> int:
         """Take in later appends, and return the number of records. Raises as opening does."""
         try:
-            return self._file.refresh()
+            return super().refresh()
         except mmcodecs.CodecError as error:
-            raise _unusable(self._path, error) from error
-
-    def settle(self) -> int:
-        """Leave out the newest records if they are torn, and return the number of records."""
-        return self._file.settle()
-
-    def holds(self, number: int) -> bool:
-        """Return whether a record has the checksum of its header. Reads the record."""
-        return self._file.holds(number)
-
-    def checksum(self, number: int) -> int | None:
-        """Return the checksum in the header of a record, or None if the header is damaged."""
-        return self._file.checksum(number)
-
-    def __len__(self) -> int:
-        return len(self._file)
+            raise _unusable(os.fspath(self._path), error) from error
 
     def __getitem__(self, number: int) -> list[Trajectory]:
         """Read one record. Negative numbers count from the end.
@@ -160,7 +136,7 @@ class TrajectoryReader:
 
     def _read(self, number: int, *, verify: bool) -> Any:
         try:
-            return self._file.read(number, verify=verify)
+            return super().read(number, verify=verify)
         except mmcodecs.CodecError as error:
             raise _unusable(f"{self._path}[{number}]", error) from error
 

@@ -33,8 +33,8 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
 def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     """Return a prompt or sample of at most `max_tokens` tokens, with whole images.
 
-    All values that are aligned to the tokens are cut with them: attribution, masks, advantages, router choices,
-    the sidecar. Rewards beyond the cut move to the last token left to train on, as the reward of a whole step
+    All values that are aligned to the tokens are cut with them: attribution, masks, router choices, the
+    sidecar. Rewards beyond the cut move to the last token left to train on, as the reward of a whole step
     lies on its end, so their sum stays. A prompt that fits is returned as it is. `text` and `roles` of a
     rendered prompt stay whole.
 

@@ -90,15 +90,15 @@ def make(kind: str, prompt: list[int], mm: Any) -> Any:
     return node(tokens=node(prompt_ids=prompt, completion_ids=[2], multi_modal_data=mm))
 
 
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        ([{"parent": 0}], "steps[0].parent: a step must come after the step that it continues - expected None, got 0. Order the steps so that parents come first"),
-        ([step([1], [2], sidecar()), step([1.5], [2], sidecar())], "steps[1].prompt_ids: token ids must be a flat list, tuple or numpy array of integers of 32 bits - got [1.5]"),
-        ([Slotted(Tokens([1], [2], sidecar(A))), Slotted(Tokens([1, 2, 9, 9], [3], sidecar(A)))], "steps[0]: a Slotted cannot be copied with another 'tokens' - got read only. Use a mapping, a dataclass, a msgspec or pydantic model, or a plain object"),
-    ],
-)  # fmt: skip
-def test_malformed_steps_are_named(steps, message):
+MALFORMED = {
+    "parent": [{"parent": 0}],
+    "token id": [step([1], [2], sidecar()), step([1.5], [2], sidecar())],
+    "slots": [Slotted(Tokens([1], [2], sidecar(A))), Slotted(Tokens([1, 2, 9, 9], [3], sidecar(A)))],
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_steps_are_named(case, sentence):
     with pytest.raises(TrajectoryError) as error:
-        strip_intermediate_mm_data(steps)
-    assert str(error.value) == message
+        strip_intermediate_mm_data(MALFORMED[case])
+    assert str(error.value) == sentence

@@ -164,15 +164,12 @@ def test_rewards_of_steps_that_sampled_nothing_or_are_held_in_part():
     assert unsampled.samples()[0].rewards.tolist() == [0, -1, 0, 1]
 
 
-def test_logprobs_are_required_unless_waived():
+def test_logprobs_are_required_unless_waived(sentence):
     trajectory = Trajectory("t")
     trajectory.append([1], [2, 3])
     with pytest.raises(TrajectoryError) as error:
         trajectory.samples()
-    assert str(error.value) == (
-        "steps[0].logprobs: sampled tokens have no log probabilities - expected 2 numbers, got None. "
-        "Ask the engine for them, or pass require_logprobs=False for 0.0 in their place"
-    )
+    assert str(error.value) == sentence
     assert trajectory.samples(require_logprobs=False)[0].logprobs.tolist() == [0, 0, 0]
 
 
@@ -224,43 +221,37 @@ def experts(*shape, start=0, dtype=np.uint8):
 
 
 AFTER = [*PROMPT, 20, 21]
-NEXT = "steps[2]"
-MEDIA_REMEDY = (
-    "Append every step with the sidecar of its whole prompt, and shift the ranges of new media by the length of "
-    "prompts and completions before them"
-)
 BAD = {
-    "float id": (lambda t: call(t, [1.5]), f"{NEXT}.prompt_ids: token ids must be a flat list, tuple or numpy array of integers of 32 bits - got [1.5]"),
-    "negative id": (lambda t: call(t, [1, -2]), f"{NEXT}.prompt_ids[1]: a token id is negative - got -2"),
-    "few logprobs": (lambda t: call(t, [1], [2, 3], logprobs=[-1.0]), f"{NEXT}.logprobs: log probabilities are malformed - expected 2 finite numbers, one for each sampled token, got [-1.0]"),
-    "nan": (lambda t: call(t, [1], [2, 3], logprobs=[-1.0, float("nan")]), f"{NEXT}.logprobs: log probabilities are malformed - expected 2 finite numbers, one for each sampled token, got [-1.0, nan]"),
-    "mapping": (lambda t: call(t, multi_modal_data={}), f"{NEXT}.multi_modal_data: the sidecar has the wrong type - expected MultiModalData, got dict"),
-    "outside": (lambda t: call(t, PROMPT[:-3], multi_modal_data=SHOWS_A), f"{NEXT}.multi_modal_data.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 6), got [2, 8). Cut or shift the sidecar together with the tokens"),
-    "lost image": (lambda t: call(t, [*AFTER, 5]), f"{NEXT}.multi_modal_data: the sidecar and steps[0] show different media at the same tokens - expected image {A.identity[:12]}, got no range at [2, 8). {MEDIA_REMEDY}"),
-    "shifted": (lambda t: call(t, [*AFTER, 5, 6, 7], multi_modal_data=sidecar((2, A), (8, B))), f"{NEXT}.multi_modal_data: the sidecar and steps[0] show different media at the same tokens - expected no range there, got image at [8, 14). {MEDIA_REMEDY}"),
-    "no step": (lambda t: call(t, parent=3), f"{NEXT}.parent: the parent is not a step of this trajectory - expected one of 2 steps, got 3"),
-    "experts": (lambda t: call(t, routed_experts=[1]), f"{NEXT}.routed_experts: router choices have the wrong type - expected RoutedExperts, got list"),
-    "rows": (lambda t: call(t, [1, 2], [3, 4], routed_experts=experts(2, 1, 1)), f"{NEXT}.routed_experts: the rows of routed experts do not fit the tokens - expected rows to position 3 or 4, got positions [0, 2)"),
-    "version": (lambda t: call(t, weight_versions=[("a", 0, 2)]), f"{NEXT}.weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 1), got ('a', 0, 2)"),
-    "allowed span": (lambda t: call(t, allowed=[(0, 2, (5,))]), f"{NEXT}.allowed[0]: what was allowed is malformed - expected start and stop within sampled tokens [0, 1), got (0, 2)"),
-    "allowed twice": (lambda t: call(t, [1], [7], allowed=[(0, 1, (7, 7))]), f"{NEXT}.allowed[0].token_ids: what was allowed is malformed - expected token ids that rise from 0 on, got (7, 7)"),
-    "allowed negative": (lambda t: call(t, [1], [7], allowed=[(0, 1, (-1, 7))]), f"{NEXT}.allowed[0].token_ids: what was allowed is malformed - expected token ids that rise from 0 on, got (-1, 7)"),
-    "not allowed": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 6))]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected one of 2 tokens, got 7 at 0"),
-    "forbidden": (lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 7), True)]), f"{NEXT}.allowed[0]: a token was sampled that was not allowed - expected none of 2 tokens, got 7 at 0"),
-    "tool": (lambda t: call(t, tools=[{"name": ""}]), f"{NEXT}.tools[0]: the tool names no function - expected a dict like {{\"type\": \"function\", \"function\": {{\"name\": …, \"parameters\": {{…}}}}}}, or a Python function, got dict with key 'name'"),
-    "tool data": (lambda t: call(t, tools=[{"name": "f", "x": {1j: 2}}]), f"{NEXT}.tools: a tool definition is not plain data - expected null, booleans, numbers, text, lists and objects, got Encoding objects of type complex is unsupported"),
-    "reward": (lambda t: call(t, reward=[1.0, 2.0]), f"{NEXT}.reward: a reward is malformed - expected a finite number, or 1 finite numbers, one for each sampled token, got [1.0, 2.0]"),
-    "extra": (lambda t: call(t, extra={1: 2}), f"{NEXT}.extra: extra must be a mapping with text keys - got {{1: 2}}"),
+    "float id": lambda t: call(t, [1.5]),
+    "negative id": lambda t: call(t, [1, -2]),
+    "few logprobs": lambda t: call(t, [1], [2, 3], logprobs=[-1.0]),
+    "nan": lambda t: call(t, [1], [2, 3], logprobs=[-1.0, float("nan")]),
+    "mapping": lambda t: call(t, multi_modal_data={}),
+    "outside": lambda t: call(t, PROMPT[:-3], multi_modal_data=SHOWS_A),
+    "lost image": lambda t: call(t, [*AFTER, 5]),
+    "shifted": lambda t: call(t, [*AFTER, 5, 6, 7], multi_modal_data=sidecar((2, A), (8, B))),
+    "no step": lambda t: call(t, parent=3),
+    "experts": lambda t: call(t, routed_experts=[1]),
+    "rows": lambda t: call(t, [1, 2], [3, 4], routed_experts=experts(2, 1, 1)),
+    "version": lambda t: call(t, weight_versions=[("a", 0, 2)]),
+    "allowed span": lambda t: call(t, allowed=[(0, 2, (5,))]),
+    "allowed twice": lambda t: call(t, [1], [7], allowed=[(0, 1, (7, 7))]),
+    "allowed negative": lambda t: call(t, [1], [7], allowed=[(0, 1, (-1, 7))]),
+    "not allowed": lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 6))]),
+    "forbidden": lambda t: call(t, [1], [7], allowed=[(0, 1, (5, 7), True)]),
+    "tool": lambda t: call(t, tools=[{"name": ""}]),
+    "tool data": lambda t: call(t, tools=[{"name": "f", "x": {1j: 2}}]),
+    "reward": lambda t: call(t, reward=[1.0, 2.0]),
+    "extra": lambda t: call(t, extra={1: 2}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_refused_and_changes_nothing(case):
+def test_what_does_not_fit_is_refused_and_changes_nothing(case, sentence):
     trajectory = rollout()
-    action, message = BAD[case]
     with pytest.raises(MMRenderError) as error:
-        action(trajectory)
-    assert str(error.value) == message
+        BAD[case](trajectory)
+    assert str(error.value) == sentence
     assert len(trajectory) == 2
     assert trajectory.items == (A, B)
 

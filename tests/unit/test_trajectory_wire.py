@@ -176,7 +176,7 @@ def test_text_of_messages_is_never_taken_for_an_image():
     assert read.steps[1].messages[0]["content"] == parts
 
 
-def test_messages_may_keep_their_images():
+def test_messages_may_keep_their_images(sentence):
     trajectory = Trajectory()
     trajectory.append([1], [2], messages=[CANONICAL, {"weights": np.arange(3)}])
     read = Trajectory.from_bytes(trajectory.to_bytes(media_sources="keep"))
@@ -185,30 +185,23 @@ def test_messages_may_keep_their_images():
     trajectory.append([1, 2, 3], [4], messages=[CANONICAL, {"weights": np.arange(3)}, LOOSE])
     with pytest.raises(TrajectoryError) as error:
         trajectories_to_wire([trajectory], media_sources="keep")
-    assert str(error.value).startswith(
-        "trajectories[0].steps[1].messages[2]: a message cannot be encoded - got $"
-    )
-    assert str(error.value).endswith("Give media as bytes or URLs, or write with media_sources='drop'")
+    assert str(error.value) == sentence
 
 
-def test_a_message_that_holds_itself_is_refused():
+def test_a_message_that_holds_itself_is_refused(sentence):
     message: dict = {"role": "user"}
     message["content"] = [message]
     trajectory = Trajectory()
     trajectory.append([1], [2], messages=[message])
     with pytest.raises(TrajectoryError) as error:
         trajectories_to_wire([trajectory])
-    assert str(error.value) == (
-        "trajectories[0].steps[0].messages[0]: a message is nested too deeply, or holds itself"
-    )
+    assert str(error.value) == sentence
 
 
-def test_sources_are_dropped_or_kept():
+def test_sources_are_dropped_or_kept(sentence):
     with pytest.raises(TrajectoryError) as error:
         trajectories_to_wire([], media_sources="hash")
-    assert str(error.value) == (
-        "media_sources: unknown treatment of media sources - expected 'drop' or 'keep', got 'hash'"
-    )
+    assert str(error.value) == sentence
 
 
 def row(step, **fields):
@@ -229,43 +222,44 @@ def numbers(*values, dtype=np.int32):
 
 STEP = "trajectories[0].steps[{}]"
 DAMAGE = {
-    "dtype": (lambda w: w.update(table=w["table"].astype(np.float32)), "wire: trajectories are malformed - got "),
-    "cut": (lambda w: w.update(table=w["table"][:-1]), "wire: trajectories are malformed - got Input data was truncated"),
-    "negative": (row(1, added=-1), "wire: trajectories are malformed - got Expected `int` >= 0 - at `$.trajectories[0].steps[1].added`"),
-    "finish": (row(0, finish_reason=9), "wire: trajectories are malformed - got Expected `str | null`, got `int` - at `$.trajectories[0].steps[0].finish_reason`"),
-    "fields": (lambda w: w.pop("items"), "wire: trajectories are malformed - got Object missing required field `items`"),
-    "format": (lambda w: w.update(format="x"), "wire: the data does not hold trajectories that this release can read - expected format 'mmrender.trees', version 3, 4, 5, got format 'x', version 5. Write and read with the same release of mmrender"),
-    "outcome": (row(None, reward=np.inf), "wire.trajectories[0].reward: a reward is malformed - expected a finite number, got inf"),
-    "reward": (row(0, reward=[1.0]), "wire.trajectories[0].steps[0].reward: a reward is malformed - expected a finite number, or 2 finite numbers, one for each sampled token, got [1.0]"),
-    "messages": (row(0, messages=[7]), "wire.trajectories[0].steps[0].messages: messages are not in the table - expected at most 0 kept, and rows below 2, got [0, 7]"),
-    "version span": (row(0, weight_versions=[["v1", 0, 9]]), "wire.trajectories[0].steps[0].weight_versions[0]: a span of a weight version is malformed - expected version, start and stop within sampled tokens [0, 2), got ('v1', 0, 9)"),
-    "allowed": (row(0, allowed=[[0, 2, 3, False]]), "wire.trajectories[0].steps[0].allowed: token ids are not in the table - expected token sets below 0, got [(0, 2, 3, False)]"),
-    "tools": (row(0, tools=1), "wire.trajectories[0].steps[0].tools: the tools are not in the table - expected a row below 0, got 1"),
-    "deep": (lambda w: w.update(table=np.frombuffer(b"\x83\xactrajectories\x90\xa8messages\x90\xa5tools\x91\x91\x81\xa1x" + b"\x91" * 100_000 + b"\x90", np.uint8)), "wire: trajectories are malformed - got "),
-    "no step": (lambda w: w["extras"].update({"trajectories[3]": {}}), "wire.trajectories[3]: data of no step or trajectory is left over"),
-    "other rows": (lambda w: w["experts"].update({STEP.format(1): (0, np.zeros((18, 2, 3), np.uint8))}), "wire.trajectories[0].steps[1].routed_experts: routed experts have another form than in earlier steps - expected uint8 [rows, 2, 4], got uint8 [rows, 2, 3]"),
-    "no rows": (lambda w: w["experts"].update({STEP.format(1): (0, None)}), "wire.trajectories[0].steps[1].routed_experts: routed experts have the wrong form - expected integers of shape (rows, layers, top_k), from position 0 or later, got NoneType from 0"),
-    "base": (row(1, base=1), "wire.trajectories[0].steps[1].base: the base is malformed - expected a step before 1, or a root of an earlier trajectory, got 1"),
-    "keep": (row(1, keep=12), "wire.trajectories[0].steps[1].keep: more is kept than there is - expected 0..11, got 12"),
-    "half an image": (row(1, keep=5), "wire.trajectories[0].steps[1].keep: a medium is kept in part - expected no position within the range of a medium, got 5"),
-    "bytes": (row(2, tokens=b"12345"), "wire.trajectories[0].steps[2].tokens: numbers are cut off - expected a multiple of 4 bytes, got 5"),
-    "added": (row(2, added=5), "wire.trajectories[0].steps[2].tokens: the number of tokens is wrong - expected 5 of the prompt or more, and at most 67108864 of all steps together, got 1"),
-    "token": (row(2, tokens=numbers(-4)), "wire.trajectories[0].steps[2].tokens[0]: a token id is negative - got -4"),
-    "item": (row(1, media=[[7, 12, 6]]), "wire.trajectories[0].steps[1].media: items are not in the table - expected rows below 2, got [7]"),
-    "range": (row(1, media=[[1, 13, 6]]), "wire.trajectories[0].steps[1].media.mm_placeholders['image'][0]: a placeholder range overlaps another or leaves the sequence - expected one or more tokens within [0, 18), got [13, 19). Cut or shift the sidecar together with the tokens"),
-    "range before": (row(1, media=[[1, 10, 6]]), "wire.trajectories[0].steps[1].media: a medium begins before the step's own tokens - expected 11 or more, got 10"),
-    "nan": (row(1, logprobs=numbers(np.nan, dtype=np.float32)), "wire.trajectories[0].steps[1].logprobs: log probabilities are malformed - expected 1 finite numbers, one for each sampled token, got array([nan], dtype=float32)"),
+    "dtype": lambda w: w.update(table=w["table"].astype(np.float32)),
+    "cut": lambda w: w.update(table=w["table"][:-1]),
+    "negative": row(1, added=-1),
+    "finish": row(0, finish_reason=9),
+    "fields": lambda w: w.pop("items"),
+    "format": lambda w: w.update(format="x"),
+    "outcome": row(None, reward=np.inf),
+    "reward": row(0, reward=[1.0]),
+    "messages": row(0, messages=[7]),
+    "version span": row(0, weight_versions=[["v1", 0, 9]]),
+    "allowed": row(0, allowed=[[0, 2, 3, False]]),
+    "tools": row(0, tools=1),
+    "deep": lambda w: w.update(table=np.frombuffer(b"\x83\xactrajectories\x90\xa8messages\x90\xa5tools\x91\x91\x81\xa1x" + b"\x91" * 100_000 + b"\x90", np.uint8)),
+    "no step": lambda w: w["extras"].update({"trajectories[3]": {}}),
+    "other rows": lambda w: w["experts"].update({STEP.format(1): (0, np.zeros((18, 2, 3), np.uint8))}),
+    "no rows": lambda w: w["experts"].update({STEP.format(1): (0, None)}),
+    "base": row(1, base=1),
+    "keep": row(1, keep=12),
+    "half an image": row(1, keep=5),
+    "bytes": row(2, tokens=b"12345"),
+    "added": row(2, added=5),
+    "token": row(2, tokens=numbers(-4)),
+    "item": row(1, media=[[7, 12, 6]]),
+    "range": row(1, media=[[1, 13, 6]]),
+    "range before": row(1, media=[[1, 10, 6]]),
+    "nan": row(1, logprobs=numbers(np.nan, dtype=np.float32)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(damage):
+def test_damage_is_named(damage, sentence):
     wire = copy.deepcopy(plain(rollout()))
-    change, message = DAMAGE[damage]
-    change(wire)
+    DAMAGE[damage](wire)
     with pytest.raises((InputError, PlaceholderError)) as error:
         trajectories_from_wire(wire)
-    assert str(error.value) == message or (message[-4:] == "got " and str(error.value).startswith(message))
+    text = str(error.value)
+    # msgspec's words change with its releases.
+    assert (text.partition(" - got ")[0] if "trajectories are malformed" in text else text) == sentence
 
 
 def test_fields_of_a_newer_writer_are_left_out():
