@@ -12,7 +12,6 @@ from typing import Any, TypeGuard, Unpack
 import numpy as np
 
 from mmrender.caching import cached_property
-from mmrender.client.limits import forbidding
 from mmrender.client.placeholders import ModelTokens
 from mmrender.client.resolve import BackendName, as_transport, resolve_backend
 from mmrender.client.sampling import complete_sampling
@@ -115,7 +114,7 @@ class Engine:
             model=self.model,
             prompt_ids=prompt.ids,
             sampling_params=complete_sampling(
-                forbidding(sampling_params, forbidden), room=room, stop_token_ids=known["eos_token_ids"] or ()
+                sampling_params, room=room, stop_token_ids=self.tokens.stop_ids or (), forbidden=forbidden
             ),
             request_id=uuid.uuid4().hex,
             multi_modal_data=prompt.data,

@@ -1,8 +1,7 @@
 """One request for a completion and its answer, as the backends of all servers make it over HTTP.
 
-`HTTPBackend` is their base. `sample` sends a request once, tells the server to stop where the caller gives
-up, recognises a prompt that is too long by each server's words, and reads the answer off the event loop where
-it is large.
+`HTTPBackend` is their base. `post` sends a request once, tells the server to stop if the caller gives up,
+recognises a prompt that is too long by each server's words, and reads a large answer off the event loop.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ _ABORT_SECONDS: Final = 5.0
 _ABORT_GRACE: Final = 0.25
 """Seconds that a cancelled caller waits for the server to take the abort, which goes on without it."""
 _LARGE_REPLY: Final = 1 << 20
-"""Bytes from which on a reply is read on a thread."""
+"""Bytes above which a reply is read on a thread."""
 _REPLY_BYTES: Final = 4 << 20
 BYTES_PER_ID: Final = 8
-"""More than a token id takes as JSON."""
+"""Upper bound of the bytes of a token id as JSON."""
 _ENTRY_BYTES: Final = 512
-"""More than any server writes of a token with its logprob."""
+"""Upper bound of the bytes of one token with its logprob as JSON."""
 
 _TOO_LONG: Final = tuple(
     re.compile(text, re.DOTALL)
@@ -60,16 +59,11 @@ _NO_ROOM: Final = re.compile(
 """SGLang's refusal of prompt and `max_tokens` together."""
 
 
-def require_one_of(where: str, value: object, known: Sequence[str], remedy: str | None = None) -> None:
+def require_one_of(where: str, value: object, known: Sequence[str]) -> None:
     """Require a known value of a backend's setting."""
     if value not in known:
-        raise InputError(
-            "unknown setting of the backend",
-            where=where,
-            expected=", ".join(map(repr, known)),
-            got=repr(value),
-            remedy=remedy,
-        )
+        expected = ", ".join(map(repr, known))
+        raise InputError("unknown setting of the backend", where=where, expected=expected, got=repr(value))
 
 
 class HTTPBackend:
@@ -81,13 +75,13 @@ class HTTPBackend:
         """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused."""
         cards = await model_cards(transport)
         card = cards.get(model)
-        # An adapter's own entry says nothing; its base model's does.
+        # An adapter's own entry has no length; its base model's does.
         base = card and cards.get(card.parent or "")
         length = (card and card.length) or (base and base.length)
         return length - 1 if length and length > 1 else None
 
     def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether a prompt was found too long, before it was sent or by any text of a server."""
+        """Whether a prompt was too long, before it was sent or by any text of a server."""
         if isinstance(exc, EngineStatusError):
             return _overflow_error(exc, 1, "") is not None
         return isinstance(exc, PromptTooLongError)
@@ -106,19 +100,25 @@ async def post(
 ) -> EngineResponse:
     """Send a request for a completion and read its answer.
 
-    `read` gets the body of the answer and the call in errors. `abort` is the path and body that tell the
-    server to stop; None if the closed connection does. `read_stream` reads an answer that comes as lines
-    instead, and reports its tokens; otherwise `on_tokens` is called at the end.
+    Args:
+        request: The request.
+        transport: The server.
+        path: The server's route.
+        body: The request as the server takes it.
+        read: Reads the body of the answer; its second argument is the call in errors.
+        abort: Path and body that tell the server to stop; None if the closed connection does.
+        on_tokens: Called at the end, unless the answer is a stream.
+        read_stream: Reads an answer that comes as lines instead, and reports its tokens.
     """
     where = f"{transport.base_url}{path}"
-    if taken := sorted(body.keys() & request.extra_body.keys()):
-        raise InputError("the request itself sets this member", where=f"extra_body[{taken[0]!r}]")
+    if repeated := sorted(body.keys() & request.extra_body.keys()):
+        raise InputError("the request itself sets this member", where=f"extra_body[{repeated[0]!r}]")
     body, headers = {**body, **request.extra_body}, request.extra_headers
     try:
         if read_stream is not None:
             return await read_stream(transport.stream("POST", path, json=body, headers=headers))
         reply = await transport.request(
-            "POST", path, json=body, headers=headers, max_reply_bytes=_largest_reply(request)
+            "POST", path, json=body, headers=headers, max_reply_bytes=_max_reply_bytes(request)
         )
     except (asyncio.CancelledError, EngineTimeoutError):
         if abort is not None:
@@ -143,8 +143,8 @@ async def post(
     return response
 
 
-def _largest_reply(request: EngineRequest) -> int | None:
-    """Return how many bytes an honest answer may have; None where it holds what cannot be foreseen."""
+def _max_reply_bytes(request: EngineRequest) -> int | None:
+    """Bound the reply's size; None if it may have members of any size."""
     params = request.sampling_params
     if request.routed_experts or request.extra_body or params.get("extra"):
         return None
@@ -158,13 +158,13 @@ def _largest_reply(request: EngineRequest) -> int | None:
 def _overflow_error(
     error: EngineStatusError, max_tokens: int, where: str
 ) -> PromptTooLongError | SamplingParameterError | None:
-    """Return what a refusal means that finds a request too long; None for other refusals."""
+    """Translate a refusal of a request that is too long; None for other refusals."""
     texts = (*_TOO_LONG, _NO_ROOM) if error.status == 400 else ()
-    found = next((match for text in texts if (match := text.search(error.body))), None)
-    if found is None:
+    match = next((match for text in texts if (match := text.search(error.body))), None)
+    if match is None:
         return None
-    length, limit = int(found["length"]), int(found["limit"])
-    if found.re is not _NO_ROOM:
+    length, limit = int(match["length"]), int(match["limit"])
+    if match.re is not _NO_ROOM:
         # A prompt that fills the context leaves no room for a single token.
         return PromptTooLongError(length, limit - 1, where=where)
     if max_tokens < limit:
@@ -179,7 +179,7 @@ def _overflow_error(
 
 
 async def _send_abort(transport: Transport, path: str, body: Any) -> None:
-    """Stop a server's sampling; failures are ignored, as they must not hide why it is stopped."""
+    """Abort on the server. Errors are ignored, so that the original error is raised."""
     call = transport.request("POST", path, json=body, timeout=_ABORT_SECONDS, idempotent=True)
     sending = asyncio.ensure_future(call)
     _aborts.add(sending)
@@ -194,11 +194,11 @@ _aborts: set[asyncio.Future[Any]] = set()
 def _forget_abort(sending: asyncio.Future[Any]) -> None:
     _aborts.discard(sending)
     if not sending.cancelled():
-        sending.exception()  # which has no one to report it to
+        sending.exception()  # so that asyncio does not report it
 
 
 _texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=len)
-"""Images as the text in which a server takes them, by identity and form."""
+"""Images as JSON text, by identity and form."""
 
 
 def encoded_once(item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[], bytes]) -> JSONText:
@@ -221,22 +221,22 @@ def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
     return [encoded_once(span.item, ("data URL",), partial(url, span.item)) for span in spans]
 
 
-def check_size(ids: int, images: Sequence[JSONText], most: int, *, where: str, setting: str) -> None:
+def check_size(ids: int, images: Sequence[JSONText], max_bytes: int, *, where: str, setting: str) -> None:
     """Refuse a body that the server's frontend would refuse, or break the connection over.
 
     Args:
         ids: Number of its token ids.
         images: Its images.
-        most: Bytes that the frontend takes.
+        max_bytes: Bytes that the frontend takes.
         where: The route, in errors.
-        setting: What sets the bound.
+        setting: The setting that names the bound.
     """
     size = ids * BYTES_PER_ID + sum(map(len, images))
-    if size > most:
+    if size > max_bytes:
         raise EngineUnsupportedError(
             "the request is larger than the server's frontend takes",
             where=where,
-            expected=f"at most {most:,} bytes",
+            expected=f"at most {max_bytes:,} bytes",
             got=f"about {size:,}",
             remedy=f"Send fewer or smaller images, or raise the limit at the frontend and in {setting}",
         )

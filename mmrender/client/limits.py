@@ -1,56 +1,37 @@
-"""Constraints that an engine samples under, and log-probabilities of what they leave over.
+"""Log-probabilities of vLLM, renormalised over the tokens that a request allows.
 
-vLLM reports log-probabilities of the raw logits, before `allowed_token_ids` and `logit_bias`. Given those of
-the tokens that are allowed, or of those that are forbidden, each is renormalised.
+vLLM reports log-probabilities of the raw logits, before `allowed_token_ids` and `logit_bias`. The
+log-probabilities of all allowed tokens, or of all forbidden ones, are asked for too, and give the probability
+of the rest.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.client.sampling import MAX_BIAS
 from mmrender.client.types import EngineRequest, EngineResponse
 from mmrender.trajectory.engine_data import AllowedTokens
 
-_MOST_REPORTED: Final = 19
-"""Tokens whose log-probabilities vLLM reports besides the sampled one's without `--max-logprobs`."""
-_MOST_FORBIDDEN: Final = math.log(0.999)
-"""Forbidden probability beyond which the rounding of float32 would show in the logarithm of the rest."""
+_MAX_REPORTED: Final = 19
+"""Bounds the tokens that vLLM reports besides the sampled token, without `--max-logprobs`."""
+_MAX_FORBIDDEN: Final = math.log(0.999)
+"""Bounds the forbidden probability. Above it the rounding of float32 would show in the rest."""
 
 
 class Limit(NamedTuple):
-    """What every token of a completion is chosen among; with `forbids` what it is not."""
+    """Allowed token ids of a completion; forbidden ones if `forbids`."""
 
     token_ids: tuple[int, ...]
     forbids: bool
 
 
-def forbidding(params: Mapping[str, Any] | None, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return sampling parameters with a bias against tokens, which every engine follows."""
-    given = dict(params or {})
-    if token_ids:
-        bias = dict.fromkeys(map(str, token_ids), -MAX_BIAS)
-        given["logit_bias"] = {
-            **{str(key): value for key, value in (given.get("logit_bias") or {}).items()},
-            **bias,
-        }
-    return given
-
-
-def truncates(params: Mapping[str, Any]) -> bool:
-    """Whether tokens are sampled among a part of the vocabulary that depends on their probabilities."""
-    few = (params.get("top_k") or 0) > 0 or (params.get("min_p") or 0) > 0
-    return params.get("temperature") != 0 and (few or (params.get("top_p") or 1) < 1)
-
-
 def limit_of(request: EngineRequest) -> Limit | None:
-    """Return the limit of a request; None without one, or where the log-probabilities stay the engine's.
+    """Return the limit of a request; None without one, or if the log-probabilities stay the engine's.
 
-    They do under a grammar, whose mask engines do not report, where the caller asks for alternatives of its
-    own, and where the set is larger than what vLLM reports by default.
+    They do under a grammar, whose mask engines do not report, if the caller asks for alternatives itself, and
+    if the set is larger than vLLM reports by default.
     """
     params = request.sampling_params
     if any(params.get(name) for name in ("structured_outputs", "logprobs", "logprob_token_ids")):
@@ -60,23 +41,23 @@ def limit_of(request: EngineRequest) -> Limit | None:
     limit = Limit(tuple(sorted(forbidden)), True)
     if allowed is not None:
         limit = Limit(tuple(sorted({*allowed} - forbidden)), False)
-    return limit if 0 < len(limit.token_ids) <= _MOST_REPORTED else None
+    return limit if 0 < len(limit.token_ids) <= _MAX_REPORTED else None
 
 
 def reporting(request: EngineRequest, limit: Limit) -> EngineRequest:
-    """Return the request with the log-probabilities asked for that `renormalised` needs, in vLLM's names."""
-    # The sampled token takes a place of its own among as many as are asked for, so one is named twice.
+    """Return the request with the parameters, in vLLM's names, that `renormalised` needs."""
+    # The sampled token takes one place among the alternatives, so one is named twice.
     listed = [*limit.token_ids, limit.token_ids[-1]]
     wanted = {"logprob_token_ids": listed, "logprobs": len(listed)}
     return replace(request, sampling_params={**request.sampling_params, **wanted})
 
 
 def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
-    """Return the response with log-probabilities of what the limit leaves over.
+    """Renormalise the response's log-probabilities over the tokens that the limit allows.
 
-    It stays as it is, its log-probabilities of all tokens and `allowed` empty, where the server does not
-    report those of the limit, as before vLLM 0.31, or where what is forbidden leaves too little over to be
-    known from them. With a sampling mask they are of what was allowed already.
+    It stays as it is, `allowed` empty, if the server does not report those of the limit, as before vLLM 0.31,
+    or if the forbidden tokens leave too little probability to be known from them. With a sampling mask the
+    log-probabilities are renormalised already.
     """
     reported = [dict(top) for top in response.top_logprobs or ()]
     plain = replace(response, top_logprobs=None)
@@ -89,7 +70,7 @@ def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
     logprobs = []
     for raw, top in zip(response.logprobs, reported, strict=True):
         listed = float(np.logaddexp.reduce([top[token] for token in limit.token_ids]))
-        if limit.forbids and listed > _MOST_FORBIDDEN:
+        if limit.forbids and listed > _MAX_FORBIDDEN:
             return plain
         left = math.log1p(-math.exp(listed)) if limit.forbids else listed
         logprobs.append(min(0.0, raw - left))

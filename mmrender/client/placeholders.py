@@ -1,7 +1,7 @@
-"""Check a prompt and its sidecar before sending: a mistake kills an engine, or gives wrong answers silently.
+"""Checks of a prompt and its sidecar before sending: a mistake kills an engine, or gets a wrong answer.
 
-`MultiModalData.spans` checks the sidecar against itself. What is checked here is engine specific: ids within
-the vocabulary, ranges that hold exactly the tokens of their items, no image without a range.
+`MultiModalData.spans` checks the sidecar against itself. The checks here are of engines: ids within the
+vocabulary, ranges that hold exactly the tokens of their items, no image without a range.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,7 @@ import numpy.typing as npt
 from mmrender.caching import cached_property
 from mmrender.client.types import EngineRequest
 from mmrender.errors import EngineMismatchError, EngineUnsupportedError, InputError, PlaceholderError
-from mmrender.sidecar import (
-    MediaSpan,
-    MultiModalData,
-    Repeat,
-    common_prefix,
-)
+from mmrender.sidecar import MediaSpan, MultiModalData, Repeat, common_prefix
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -29,13 +24,13 @@ def check_request(
     """Return the prompt as an array of shape `(n,)` and its media in order, checked against each other.
 
     Args:
-        request: The prompt, its sidecar, and what is known of the model's tokens. Without `media_token_ids`
-            the first token of a range counts as the pad token.
-        takes_videos: Whether the engine takes videos, each run of features by itself where text lies between.
-        takes_sparse: Whether the engine keeps which tokens of a range hold features, where not all do.
+        request: The prompt, its sidecar, and the model's tokens. Without `media_token_ids` the first token of
+            a range counts as the pad token.
+        takes_videos: Whether the engine takes videos, each run of features by itself if text lies between.
+        takes_sparse: Whether the engine keeps which tokens of a range hold features, if some do not.
 
     Raises:
-        InputError: The prompt is empty, or holds something else than ids of the vocabulary.
+        InputError: The prompt is empty, or has an element that is no id of the vocabulary.
         EngineUnsupportedError: A video, or a range that the engine cannot keep.
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
@@ -46,23 +41,22 @@ def check_request(
     pads: dict[str, int] = {}
     for span in spans:
         if span.modality != "image" and not takes_videos:
-            raise EngineUnsupportedError(
-                "only images can be sent to this engine", where=span.where, got=span.modality
-            )
+            problem = "only images can be sent to this engine"
+            raise EngineUnsupportedError(problem, where=span.where, got=span.modality)
         if not takes_sparse and span.modality != "video":
             require_dense(span)
         expected = _expected_tokens(span, ids, request.media_token_ids, pads)
-        found = ids[span.start : span.stop]
-        if not np.array_equal(found, expected):
-            same = common_prefix(found, expected)
+        actual = ids[span.start : span.stop]
+        if not np.array_equal(actual, expected):
+            same = common_prefix(actual, expected)
             raise PlaceholderError(
                 "a placeholder range does not hold the tokens of its item",
                 where=span.where,
                 expected=f"{token_at(expected, same)}, {len(expected)} tokens in all",
-                got=f"{token_at(found, same)} at {span.start + same}, {len(found)} in all",
+                got=f"{token_at(actual, same)} at {span.start + same}, {len(actual)} in all",
             )
     for modality, pad in pads.items():
-        _check_edges(spans, ids, modality, pad)
+        _check_edges([span for span in spans if span.modality == modality], spans, ids, pad)
     return ids, spans
 
 
@@ -90,9 +84,7 @@ def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
             expected="one or more integers",
             got=f"{type(prompt_ids).__name__} {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing",
         )
-    outside = ids < 0
-    if vocab_size is not None:
-        outside |= ids >= vocab_size
+    outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
     if outside.any():
         index = int(outside.argmax())
         raise InputError(
@@ -120,8 +112,8 @@ def _expected_tokens(
     return expected
 
 
-def _check_edges(spans: Sequence[MediaSpan], ids: Ids, modality: str, pad: int) -> None:
-    """Require that runs of pads end where their ranges do, and that no image lacks a range.
+def _check_edges(own: Sequence[MediaSpan], spans: Sequence[MediaSpan], ids: Ids, pad: int) -> None:
+    """Require that runs of a modality's pads end with its ranges `own`, and that no image lacks a range.
 
     A model may sample a pad token, and it stays one. Pads between the same two tokens that every image of the
     prompt lies between are an image that the sidecar lacks.
@@ -132,7 +124,6 @@ def _check_edges(spans: Sequence[MediaSpan], ids: Ids, modality: str, pad: int) 
         stray[span.start + 1 : span.stop + 1] = False
     if not stray.any():
         return
-    own = [span for span in spans if span.modality == modality]
     for span in own:
         for index in (span.start - 1, span.stop):
             if stray[index + 1]:
@@ -156,29 +147,20 @@ def _check_edges(spans: Sequence[MediaSpan], ids: Ids, modality: str, pad: int) 
 
 
 def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str) -> None:
-    """Require that the prompt that a server widened, and used, is ours.
-
-    Args:
-        seen: The server's prompt.
-        request: The request; its `prompt_ids` are widened.
-        where: The field in errors.
-    """
+    """Require that the prompt that a server widened is the request's; `where` is the field in errors."""
     theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
     if np.array_equal(theirs, ours):
         return
     first = common_prefix(theirs, ours)
-    at = next(
-        (
-            f" ({modality} {number})"
-            for modality, ranges in request.multi_modal_data.mm_placeholders.items()
-            for number, place in enumerate(ranges)
-            if place.offset <= first <= place.offset + place.length
-        ),
-        "",
+    items = (
+        f" ({modality} {number})"
+        for modality, ranges in request.multi_modal_data.mm_placeholders.items()
+        for number, place in enumerate(ranges)
+        if place.offset <= first <= place.offset + place.length
     )
     raise EngineMismatchError(
         "the server saw another prompt than the renderer's",
-        where=f"{where}[{first}]{at}",
+        where=f"{where}[{first}]{next(items, '')}",
         expected=f"{token_at(ours, first)} of {len(ours)}",
         got=f"{token_at(theirs, first)} of {len(theirs)}",
         remedy="Render with the files and processor settings of the model that the server runs",

@@ -1,8 +1,7 @@
 """Decoding and checks that the replies of all servers share.
 
-A reply is foreign: whatever a server answers gives an `EngineResponse` that can be trained on, or an
-`EngineReplyError` that names the field. A backend knows its server's form and passes the parts to
-`response_of`, which checks them.
+A reply is foreign: it becomes an `EngineResponse` that can be trained on, or an `EngineReplyError` that names
+the field. A backend knows its server's form and passes the parts to `response_of`, which checks them.
 """
 
 import io
@@ -26,11 +25,10 @@ T = TypeVar("T")
 
 LOGPROB_SENTINEL: Final = -9999.0
 """vLLM's number for a missing logprob."""
-_LEAST_LOGPROB: Final = -3.0e38
-"""SGLang writes the least float32 in place of minus infinity."""
+_MIN_LOGPROB: Final = -3.0e38
+"""SGLang writes the smallest float32 in place of minus infinity."""
 _ROUNDING: Final = 1e-4
-"""Distance above 0 that rounding may give the logprob of a certain token."""
-_INTEGERS: Final = frozenset({"uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"})
+"""Distance above 0 that rounding may add to the logprob of a certain token."""
 _REASONS: Final[Mapping[str, FinishReason]] = {
     "stop": "stop",
     "length": "length",
@@ -43,7 +41,7 @@ _REASONS: Final[Mapping[str, FinishReason]] = {
 class FailedInEngineError(EngineReplyError):
     """The engine gave up on the request, and said so with HTTP 200.
 
-    vLLM 0.27 and 0.28 answer so to a hash that they do not have the data of.
+    vLLM 0.27 and 0.28 answer so to a hash whose data they do not have.
     """
 
 
@@ -68,8 +66,8 @@ def convert(value: Any, type: type[T], *, where: str) -> T:
 def _malformed(error: msgspec.ValidationError, where: str) -> EngineReplyError:
     # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
     text = str(error).replace("`", "")
-    found = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
-    expected, got, path = found.groups() if found else (None, text, None)
+    match = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
+    expected, got, path = match.groups() if match else (None, text, None)
     where = f"{where} {path or ''}".strip()
     return EngineReplyError("the server's reply is malformed", where=where, expected=expected, got=got)
 
@@ -138,17 +136,17 @@ def response_of(
     masks: Sequence[Sequence[int]] | None = None,
     request_id: str | None = None,
 ) -> EngineResponse:
-    """Check what a server says of one completion; `where` is the call in errors.
+    """Check a server's account of one completion; `where` is the call in errors.
 
     `named` says whether each logprob must name its token, `seen` is the prompt that the server used, and
-    `experts_shape` layers and experts of a token, for router choices that come without.
+    `experts_shape` is `(layers, experts of a token)`, for router choices without a shape.
     """
     finish_reason = finish_reason_in(reason, where=where)
     completion_ids, logprobs = check_completion(ids, entries, request, where=where, named=named)
     if seen is not None:
         check_prompt_seen(seen, request, where=f"{where} prompt_token_ids")
     usage = usage or ReportedUsage()
-    prompt_count = len(request.prompt_ids)
+    prompt_count, count = len(request.prompt_ids), len(completion_ids)
     if usage.prompt_tokens not in (None, prompt_count):
         raise EngineMismatchError(
             "the server counted other prompt tokens than were sent",
@@ -156,17 +154,16 @@ def response_of(
             expected=str(prompt_count),
             got=str(usage.prompt_tokens),
         )
-    details = usage.prompt_tokens_details or PromptDetails()
-    count = len(completion_ids)
+    routed = None
+    if request.routed_experts:
+        routed = routed_experts(experts, request, count, shape=experts_shape, where=where)
     return EngineResponse(
         completion_ids=completion_ids,
         logprobs=logprobs,
         finish_reason=finish_reason,
-        usage=Usage(prompt_count, count, details.cached_tokens),
+        usage=Usage(prompt_count, count, (usage.prompt_tokens_details or PromptDetails()).cached_tokens),
         stop_reason=stop_reason,
-        routed_experts=routed_experts(experts, request, count, shape=experts_shape, where=where)
-        if request.routed_experts
-        else None,
+        routed_experts=routed,
         weight_versions=version_spans(versions, count, where=where) if versions else (),
         allowed=() if masks is None else kept_tokens(masks, completion_ids, request, where=where),
         request_id=request_id,
@@ -185,12 +182,8 @@ def finish_reason_in(reported: str | None, *, where: str) -> FinishReason:
         )
     reason = _REASONS.get(reported or "")
     if reason is None:
-        raise EngineReplyError(
-            "the completion ended for an unknown reason",
-            where=f"{where} finish_reason",
-            expected=", ".join(_REASONS),
-            got=repr(reported),
-        )
+        problem, expected = "the completion ended for an unknown reason", ", ".join(_REASONS)
+        raise EngineReplyError(problem, where=f"{where} finish_reason", expected=expected, got=repr(reported))
     return reason
 
 
@@ -203,27 +196,21 @@ def check_completion(
     named: bool = True,
     before: int = 0,
 ) -> tuple[list[int], list[float]]:
-    """Return a completion's tokens with one finite logprob for each.
+    """Return a completion's tokens with one finite logprob for each, within the budget and the vocabulary.
 
     With `named` each entry must name its token. `before` counts the tokens of earlier chunks.
     """
-    most = request.sampling_params.get("max_tokens")
-    if most is not None and before + len(ids) > most:
+    budget = request.sampling_params.get("max_tokens")
+    if budget is not None and before + len(ids) > budget:
         raise EngineReplyError(
             "the engine sampled more tokens than were asked for",
             where=f"{where} token_ids",
-            expected=f"at most {most}",
+            expected=f"at most {budget}",
             got=str(before + len(ids)),
         )
-    if len(ids) != len(entries):
-        raise EngineReplyError(
-            "tokens and logprobs are not equally many",
-            where=f"{where} token_ids",
-            expected=f"{len(ids)} logprobs, one for each token",
-            got=str(len(entries)),
-        )
+    _check_count("logprobs", len(entries), len(ids), f"{where} token_ids")
     values = np.array([entry.logprob for entry in entries], np.float64)  # None becomes nan
-    usable = (values > _LEAST_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
+    usable = (values > _MIN_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
     if not usable.all():
         index = int(usable.argmin())
         raise EngineReplyError(
@@ -232,25 +219,35 @@ def check_completion(
             expected="a finite number of at most 0",
             got=repr(entries[index].logprob),
         )
-    end = math.inf if request.vocab_size is None else request.vocab_size
-    if min(ids, default=0) < 0 or max(ids, default=0) >= end:
-        index = next(index for index, token in enumerate(ids) if not 0 <= token < end)
+    if not request.has_ids(ids):
+        index = next(index for index, token in enumerate(ids) if not request.has_ids([token]))
+        size = request.vocab_size
         raise EngineReplyError(
-            "the engine gave a token that is outside the vocabulary",
+            "the engine returned a token outside the vocabulary",
             where=f"{where} token_ids[{index}]",
-            expected="an id of 0 or more" if end == math.inf else f"an id from 0 to {end - 1}",
+            expected="an id of 0 or more" if size is None else f"an id from 0 to {size - 1}",
             got=repr(ids[index]),
         )
     if named and [entry.token_id for entry in entries] != ids:
         for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
             if entry.id != token:
                 raise EngineReplyError(
-                    "a logprob is that of another token",
+                    "a logprob belongs to another token",
                     where=f"{where} logprobs[{index}]",
                     expected=f"the token {token}, as token_id or token 'token_id:{token}'",
                     got=repr(entry)[:200] if entry.id is None else f"the token {entry.id}",
                 )
     return list(ids), values.tolist()
+
+
+def _check_count(noun: str, count: int, expected: int, where: str) -> None:
+    if count != expected:
+        raise EngineReplyError(
+            f"the numbers of tokens and {noun} differ",
+            where=where,
+            expected=f"{expected} {noun}, one for each token",
+            got=str(count),
+        )
 
 
 def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
@@ -271,14 +268,8 @@ def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
 def add_alternatives(
     entries: Sequence[LogprobEntry], rows: Sequence[list[LogprobEntry] | None], *, where: str
 ) -> None:
-    """Set the alternatives of each token, where a reply holds them apart from the tokens."""
-    if len(rows) != len(entries):
-        raise EngineReplyError(
-            "alternatives and tokens are not equally many",
-            where=f"{where} top_logprobs",
-            expected=str(len(entries)),
-            got=str(len(rows)),
-        )
+    """Set the alternatives of each token, if a reply lists them apart from the tokens."""
+    _check_count("alternatives", len(rows), len(entries), f"{where} top_logprobs")
     for entry, row in zip(entries, rows, strict=True):
         entry.top_logprobs = row
 
@@ -286,7 +277,7 @@ def add_alternatives(
 def version_spans(
     reported: Sequence[ReportedVersion], count: int, *, where: str
 ) -> tuple[WeightVersionSpan, ...]:
-    """Return the weight versions of a completion of `count` tokens; empty spans are left out."""
+    """Return the weight versions of a completion of `count` tokens, without empty spans."""
     position = 0
     for index, span in enumerate(reported):
         if not position <= span.start <= span.end <= count:
@@ -297,42 +288,26 @@ def version_spans(
                 got=repr(span),
             )
         position = span.end
-    return tuple(
-        WeightVersionSpan(str(span.version), span.start, span.end)
-        for span in reported
-        if span.start < span.end
-    )
+    spans = [WeightVersionSpan(str(span.version), span.start, span.end) for span in reported]
+    return tuple(span for span in spans if span.start < span.stop)
 
 
 def kept_tokens(
     masks: Sequence[Sequence[int]], ids: Sequence[int], request: EngineRequest, *, where: str
 ) -> tuple[AllowedTokens, ...]:
-    """Return the tokens that each sampled one was chosen among, from vLLM's `sampling_mask`.
+    """Return the tokens that each of `ids` was chosen among, from a server's sampling masks.
 
     vLLM lists the tokens with finite logits after its whole sampling chain, so a grammar and
     `allowed_token_ids` have been applied. Media tokens are forbidden by a bias that leaves their logits
     finite, and are taken out here.
-
-    Args:
-        masks: Token ids for each sampled token.
-        ids: The sampled tokens.
-        request: Holds the limits that the caller set.
-        where: The call in errors.
     """
-    if len(masks) != len(ids):
-        raise EngineReplyError(
-            "tokens and sampling masks are not equally many",
-            where=f"{where} sampling_mask",
-            expected=f"{len(ids)} lists, one for each token",
-            got=str(len(masks)),
-        )
+    _check_count("sampling masks", len(masks), len(ids), f"{where} sampling_mask")
     forbidden, permitted = set(request.forbidden_token_ids), request.sampling_params.get("allowed_token_ids")
-    end = math.inf if request.vocab_size is None else request.vocab_size
     spans: list[AllowedTokens] = []
     for place, (token, mask) in enumerate(zip(ids, masks, strict=True)):
         kept = set(mask) - forbidden
         token_ids = tuple(sorted(kept if permitted is None else kept.intersection(permitted)))
-        if token not in token_ids or token_ids[0] < 0 or token_ids[-1] >= end:
+        if token not in token_ids or not request.has_ids(token_ids):
             raise EngineReplyError(
                 f"the sampling mask does not fit the sampled token {token}",
                 where=f"{where} sampling_mask[{place}]",
@@ -357,35 +332,36 @@ def routed_experts(
     """Read the router choices of a prompt and its completion, from the position that was asked for.
 
     Every form leaves out the last sampled token: it is never fed back, so no router saw it. A server that
-    does not say where its rows start gave either all of them or those that were asked for. The array is a
-    read-only view of the decoded base64.
+    does not say where its rows start sent all of them, or those that were asked for. The array is a read-only
+    view.
 
-    `data` is vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
-    little-endian int32 in C order, whose `shape` is `(layers, top_k)`; or Dynamo's struct.
+    Args:
+        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
+            little-endian int32 in C order; or Dynamo's struct.
+        request: The request.
+        completion: Number of sampled tokens.
+        shape: `(layers, top_k)` of SGLang's rows.
+        where: The call in errors.
     """
     where = f"{where} routed_experts"
     if data is None:
         if not completion:
             return None
         raise EngineUnsupportedError(
-            "router choices were asked for, and the server gives none",
+            "router choices were asked for, and the server sends none",
             where=where,
             remedy="Start it with --enable-return-routed-experts, with a mixture-of-experts model",
         )
     array = _expert_rows(data, shape, where)
     asked = request.routed_experts_prompt_start or 0
-    whole = max(0, len(request.prompt_ids) + completion - 1)
+    count = max(0, len(request.prompt_ids) + completion - 1)
     if isinstance(data, ReportedExperts):
         start = data.start
-    elif len(array) in (whole, whole - asked):
-        start = whole - len(array)
+    elif len(array) in (count, count - asked):
+        start = count - len(array)
     else:
-        raise EngineReplyError(
-            "the reply has another number of routed rows",
-            where=where,
-            expected=str(whole),
-            got=str(len(array)),
-        )
+        problem = "the reply has another number of routed rows"
+        raise EngineReplyError(problem, where=where, expected=str(count), got=str(len(array)))
     experts = RoutedExperts(array, start)
     return experts.from_position(min(max(asked, start), experts.stop))
 
@@ -405,14 +381,14 @@ def _expert_rows(data: str | ReportedExperts, shape: tuple[int, int] | None, whe
             sizes = (len(raw) // max(1, math.prod(shape) * dtype.itemsize), *shape)
         else:
             stream = io.BytesIO(raw)
-            # `np.load` would reserve what the header claims before it has looked at the data.
+            # `np.load` would reserve the memory that the header claims before it looks at the data.
             version = np.lib.format.read_magic(stream)
             read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_{version[1]}")
             sizes, is_fortran, dtype = read_header(stream)
             if is_fortran:
                 raise ValueError("Fortran order")
             raw = raw[stream.tell() :]
-        if len(sizes) != 3 or min(sizes) < 0 or dtype.name not in _INTEGERS:
+        if len(sizes) != 3 or min(sizes) < 0 or dtype.kind not in "iu":
             raise ValueError(f"{dtype} {list(sizes)}")
         needed = math.prod(sizes) * dtype.itemsize
         if len(raw) != needed:

@@ -324,19 +324,33 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
 
 
 def complete_sampling(
-    params: Mapping[str, Any], *, room: int | None = None, stop_token_ids: Iterable[int] = ()
+    params: Mapping[str, Any] | None,
+    *,
+    room: int | None = None,
+    stop_token_ids: Iterable[int] = (),
+    forbidden: Iterable[int] = (),
 ) -> dict[str, Any]:
-    """Add `max_tokens` where it is missing, and stop tokens unless `ignore_eos` is set.
+    """Add `max_tokens` if it is missing, stop tokens unless `ignore_eos` is set, and a bias against tokens.
 
     Args:
         params: Unchecked parameters; backends check them.
         room: Tokens that fit behind the prompt; None if unknown.
-        stop_token_ids: Added to those that the caller named.
+        stop_token_ids: Added to the caller's stop tokens.
+        forbidden: Tokens that are never sampled. Every engine follows the bias.
     """
-    completed = dict(params)
+    completed = dict(params or {})
     if completed.get("max_tokens") is None:
         completed["max_tokens"] = DEFAULT_MAX_TOKENS if room is None else max(1, room)
-    named = completed.get("stop_token_ids")
-    if not completed.get("ignore_eos") and (named is None or isinstance(named, list | tuple)):
-        completed["stop_token_ids"] = list(dict.fromkeys([*(named or ()), *stop_token_ids]))
+    stops = completed.get("stop_token_ids")
+    if not completed.get("ignore_eos") and (stops is None or isinstance(stops, list | tuple)):
+        completed["stop_token_ids"] = list(dict.fromkeys([*(stops or ()), *stop_token_ids]))
+    if bias := dict.fromkeys(map(str, forbidden), -MAX_BIAS):
+        given = completed.get("logit_bias") or {}
+        completed["logit_bias"] = {**{str(token): value for token, value in given.items()}, **bias}
     return completed
+
+
+def truncates(params: Mapping[str, Any]) -> bool:
+    """Whether tokens are sampled among a part of the vocabulary that depends on their probabilities."""
+    few = (params.get("top_k") or 0) > 0 or (params.get("min_p") or 0) > 0
+    return params.get("temperature") != 0 and (few or (params.get("top_p") or 1) < 1)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, data_urls, post
-from mmrender.client.limits import truncates
 from mmrender.client.placeholders import check_request
 from mmrender.client.reply import (
     LogprobEntry,
@@ -25,7 +24,7 @@ from mmrender.client.reply import (
     decode_as,
     response_of,
 )
-from mmrender.client.sampling import spell
+from mmrender.client.sampling import spell, truncates
 from mmrender.client.sampling import where as parameter
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens

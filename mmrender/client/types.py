@@ -4,6 +4,7 @@ A backend knows one engine's wire and nothing else; a `Transport` carries its re
 values: frozen, picklable, shared by all calls.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -28,7 +29,7 @@ TopLogprobs: TypeAlias = tuple[tuple[tuple[int, float], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to sample from. `attribution` is None where only ids were given."""
+    """Tokens to sample from. `attribution` is None if only ids were given."""
 
     ids: list[int]
     data: MultiModalData
@@ -36,17 +37,10 @@ class Prompt:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a request besides its prompt and its sampling parameters.
+    """Options of a request besides its prompt and its sampling parameters; see `EngineRequest`.
 
-    Attributes:
-        cache_salt: Separates the prefix caches of requests that must not share one.
-        priority: Lower is served first, if the engine schedules by priority.
-        extra_headers: HTTP headers of this call.
-        extra_body: Members of the request body that this version does not know; sent unchecked.
-        routed_experts: Ask for router choices.
-        routed_experts_prompt_start: Ask for router choices from this position of the prompt on.
-        forbid_media_tokens: Never sample a token that stands for media, such as `<|image_pad|>`. Only
-            untrained models sample them, and a trainer cannot take them.
+    `forbid_media_tokens`: never sample a token that stands for media, such as `<|image_pad|>`. Only untrained
+    models sample them, and a trainer cannot take them.
     """
 
     cache_salt: str | None
@@ -64,23 +58,24 @@ class EngineRequest:
 
     Attributes:
         model: Name under which the server knows the model.
-        prompt_ids: The prompt with placeholders widened, as the renderer gives it.
+        prompt_ids: The prompt, placeholders widened.
         sampling_params: In vLLM's names; `max_tokens` is required.
         request_id: Unique for each call; an abort names it.
         multi_modal_data: Items and ranges within `prompt_ids`.
         cache_salt: Separates the prefix caches of requests that must not share one.
-        priority: Lower is served first, where the engine schedules by priority.
-        extra_headers: HTTP headers besides the transport's own.
+        priority: Lower is served first, if the engine schedules by priority.
+        extra_headers: HTTP headers besides the transport's.
         extra_body: Members of the request body that this version does not know; sent unchecked.
         routed_experts: Whether to ask for router choices.
-        routed_experts_prompt_start: Return rows from this position on; None keeps every row.
+        routed_experts_prompt_start: Ask for router choices from this position of the prompt on; None asks for
+            all.
         vocab_size: Ids at or above it are refused before sending; None if unknown.
-        placeholder_ids: By modality the token that the template writes for an item, for engines that widen
+        placeholder_ids: Token that the template writes for an item, by modality, for engines that widen
             placeholders themselves.
         media_token_ids: Ids of the tokens that expansions consist of, by their text, to check ranges against.
-        forbidden_token_ids: Tokens that are never sampled.
         eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They distinguish
-            an end from an abort where the server does not.
+            an end from an abort if the server does not.
+        forbidden_token_ids: Tokens that are never sampled.
     """
 
     model: str
@@ -100,10 +95,15 @@ class EngineRequest:
     eos_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] = ()
 
+    def has_ids(self, token_ids: Sequence[int]) -> bool:
+        """Whether the vocabulary, as far as it is known, has all of these ids."""
+        end = math.inf if self.vocab_size is None else self.vocab_size
+        return min(token_ids, default=0) >= 0 and max(token_ids, default=0) < end
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one call. `cached_tokens` is None where the engine does not report it."""
+    """Token counts of one call. `cached_tokens` is None if the engine does not report it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -115,17 +115,17 @@ class EngineResponse:
     """One sampled completion.
 
     Attributes:
-        completion_ids: The sampled tokens, with the stop token where the model sampled one.
+        completion_ids: The sampled tokens, with the stop token if the model sampled one.
         logprobs: One finite number for each of `completion_ids`.
         finish_reason: Why sampling ended.
         usage: Token counts.
-        stop_reason: The stop token or string that was met, where the engine reports it.
-        routed_experts: Router choices, where asked for and given.
-        weight_versions: Which weights sampled which completion tokens; empty where not reported.
-        allowed: What completion tokens were chosen among, where that was less than the vocabulary and is
-            known; `logprobs` are then of what was allowed.
+        stop_reason: The stop token or string that was met, if the engine reports it.
+        routed_experts: Router choices, if asked for.
+        weight_versions: Weights that sampled each span of the completion; empty if not reported.
+        allowed: Allowed or forbidden tokens of spans of the completion, if they were limited and are known.
+            `logprobs` are then renormalised over the allowed tokens.
         request_id: The engine's own name of the request.
-        top_logprobs: Alternatives of each completion token, where asked for.
+        top_logprobs: Alternatives of each completion token, if asked for.
     """
 
     completion_ids: list[int]
@@ -166,15 +166,12 @@ class RendererBackend(Protocol):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion.
+        """Sample one completion of a request on the server behind `transport`.
 
-        Args:
-            request: What to sample.
-            transport: The server.
-            on_tokens: Called with tokens as they arrive; what it was given stays valid if the call fails.
+        `on_tokens` is called with tokens as they arrive. They stay valid if the call fails.
 
         Raises:
-            EngineError: The server could not be reached, refused, or gave an unusable answer.
+            EngineError: The server could not be reached, refused, or returned an unusable answer.
             PromptTooLongError: The server's reply says that the prompt is too long.
             SamplingParameterError: The engine does not know a parameter.
             PlaceholderError: Tokens, ranges and items do not fit together.
@@ -182,7 +179,7 @@ class RendererBackend(Protocol):
         ...
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
-        """Ask the server for the longest prompt of `model` in tokens; None where it does not say.
+        """Ask the server for the maximum length of a prompt of `model`; None if it does not say.
 
         Raises:
             EngineError: The server could not be asked. Nothing about it is remembered.
@@ -200,17 +197,17 @@ class Generation:
 
     Attributes:
         prompt_ids: The prompt, placeholders widened.
-        completion_ids: The sampled tokens, with the stop token where the model sampled one.
+        completion_ids: The sampled tokens, with the stop token if the model sampled one.
         logprobs: One finite number for each of `completion_ids`.
-        finish_reason: `tool_calls` where a well-formed call ended in a stop; else why sampling ended.
+        finish_reason: `tool_calls` if a well-formed call ended in a stop; else why sampling ended.
         usage: Token counts.
         parsed: The parsed completion.
         message: The assistant message, ready to be appended to the conversation.
         multi_modal_data: The sidecar of the prompt.
         prompt_attribution: Attribution of the prompt's tokens; None if only ids were given.
         response: The engine's response.
-        restricted: Kinds of grammar or choices that the completion was held to, such as `json`, if the engine
-            does not report which tokens they allowed: log-probabilities are of these alone.
+        restricted: Kinds of grammar or choices that limited the completion, such as `json`, if the engine
+            does not report the tokens that they allowed. Log-probabilities are then of these alone.
     """
 
     prompt_ids: list[int]
@@ -242,15 +239,15 @@ class Generation:
 
     @property
     def routed_experts(self) -> RoutedExperts | None:
-        """Router choices, where asked for and given."""
+        """Router choices, if asked for."""
         return self.response.routed_experts
 
     @property
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """Spans of completion tokens with their weights; empty where the engine reports none."""
+        """Weights that sampled each span of the completion; empty if not reported."""
         return self.response.weight_versions
 
     @property
     def allowed(self) -> tuple[AllowedTokens, ...]:
-        """What completion tokens were chosen among, where known; `logprobs` are of that."""
+        """Allowed or forbidden tokens of spans of the completion; `logprobs` are renormalised over them."""
         return self.response.allowed

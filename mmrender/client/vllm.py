@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from mmrender.client.exchange import HTTPBackend, check_size, data_urls, post, require_one_of
-from mmrender.client.limits import limit_of, renormalised, reporting, truncates
+from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.placeholders import Ids, check_request, require_dense
 from mmrender.client.reply import (
     FailedInEngineError,
@@ -37,7 +37,7 @@ from mmrender.client.reply import (
     finish_reason_in,
     response_of,
 )
-from mmrender.client.sampling import spell
+from mmrender.client.sampling import spell, truncates
 from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens

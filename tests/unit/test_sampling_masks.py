@@ -76,21 +76,12 @@ def test_masks_and_other_limits_are_intersected():
 
 
 @pytest.mark.parametrize(
-    ("masks", "expected"),
-    [
-        ([[7]], "2 lists, one for each token"),
-        ([[7], [7]], "ids of the vocabulary, the sampled one among them"),
-        ([[7], []], "ids of the vocabulary, the sampled one among them"),
-        ([[-1, 7], [8]], "ids of the vocabulary, the sampled one among them"),
-        ([[7], [8, 50]], "ids of the vocabulary, the sampled one among them"),
-        ([[7], ["8"]], "int"),
-    ],
+    "masks", [[[7]], [[7], [7]], [[7], []], [[-1, 7], [8]], [[7], [8, 50]], [[7], ["8"]]], ids=str
 )
-def test_masks_that_do_not_fit_the_tokens(masks, expected, sentence):
+def test_masks_that_do_not_fit_the_tokens(masks, sentence):
     with pytest.raises(EngineReplyError) as caught:
         read(answer([7, 8], masks))
     assert str(caught.value) == sentence
-    assert f"expected {expected}" in str(caught.value)
 
 
 def test_forbidden_media_tokens_and_masks_share_one_request():
@@ -162,17 +153,18 @@ class TestSGLang:
         assert (response.allowed, response.logprobs) == ((), [-2.5, -3.5])
 
     @pytest.mark.parametrize(
-        ("masks", "logprobs", "kind", "message"),
+        ("masks", "logprobs", "kind"),
         [
-            (None, None, EngineUnsupportedError, "sampling masks were asked for, and the server gives none"),
-            ([[7], [8]], [-0.5], EngineReplyError, "tokens and logprobs are not equally many"),
-            ([[7]], [-0.5, 0.0], EngineReplyError, "tokens and sampling masks are not equally many"),
-            ([[7], [9]], [-0.5, 0.0], EngineReplyError, "the sampling mask does not fit the sampled token 8"),
+            (None, None, EngineUnsupportedError),
+            ([[7], [8]], [-0.5], EngineReplyError),
+            ([[7]], [-0.5, 0.0], EngineReplyError),
+            ([[7], [9]], [-0.5, 0.0], EngineReplyError),
         ],
     )
-    def test_what_does_not_fit(self, masks, logprobs, kind, message):
-        with pytest.raises(kind, match=message):
+    def test_masks_and_logprobs_that_do_not_fit(self, masks, logprobs, kind, sentence):
+        with pytest.raises(kind) as caught:
             self.ask(masks, logprobs, sampling_masks=True)
+        assert str(caught.value) == sentence
 
 
 # --- streams ---
