@@ -42,7 +42,7 @@ from mmrender.media.policy import MediaPolicy  # noqa: E402
 from mmrender.media.processor import MediaProcessor  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint  # noqa: E402
-from mmrender.messages import ImagePart  # noqa: E402
+from mmrender.messages import ImagePart, RequestMedia  # noqa: E402
 from mmrender.testing.reference import load_reference_image_processor  # noqa: E402
 
 MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
@@ -74,10 +74,9 @@ class Bench:
     def size(self, width: int, height: int) -> dict[str, Any]:
         """Time one image."""
         image = make_image(width, height)
-        part = [("image", ImagePart(image))]
 
         def cold() -> Any:
-            return self.resolver().resolve(part)[0]
+            return self.resolver().resolve(_media([image]))[0]
 
         item = cold()
         expanded = item.tensors("float32")["pixel_values"]
@@ -109,13 +108,14 @@ class Bench:
     def count(self, count: int, executor: ThreadPoolExecutor) -> dict[str, Any]:
         """Time one message of several images."""
         images = [make_image(1024, 1024, seed) for seed in range(count)]
-        parts = [(f"image {index}", ImagePart(image)) for index, image in enumerate(images)]
         seen = self.resolver()
-        planes = np.concatenate([item.frames for item in seen.resolve(parts)])  # type: ignore[attr-defined]
+        planes = np.concatenate([item.frames for item in seen.resolve(_media(images))])  # type: ignore[attr-defined]
         contenders = {
-            "levels": Contender(lambda: self.resolver().resolve(parts)),
-            "levels, two threads": Contender(lambda: self.resolver().with_executor(executor).resolve(parts)),
-            "seen before": Contender(lambda: seen.resolve(parts)),
+            "levels": Contender(lambda: self.resolver().resolve(_media(images))),
+            "levels, two threads": Contender(
+                lambda: self.resolver().with_executor(executor).resolve(_media(images))
+            ),
+            "seen before": Contender(lambda: seen.resolve(_media(images))),
             "copy of levels": Contender(_copy(planes)),
         }
         if self.reference is not None:
@@ -123,6 +123,14 @@ class Bench:
         rounds = max(3, self.rounds // count)
         seconds = medians(contenders, rounds=rounds, clock=self.clock)
         return {"images": count, "backend": self.backend, "seconds": seconds}
+
+
+def _media(images: Sequence[Image.Image]) -> list[RequestMedia]:
+    """Return images as the media of a request, fingerprints included."""
+    return [
+        RequestMedia(f"image {index}", 0, index, "user", ImagePart(image), source_fingerprint(image))
+        for index, image in enumerate(images)
+    ]
 
 
 def _copy(values: np.ndarray[Any, Any]) -> Any:

@@ -19,8 +19,8 @@ import render_cases  # noqa: E402
 
 from mmrender.media.policy import MediaPolicy  # noqa: E402
 from mmrender.media.processors.registry import load_processor  # noqa: E402
-from mmrender.media.resolve import MediaCache, MediaResolver  # noqa: E402
-from mmrender.messages import ImagePart  # noqa: E402
+from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint  # noqa: E402
+from mmrender.messages import ImagePart, RequestMedia  # noqa: E402
 from mmrender.testing.reference import load_reference_image_processor  # noqa: E402
 
 
@@ -34,7 +34,8 @@ def process(contender: str, directory: Path, backend: str, image: object) -> tup
     """Process the picture; return what a caller keeps, and its bytes by its own account."""
     if contender == "ours":
         processor = load_processor(directory, image_backend=backend)
-        item = MediaResolver(processor, MediaPolicy(), MediaCache()).resolve([("image", ImagePart(image))])[0]
+        media = [RequestMedia("image", 0, 0, "user", ImagePart(image), source_fingerprint(image))]
+        item = MediaResolver(processor, MediaPolicy(), MediaCache()).resolve(media)[0]
         return item, item.nbytes
     output = load_reference_image_processor(directory, backend)(image, return_tensors="pt")
     return output, sum(value.nbytes for value in output.values())

@@ -228,12 +228,10 @@ class Rendering:
                 order = _order(request, placeholders, self.known.profile.image_roles)
                 items = [None] * len(media)
                 if not is_probe:
-                    images = sum(entry.modality == "image" for entry in media)
                     resolved = self.media.resolve(
-                        [(entry.path, entry.part) for entry in media],
-                        num_images=len(earlier.mm_hashes.get("image", ())) + images,
-                        num_earlier=sum(map(len, earlier.mm_hashes.values())),
-                        fingerprints=[entry.fingerprint for entry in media],
+                        media,
+                        earlier_images=len(earlier.mm_hashes.get("image", ())),
+                        earlier_videos=len(earlier.mm_hashes.get("video", ())),
                     )
                     items = [resolved[index] for index in order]
                     videos = [entry.path for entry in media if entry.modality == "video"]

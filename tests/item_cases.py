@@ -11,6 +11,8 @@ from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, com
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.pixels import media_identity
 from mmrender.media.processors.patches import PatchProcessor
+from mmrender.media.resolve import part_fingerprint
+from mmrender.messages import ImagePart, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem, Repeat, Text
 
 ARITHMETIC = PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil")
@@ -118,3 +120,8 @@ def same_tensors(first: MediaItem, second: MediaItem) -> bool:
             if not same or left[name].tobytes() != right[name].tobytes():
                 return False
     return True
+
+
+def media_part(part: ImagePart | VideoPart, path: str = "part") -> RequestMedia:
+    """Return a media part of a request at some path."""
+    return RequestMedia(path, 0, 0, "user", part, part_fingerprint(part))

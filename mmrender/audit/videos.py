@@ -9,8 +9,8 @@ from blake3 import blake3
 
 from mmrender.audit.report import described
 from mmrender.audit.trial import Case, Trial, Variation, with_items
-from mmrender.media.frames import DEFAULT_FPS
 from mmrender.media.item import PatchItem
+from mmrender.media.video import DEFAULT_FPS
 from mmrender.sidecar import MediaSpan
 
 _MOST_FRAMES: Final = 32

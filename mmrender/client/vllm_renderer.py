@@ -29,7 +29,7 @@ from mmrender.errors import (
     MediaError,
 )
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import describe, read_source, sniff
+from mmrender.media.sources import format_name, read_source, sniff
 from mmrender.sidecar import PlaceholderRange
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
@@ -238,7 +238,7 @@ def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy
             "the image is not of the format that its chunk names",
             where=where,
             expected=chunk.format.upper(),
-            got=sniff(data) or describe(data),
+            got=sniff(data) or format_name(data),
         )
     return data
 

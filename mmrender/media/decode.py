@@ -1,11 +1,11 @@
 """Decode encoded videos with PyAV (extra `video`), under a `MediaPolicy`.
 
-Nothing that a header announces is believed: frames are counted and timed by their packets before any of them
-is decoded, so number and rate of frames are those of the data. Frames that were sampled are decoded one by
-one, from the key frame before each of them where frames lie between.
+Headers are not trusted: frames are counted and timed by their packets before any of them is decoded, so
+number and rate of frames are those of the data. Sampled frames are decoded one by one, from the key frame
+before each of them if frames lie between.
 
-The container format follows from the first bytes and is given to FFmpeg by name: left to guess, it would take
-playlists too, which name other files and hosts.
+The container format follows from the first bytes and is passed to FFmpeg by name: FFmpeg's own guess would
+accept playlists too, which name other files and hosts.
 """
 
 import io
@@ -19,32 +19,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MissingDependencyError
-from mmrender.media.frames import Timeline
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import describe
+from mmrender.media.sources import format_name
 
 CONTAINERS = {
     "an MP4 or QuickTime video": "mp4",
     "a Matroska or WebM video": "matroska",
     "an AVI video": "avi",
 }
-"""Name of each container format to FFmpeg, by what its first bytes are described as."""
+"""FFmpeg's name of each container format, by `format_name`."""
 CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg")
 """Codecs that are decoded."""
 _THREADS = 4
 """Threads that decode one video, each with a frame of its own; FFmpeg itself would take all cores."""
-_TOLERATED = Fraction(1, 100)
-"""Share by which a frame rate that a container announces may differ from that of its frames."""
+_TOLERANCE = Fraction(1, 100)
+"""Maximum relative difference between the frame rate in a header and the rate of the frames."""
 
 
 class _Packets(NamedTuple):
-    """What the packets of a video say of its frames, in the order in which these are shown.
+    """The frames of a video by its packets, in the order of presentation.
 
     Attributes:
-        times: Time stamp of each frame; None where one is missing or given twice.
+        times: Time stamp of each frame; None if one is missing or occurs twice.
         keys: Rising time stamps of the frames at which decoding may begin.
-        number: Of frames.
+        number: Number of frames.
         seconds: From the first frame to the end of the last.
     """
 
@@ -59,7 +58,7 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
     """Open an encoded video, to be used within the context.
 
     Raises:
-        MediaDecodeError: Not a video, or one that is damaged, truncated, or announces more than it holds.
+        MediaDecodeError: Not a video, or damaged, truncated, or shorter than its header states.
         MediaLimitError: Too many frames or pixels, or too slow.
         MissingDependencyError: PyAV is not installed.
     """
@@ -69,7 +68,7 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
         raise MissingDependencyError.of_extra(
             "av", "video", "an encoded video", otherwise="decode it yourself and pass its frames"
         ) from error
-    kind = describe(data[:64])
+    kind = format_name(data[:64])
     if kind not in CONTAINERS:
         raise MediaDecodeError(
             "this is not a video that can be decoded",
@@ -93,12 +92,17 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
 
 
 class Decoder:
-    """An open container; `timeline` holds what its packets say.
+    """An open container.
 
     Args:
         container: As PyAV opens it.
-        policy: Its limits.
-        deadline: When decoding must have ended, by the monotonic clock.
+        policy: Limits of decoding.
+        deadline: Time by which decoding must end, by the monotonic clock.
+
+    Attributes:
+        count: Number of frames.
+        fps: Frames per second, or None if it is unknown.
+        duration: In seconds, or None.
     """
 
     def __init__(self, container: Any, policy: MediaPolicy, deadline: float) -> None:
@@ -110,29 +114,30 @@ class Decoder:
         context = self._stream.codec_context
         if context is None or context.codec.canonical_name not in CODECS:
             raise MediaDecodeError(
-                "the codec of the video is not one that is decoded",
+                "the codec of the video is not supported",
                 expected=", ".join(CODECS),
-                got="an unknown one" if context is None else context.codec.canonical_name,
+                got="an unknown codec" if context is None else context.codec.canonical_name,
                 remedy="Decode it yourself, and pass its frames.",
             )
-        self._check_size(context.width, context.height)
+        self._check_pixels(context.width, context.height)
         context.options = {"max_pixels": str(policy.max_pixels), "err_detect": "explode"}
         context.thread_type, context.thread_count = "AUTO", _THREADS
         self._packets = self._scan()
-        count, seconds = self._packets.number, self._packets.seconds
+        self.count = count = self._packets.number
+        seconds = self._packets.seconds
         fps = self._stream.average_rate or self._stream.guessed_rate
-        # A rate of whole numbers is finer than time stamps, but believed only where these bear it out.
-        if seconds and (not fps or abs(count / fps - seconds) > max(1 / fps, seconds * _TOLERATED)):
+        # A rate of whole numbers is finer than time stamps, but is used only if they agree.
+        if seconds and (not fps or abs(count / fps - seconds) > max(1 / fps, seconds * _TOLERANCE)):
             fps = count / seconds
-        duration = float(count / fps) if fps else None
-        self.timeline = Timeline(count, float(fps) if fps else None, duration)
+        self.fps = float(fps) if fps else None
+        self.duration = float(count / fps) if fps else None
 
-    def frames(self, wanted: Sequence[int]) -> Iterator[LoadedImage]:
-        """Yield the frames of these numbers, which do not fall."""
+    def frames(self, indices: Sequence[int]) -> Iterator[LoadedImage]:
+        """Yield the frames of these indices, which are in rising order."""
         times, keys = self._packets.times, self._packets.keys
         decoded = self._decoded(0)
         at, image, has_sought = -1, None, False
-        for index in wanted:
+        for index in indices:
             if times is not None and index > at + 1:
                 key = bisect_right(keys, times[index]) - 1
                 if key >= 0 and (at < 0 or keys[key] > times[at]):
@@ -153,7 +158,7 @@ class Decoder:
                 yield image
 
     def _frame(self, decoded: Iterator[Any], index: int, at: int) -> LoadedImage:
-        """Return the frame of a number, which is above `at`, that of the frame decoded last."""
+        """Return the frame of an index, which is above `at`, the index of the last decoded frame."""
         times = self._packets.times
         for frame in decoded:
             at += 1
@@ -175,7 +180,7 @@ class Decoder:
             yield frame
 
     def _image(self, frame: Any) -> LoadedImage:
-        self._check_size(frame.width, frame.height)
+        self._check_pixels(frame.width, frame.height)
         pixels = frame.to_ndarray(format="rgb24")
         if frame.rotation % 90 == 0:
             pixels = np.rot90(pixels, frame.rotation // 90)
@@ -183,13 +188,13 @@ class Decoder:
         return LoadedImage(pixels, *pixels.shape[:2])
 
     def _scan(self) -> _Packets:
-        """Read every packet, and check what the container announces."""
+        """Read every packet, and check the header against them."""
         count, seconds = 0, Fraction(0)
         times: list[int | None] = []
         keys: list[int] = []
         ends: list[int] = []
         rate = self._stream.average_rate or self._stream.guessed_rate
-        usual = int(1 / rate / self._stream.time_base) if rate else 0
+        frame_ticks = int(1 / rate / self._stream.time_base) if rate else 0
         for packet in self._container.demux():
             self._check_time()
             if packet.size == 0 or packet.is_discard:
@@ -198,12 +203,12 @@ class Decoder:
                 raise _short("whole packets", "a damaged one")
             is_frame = packet.stream.index == self._stream.index
             start = packet.pts if packet.pts is not None else packet.dts
-            end = (start or 0) + (packet.duration or (usual if is_frame else 0))
+            end = (start or 0) + (packet.duration or (frame_ticks if is_frame else 0))
             seconds = max(seconds, end * packet.time_base)
             if not is_frame:
                 continue
             count += 1
-            self._policy.check_frames(count)
+            self._policy.check("max_frames", count)
             times.append(packet.pts)
             if packet.pts is not None:
                 ends.append(end)
@@ -211,27 +216,21 @@ class Decoder:
                     keys.append(packet.pts)
         if not count:
             raise MediaDecodeError("the video has no frames", expected="at least 1", got="0")
-        announced = self._stream.frames
-        if announced > count:
-            raise _short(f"the {announced} frames that it announces", f"{count}")
-        # Matroska announces no number of frames, only a duration, which is that of its longest track.
-        lasting = Fraction(self._container.duration or 0, 1_000_000)
-        if not announced and lasting > seconds * (1 + Fraction(1, 2 * count)):
-            raise _short(f"the {float(lasting):.3f} s that it announces", f"{float(seconds):.3f} s")
-        shown = sorted(one for one in times if one is not None)
+        stated = self._stream.frames
+        if stated > count:
+            raise _short(f"the {stated} frames that its header states", f"{count}")
+        # Matroska states no number of frames, only the duration of its longest track.
+        duration = Fraction(self._container.duration or 0, 1_000_000)
+        if not stated and duration > seconds * (1 + Fraction(1, 2 * count)):
+            raise _short(f"the {float(duration):.3f} s that its header states", f"{float(seconds):.3f} s")
+        shown = sorted(stamp for stamp in times if stamp is not None)
         if len(set(shown)) != count:
             return _Packets(None, [], count, None)
-        lasting = (max(ends) - shown[0]) * self._stream.time_base
-        return _Packets(shown, sorted(keys), count, lasting)
+        duration = (max(ends) - shown[0]) * self._stream.time_base
+        return _Packets(shown, sorted(keys), count, duration)
 
-    def _check_size(self, width: int, height: int) -> None:
-        if width * height > self._policy.max_pixels:
-            raise MediaLimitError(
-                "the video is too large to decode",
-                expected=f"at most {self._policy.max_pixels} pixels in a frame",
-                got=f"{width}x{height} = {width * height}",
-                remedy="Raise MediaPolicy(max_pixels=...) if you trust the source.",
-            )
+    def _check_pixels(self, width: int, height: int) -> None:
+        self._policy.check("max_pixels", width * height, got=f"{width}x{height} = {width * height}")
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:

@@ -1,15 +1,14 @@
 """Load an image: any source in, upright 8-bit RGB pixels out, each mode by one stated rule.
 
-The reference is Transformers 5.23, whose two loaders disagree where there is transparency: `load_image` drops
-alpha, `convert_to_rgb` composites onto white. Here the pixels of an image do not depend on how it was handed
-over: orientation is applied as by the former, transparency treated as by the latter. `docs/media.md` lists
-what each mode becomes.
+The reference is Transformers 5.23, whose two loaders disagree about transparency: `load_image` drops alpha,
+`convert_to_rgb` composites onto white. Here the pixels of an image do not depend on how it was passed:
+orientation is applied as by the first, transparency as by the second. `docs/media.md` lists all modes.
 
 The format of encoded bytes follows from their first bytes, and its Pillow plugin is opened directly:
 `PIL.Image.open` tries some forty formats, one of which runs Ghostscript, and enforces a process-wide pixel
-limit through warnings. No such global is read for a decision or written here, but for one: while
-`PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, Pillow fills what a damaged file lacks with grey, so decoding is
-refused.
+limit through warnings. No such global decides anything here, except one: while
+`PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, Pillow fills the gaps of a damaged file with grey, so decoding
+is refused.
 
 `load_image` may be called from many threads, also with the same source object.
 """
@@ -28,9 +27,9 @@ from PIL import ExifTags, Image, ImageFile
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
 from mmrender.media.bounds import check_passes, check_pieces
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.sources import FORMATS, ReadLocks, describe, read_source, sniff
+from mmrender.media.sources import FORMATS, ReadLocks, format_name, read_source, sniff
 
-_TRANSPOSE = {
+_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -40,14 +39,14 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 image_locks = ReadLocks()
-"""Held while the lazy state of an image, its pixels and EXIF block, is read."""
+"""Locks of the lazy state of images: their pixels and EXIF blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
     """Upright 8-bit RGB pixels.
 
-    They may share memory with the caller's image or array, and are valid until the caller changes that.
+    They may share memory with the caller's image or array, and are valid until the caller changes it.
 
     Attributes:
         pixels: A PIL image of mode RGB, or a read-only C-contiguous uint8 array of shape (height, width, 3).
@@ -76,42 +75,39 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
     """Load one image.
 
     Args:
-        source: A PIL image, a uint8 array of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or whatever
-            `mmrender.media.sources` reads.
-        policy: What may be read; the default policy if None.
+        source: A PIL image, a uint8 array of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or a source
+            that `mmrender.media.sources` reads.
+        policy: Limits of reading; the default policy if None.
         where: Path of the source for error messages, such as `messages[0].content[1]`.
 
     Raises:
         MediaBlockedError: The policy forbids the source.
         MediaLimitError: Too many bytes or pixels, or too slow.
         MediaFetchError: A file or URL that cannot be read.
-        MediaDecodeError: Not an image, or one that is damaged or truncated.
+        MediaDecodeError: Not an image, or damaged or truncated.
     """
     policy = MediaPolicy() if policy is None else policy
     try:
         if isinstance(source, np.ndarray):
-            array = _rgb_of_array(source, policy)
-            return LoadedImage(array, *array.shape[:2])
-        if not isinstance(source, Image.Image):
-            return policy.decode(_decoded, read_source(source, policy))
-        image = _rgb_of_image(source, policy)
-        return LoadedImage(image, image.height, image.width)
+            return _of_array(source, policy)
+        if isinstance(source, Image.Image):
+            return _of_image(source, policy)
+        return policy.decode(_of_bytes, read_source(source, policy))
     except MediaError as error:
         if where is not None:
             error.at(where)
         raise
 
 
-def _decoded(data: bytes, policy: MediaPolicy) -> LoadedImage:
-    image = _rgb_of_image(open_image(data, policy), policy)
-    return LoadedImage(image, image.height, image.width)
+def _of_bytes(data: bytes, policy: MediaPolicy) -> LoadedImage:
+    return _of_image(open_image(data, policy), policy)
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     """Open encoded bytes at their first frame; the header is read and checked, no pixel is decoded."""
     name = sniff(data[:64])
     if name is None:
-        got = describe(data)
+        got = format_name(data)
         remedy = "Pillow may read other formats: open it yourself and pass the PIL.Image."
         if got.endswith("video"):
             remedy = "Decode it first, and pass its frames as images."
@@ -128,7 +124,7 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
         # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
         opener = getattr(importlib.import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
         image: ImageFile.ImageFile = opener(io.BytesIO(data), "")
-    _check_pixels(image.size, policy)
+    _check_pixels(*image.size, policy)
     if name == "JPEG":
         check_passes(data, image.width * image.height, policy)
     return image
@@ -143,12 +139,18 @@ def reading(image: Image.Image) -> AbstractContextManager[None]:
     return image_locks.reading(image, is_lazy)
 
 
-def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
-    """Return `image` upright and in mode RGB: the very same object where it is both already.
+def orientation_of(image: Image.Image) -> Image.Transpose | None:
+    """Return the transposition that makes an image upright by its EXIF block, or None."""
+    orientation = image.getexif().get(ExifTags.Base.Orientation)
+    return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+
+
+def _of_image(image: Image.Image, policy: MediaPolicy) -> LoadedImage:
+    """Return an image upright and in mode RGB: the same object if it is both already.
 
     The image may be shared between threads. A lazily opened one is decoded in place, as any use of it would.
     """
-    _check_pixels(image.size, policy)
+    _check_pixels(*image.size, policy)
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
     with reading(image), _named_errors(image.format or "image"):
         tiles = getattr(image, "tile", None)
@@ -157,26 +159,26 @@ def _rgb_of_image(image: Image.Image, policy: MediaPolicy) -> Image.Image:
         try:
             image.load()
         except BaseException:
-            # Pillow forgets the tiles first: a second load() would give the half-decoded pixels.
+            # Pillow forgets the tiles first: a second load() would return the half-decoded pixels.
             if isinstance(image, ImageFile.ImageFile):
                 image.tile = tiles or []
             raise
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    method = _TRANSPOSE.get(orientation) if isinstance(orientation, int) else None
-    upright = image if method is None else image.transpose(method)
-    transparent = upright.info.get("transparency") is not None
-    if upright.mode == "RGB" and not transparent:
-        return upright
+        orientation = orientation_of(image)
+    upright = image if orientation is None else image.transpose(orientation)
+    is_transparent = upright.info.get("transparency") is not None
     try:
         # Not by the bands' names: the "A" of LAB is a colour.
-        if not transparent and upright.mode not in ("RGBA", "LA", "PA", "RGBa", "La"):
-            return upright.convert("RGB")
-        return _onto_white((upright.convert("LA") if upright.mode == "La" else upright).convert("RGBA"))
+        if is_transparent or upright.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+            rgba = (upright.convert("LA") if upright.mode == "La" else upright).convert("RGBA")
+            upright = _onto_white(rgba)
+        elif upright.mode != "RGB":
+            upright = upright.convert("RGB")
     except ValueError as error:
         raise MediaDecodeError(
             f"an image of mode {image.mode} has no conversion to RGB ({error})",
             remedy="Convert it yourself and pass the result.",
         ) from error
+    return LoadedImage(upright, upright.height, upright.width)
 
 
 def _refuse_lenient_pillow() -> None:
@@ -190,15 +192,14 @@ def _refuse_lenient_pillow() -> None:
 
 
 def _onto_white(image: Image.Image) -> Image.Image:
-    """Composite an RGBA image onto white. A wholly opaque one, such as a screenshot, only loses its band."""
+    """Composite an RGBA image onto white. An opaque image, such as a screenshot, only loses its band."""
     if image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))
     return Image.alpha_composite(white, image).convert("RGB")
 
 
-def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> npt.NDArray[np.uint8]:
-    """Return a read-only C-contiguous uint8 array of shape (H, W, 3), a view if `array` is one already."""
+def _of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> LoadedImage:
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
         remedy = "Convert it to uint8 with values in 0..255 yourself."
         if array.ndim == 4:
@@ -213,36 +214,30 @@ def _rgb_of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> npt.NDArray[n
             got=f"{array.dtype} of shape {array.shape}",
             remedy=remedy,
         )
-    _check_pixels((array.shape[1], array.shape[0]), policy)
+    _check_pixels(array.shape[1], array.shape[0], policy)
     if array.ndim == 2 or array.shape[2] == 1:
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
     elif array.shape[2] == 4:
         array = np.asarray(_onto_white(Image.fromarray(np.ascontiguousarray(array), "RGBA")))
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
-    return view
+    return LoadedImage(view, *view.shape[:2])
 
 
-def _check_pixels(size: tuple[int, int], policy: MediaPolicy) -> None:
-    """Refuse a width and height that the policy does not allow, or an image without pixels."""
-    width, height = size
+def _check_pixels(width: int, height: int, policy: MediaPolicy) -> None:
+    """Refuse an image without pixels, or with more pixels than the policy allows."""
     if width <= 0 or height <= 0:
         raise MediaDecodeError("the image has no pixels", expected="at least 1x1", got=f"{width}x{height}")
-    if width * height > policy.max_pixels:
-        raise MediaLimitError(
-            "the image is too large to decode",
-            expected=f"at most {policy.max_pixels} pixels",
-            got=f"{width}x{height} = {width * height}",
-            remedy="Raise MediaPolicy(max_pixels=...) if you trust the source.",
-        )
+    count = width * height
+    policy.check("max_pixels", count, got=f"{width}x{height} = {count}")
 
 
 @contextmanager
 def _named_errors(name: str) -> Iterator[None]:
-    """Turn whatever Pillow raises on bad bytes into one named error.
+    """Turn any exception of Pillow on bad bytes into an error with a name.
 
-    Pillow's plugins raise some dozen types on hostile input, warnings that the program has made errors
-    included, so nothing narrower than `Exception` is complete.
+    Pillow's plugins raise a dozen types on hostile input, including warnings that the program has made
+    errors, so nothing narrower than `Exception` is complete.
     """
     try:
         yield

@@ -5,10 +5,10 @@ unless the program itself passes it as a `pathlib.Path`. Each refusal names the 
 """
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from mmrender.errors import InputError, MediaBlockedError, MediaLimitError
 from mmrender.processes import BoundedProcesses
@@ -18,6 +18,20 @@ Result = TypeVar("Result")
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 SCHEMES = frozenset({"data", "file", "http", "https"})
+
+Limit: TypeAlias = Literal["max_bytes", "max_pixels", "max_items", "max_frames", "max_video_bytes"]
+_LIMITS: Mapping[Limit, tuple[str, str, str]] = {
+    "max_bytes": ("the encoded file is too large", "bytes", ""),
+    "max_pixels": ("the image or frame is too large to decode", "pixels", " if you trust the source"),
+    "max_items": ("the conversation holds too many images and videos", "", ""),
+    "max_frames": ("the video has too many frames", "frames", ", or sample it first"),
+    "max_video_bytes": (
+        "the sampled frames of the video are too large",
+        "bytes",
+        ", or pass fewer or smaller frames",
+    ),
+}
+"""For each limit the problem of exceeding it, its unit, and what else to do about it."""
 
 _NOT_PUBLIC = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -29,24 +43,23 @@ class MediaPolicy:
 
     Attributes:
         schemes: URL schemes that may be read, out of `data`, `file`, `http` and `https`.
-        local_roots: Folders under which a local file may be named by a `str` path or a `file:` URL; symbolic
-            links are resolved before the check. A `pathlib.Path` object is always read: only the program
-            itself can make one.
+        local_roots: Folders under which a `str` path or a `file:` URL may name a local file; symbolic links
+            are resolved before the check. A `pathlib.Path` is always read: only the program can make one.
         allow_private_addresses: Whether `http(s)` may reach addresses that are not public: private,
             loopback, link-local, multicast, reserved or unspecified, also inside IPv4-mapped, NAT64 and 6to4
             IPv6 addresses. Checked on the resolved address, before every connection.
         allow_networks: Networks that may be reached although they are not public, such as `"10.2.0.0/16"`.
         deny_networks: Networks that are never reached; stronger than both of the above.
-        max_bytes: Largest encoded image or video, in bytes.
-        max_pixels: Largest image or frame, in pixels, read from the header before anything is decoded.
-        max_items: Most images and videos of one conversation.
-        max_frames: Most frames of one video, before any are sampled.
-        max_video_bytes: Most bytes of the sampled frames of one video, as they are kept.
-        decode_timeout: Seconds that decoding one video may take.
+        max_bytes: Maximum size of an encoded image or video, in bytes.
+        max_pixels: Maximum size of an image or frame, in pixels, checked in the header before decoding.
+        max_items: Maximum number of images and videos of one conversation.
+        max_frames: Maximum number of frames of one video, before sampling.
+        max_video_bytes: Maximum size of the sampled frames of one video, in bytes.
+        decode_timeout: Seconds for decoding one video.
         connect_timeout: Seconds for one name resolution, connection or TLS handshake.
-        read_timeout: Seconds that a server may stay silent.
+        read_timeout: Seconds of silence allowed to a server.
         total_timeout: Seconds for one source in all, redirects included.
-        max_redirects: Most redirects followed for one URL.
+        max_redirects: Maximum number of redirects followed for one URL.
         processes: Bounded child processes in which encoded images and videos are decoded, for a program that
             takes them from anyone; None decodes in this process.
 
@@ -94,19 +107,39 @@ class MediaPolicy:
                 if not value >= (0 if field.name == "max_redirects" else 1e-3):
                     raise _bad_field(field.name, "a positive number", repr(value))
 
-    def decode(self, function: Callable[..., Result], data: bytes, *given: Any) -> Result:
-        """Call a decoder with encoded bytes, a policy and more, in one of the processes if there are any.
+    def decode(self, function: Callable[..., Result], data: bytes, *arguments: Any) -> Result:
+        """Call a decoder with encoded bytes, this policy and arguments, in a child process if there is one.
 
         Raises:
             MediaLimitError: The process exceeded its limits.
         """
         if self.processes is None:
-            return function(data, self, *given)
-        policy = replace(self, processes=None)
+            return function(data, self, *arguments)
+        alone = replace(self, processes=None)
         result: Result = self.processes.ask(
-            "decoded the file", MediaLimitError, function, data, policy, *given
+            "decoded the file", MediaLimitError, function, data, alone, *arguments
         )
         return result
+
+    def check(self, limit: Limit, count: int, *, got: str | None = None, where: str | None = None) -> None:
+        """Raise MediaLimitError if `count` exceeds a limit.
+
+        Args:
+            limit: Name of the field.
+            count: In the limit's unit.
+            got: The count for the error, if more than its number is known.
+            where: Path of the media, for the error.
+        """
+        bound = getattr(self, limit)
+        if count > bound:
+            problem, unit, advice = _LIMITS[limit]
+            raise MediaLimitError(
+                problem,
+                where=where,
+                expected=f"at most {bound} {unit}".rstrip(),
+                got=got or f"{count} {unit}".rstrip(),
+                remedy=f"Raise MediaPolicy({limit}=...){advice}.",
+            )
 
     def check_scheme(self, scheme: str) -> None:
         """Raise MediaBlockedError unless URLs of `scheme` may be read."""
@@ -118,70 +151,29 @@ class MediaPolicy:
                 remedy=f'Add "{scheme}" to MediaPolicy(schemes=...).',
             )
 
-    def check_bytes(self, count: int) -> None:
-        """Raise MediaLimitError if `count` bytes are more than one source may hold."""
-        if count > self.max_bytes:
-            raise MediaLimitError(
-                "the encoded file is too large",
-                expected=f"at most {self.max_bytes} bytes",
-                got=f"{count} bytes",
-                remedy="Raise MediaPolicy(max_bytes=...).",
-            )
-
-    def check_items(self, count: int) -> None:
-        """Raise MediaLimitError if `count` images and videos are more than one conversation may hold."""
-        if count > self.max_items:
-            raise MediaLimitError(
-                "the conversation holds too many images and videos",
-                where="messages",
-                expected=f"at most {self.max_items}",
-                got=str(count),
-                remedy="Raise MediaPolicy(max_items=...).",
-            )
-
-    def check_frames(self, count: int) -> None:
-        """Raise MediaLimitError if `count` frames are more than one video may hold."""
-        if count > self.max_frames:
-            raise MediaLimitError(
-                "the video holds too many frames",
-                expected=f"at most {self.max_frames}",
-                got=str(count),
-                remedy="Raise MediaPolicy(max_frames=...), or sample it first.",
-            )
-
-    def check_video(self, frames: int, height: int, width: int) -> None:
-        """Raise MediaLimitError if RGB frames of this size are more than may be kept of one video."""
-        if (size := frames * height * width * 3) > self.max_video_bytes:
-            raise MediaLimitError(
-                "the sampled frames of the video are too large",
-                expected=f"at most {self.max_video_bytes} bytes",
-                got=f"{frames} frames of {width}x{height} = {size}",
-                remedy="Raise MediaPolicy(max_video_bytes=...), or pass fewer or smaller frames.",
-            )
-
     def refusal_of(self, address: str) -> str | None:
-        """Say why `address` (an IP address as text) may not be reached, or return None if it may."""
+        """Return why `address` (an IP address as text) may not be reached, or None if it may."""
         parsed = ipaddress.ip_address(address.partition("%")[0])
         embedded = None
         if isinstance(parsed, ipaddress.IPv6Address):  # IPv4-mapped, 6to4 (RFC 3056) or NAT64 (RFC 6052)
             embedded = parsed.ipv4_mapped or parsed.sixtofour
             if parsed in _NAT64:
                 embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
-        reached = embedded or parsed
+        target = embedded or parsed
 
-        def first_holding(name: str) -> Network | None:
+        def network_in(name: str) -> Network | None:
             networks = _parse_networks(name, getattr(self, name))
-            return next((network for network in networks if parsed in network or reached in network), None)
+            return next((network for network in networks if parsed in network or target in network), None)
 
-        if denied := first_holding("deny_networks"):
+        if denied := network_in("deny_networks"):
             return f"in {denied}, which MediaPolicy.deny_networks holds"
-        if self.allow_private_addresses or first_holding("allow_networks"):
+        if self.allow_private_addresses or network_in("allow_networks"):
             return None
         for kind in _NOT_PUBLIC:
             # Only IPv6 knows site-local addresses.
-            if getattr(reached, f"is_{kind}", False):
+            if getattr(target, f"is_{kind}", False):
                 return f"{kind.replace('_', '-')}, not public"
-        return None if reached.is_global else "not public"
+        return None if target.is_global else "not public"
 
 
 def _bad_field(name: str, expected: str, got: str) -> InputError:

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from blake3 import blake3
 
-from mmrender.media.frames import Video
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.video import Video
 from mmrender.messages import Modality
 from mmrender.model.files import ModelDir
 from mmrender.sidecar import Expansion, MediaItem, feature_count

@@ -1,44 +1,50 @@
-"""From the media parts of a conversation to processed items, each image decoded and processed once.
+"""From the media parts of a request to processed items, each image decoded and processed once.
 
-An item is found again by its identity: a digest of decoded pixels and processor settings. A source seen
-before is recognised by its fingerprint, which is cheap enough to be taken on every render, and not even
-decoded; a new source with known pixels is decoded and not processed.
+An item is found again by its identity: a digest of decoded pixels and processor settings. A known source is
+recognised by its fingerprint, which is cheap enough to take on every render, and is not decoded. A new source
+with known pixels is decoded and not processed.
 """
 
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
-from PIL import ExifTags, Image, ImageFile
+from PIL import Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache
 from mmrender.errors import MediaDecodeError, MessageError, MMRenderError, ProcessorError
-from mmrender.media.load import LoadedImage, load_image, reading
+from mmrender.media.load import LoadedImage, load_image, orientation_of, reading
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
 from mmrender.media.video import as_array, open_video
-from mmrender.messages import ImagePart, MediaPart, Modality, VideoPart
+from mmrender.messages import MediaPart, Modality, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 DEFAULT_MAX_BYTES = 1 << 30
 _MAX_SOURCES = 1 << 16
-# Fingerprints live in one process; a seed of its own keeps anyone from preparing two images that share one.
+"""Maximum number of sources whose items are remembered."""
+_EXPECTED_SOURCES: dict[Modality, str] = {
+    "image": "an image, bytes, a path or a URL",
+    "video": "frames or a video",
+}
+# Fingerprints live in one process; its own seed keeps anyone from preparing two images that share one.
 _SEED = secrets.randbits(64)
 
 
 class MediaCache:
-    """Processed items; the least recently used are dropped first, one larger than the bound is never kept.
+    """Processed items; the least recently used are dropped first, and an item over the bound is never kept.
 
-    Safe to share between threads and between processors: identities hold the processor's settings. Threads
-    that ask for the same item at once compute it once: the first one works, the others wait.
+    Safe to share between threads and between processors: identities include the processor's settings. Threads
+    that ask for the same item at once compute it once: the first one works, and the others wait.
 
     Args:
         max_bytes: Bound on the sum of `item.nbytes`; 0 keeps nothing.
@@ -47,11 +53,11 @@ class MediaCache:
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._items: LRUCache[str, MediaItem] = LRUCache(max_bytes, size_of=lambda item: item.nbytes)
         self._identities: LRUCache[Hashable, str] = LRUCache(_MAX_SOURCES)
-        # Keeps nothing: it only lets threads that load the same source at once load it once.
+        # Without room: it only makes threads that load the same source at once load it once.
         self._loading: LRUCache[Hashable, MediaItem] = LRUCache(0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Items are made anew where it arrives.
+        # A copy elsewhere makes its own items.
         return type(self), (self._items.max_size,)
 
     @property
@@ -60,43 +66,38 @@ class MediaCache:
         return self._items.stats
 
     def get(self, identity: str) -> MediaItem | None:
-        """Return the item of an identity, if it is held."""
+        """Return the item of an identity, or None."""
         return self._items.get(identity)
 
     def find(self, source: Hashable) -> MediaItem | None:
-        """Return the item that a source's key leads to, if it is held."""
+        """Return the item of a source's key, or None."""
         identity = self._identities.get(source)
         return None if identity is None else self._items.get(identity)
 
     def get_or_load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
-        """Return the item of a source, loading and processing it unless the source was seen before.
+        """Return the item of a source; an unknown source is loaded and processed.
 
-        `source` is a key that determines the item, or None for a source that may change; `prepare` loads and
-        identifies it.
+        Args:
+            source: A key that determines the item, or None for a source that may change.
+            prepare: Loads and identifies the source.
         """
-
-        def load() -> MediaItem:
-            # Another thread may have finished since this one looked.
-            item = None if source is None else self.find(source)
-            if item is None:
-                prepared = prepare()
-                item = self._items.get_or_compute(prepared.identity, prepared.finish)
-                if source is not None:
-                    self._identities.put(source, item.identity)
-            return item
-
+        load = partial(self._load, source, prepare)
         return load() if source is None else self.find(source) or self._loading.get_or_compute(source, load)
+
+    def _load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
+        # Another thread may have finished since this one looked.
+        if source is not None and (item := self.find(source)) is not None:
+            return item
+        prepared = prepare()
+        item = self._items.get_or_compute(prepared.identity, prepared.finish)
+        if source is not None:
+            self._identities.put(source, item.identity)
+        return item
 
     def clear(self) -> None:
         """Drop all items; counters stay."""
         self._items.clear()
         self._identities.clear()
-
-
-_EXPECTED_SOURCES: dict[Modality, str] = {
-    "image": "an image, bytes, a path or a URL",
-    "video": "frames or a video",
-}
 
 
 class MediaResolver:
@@ -105,7 +106,7 @@ class MediaResolver:
     Args:
         processor: The model's processor of images and videos.
         policy: What may be loaded.
-        cache: Where items are kept; may be shared with other resolvers.
+        cache: Keeps items; may be shared with other resolvers.
         executor: Threads that share the work of one call with the calling thread, item by item.
     """
 
@@ -123,14 +124,14 @@ class MediaResolver:
         self._executor = executor
 
     def with_executor(self, executor: Executor | None) -> "MediaResolver":
-        """Return a resolver over the same processor, policy and cache that shares its work with threads."""
+        """Return a resolver with the same processor, policy and cache that shares its work with threads."""
         return MediaResolver(self.processor, self.policy, self.cache, executor=executor)
 
     def require_processor(self, where: str | None = None) -> None:
-        """Load the model's processor unless that is done, as the first image does.
+        """Load the model's processor, as the first image does.
 
         Args:
-            where: What needs it, for the error.
+            where: Path of the part that needs it, for the error.
 
         Raises:
             MissingDependencyError: It needs a package that is not installed.
@@ -144,139 +145,130 @@ class MediaResolver:
             raise
 
     def resolve(
-        self,
-        media: Sequence[tuple[str, MediaPart]],
-        *,
-        num_images: int | None = None,
-        num_earlier: int = 0,
-        fingerprints: Sequence[Hashable | None] | None = None,
+        self, media: Sequence[RequestMedia], *, earlier_images: int = 0, earlier_videos: int = 0
     ) -> list[MediaItem]:
-        """Return one item per part, in order; equal sources give the same item.
+        """Return one item per media part, in order; equal sources have the same item.
 
         Args:
-            media: Each part with its path in the conversation, for errors.
-            num_images: Number of images in the whole conversation; by default the images in `media`.
-            num_earlier: Number of images and videos of the conversation that `media` leaves out.
-            fingerprints: `source_fingerprint` of each source, where the caller has taken them already.
+            media: The parts.
+            earlier_images: Number of images of the conversation that `media` leaves out.
+            earlier_videos: Number of videos of the conversation that `media` leaves out.
 
         Raises:
             MessageError: A part has no source; `where` is the part's path.
             MediaError: A part cannot be loaded or processed.
-            ProcessorError: The model takes no such medium.
+            ProcessorError: The model does not support this kind of medium.
         """
-        self.policy.check_items(len(media) + num_earlier)
-        if num_images is None:
-            num_images = sum(isinstance(part, ImagePart) for _, part in media)
-        for where, part in media:
-            if part.modality == "video" and self.processor.videos is None:
-                raise ProcessorError(
-                    f"videos are not supported for {self.processor.name}",
-                    where=where,
-                    expected="images",
-                    remedy="Pass the frames as images.",
-                )
-            if part.source is None:
-                raise MessageError(
-                    f"the {part.modality} part has no source",
-                    where=where,
-                    expected=_EXPECTED_SOURCES[part.modality],
-                    got="None",
-                    remedy=f"Put it into the part, or pass it beside the messages: {part.modality}s=[...]",
-                )
-        if fingerprints is None:
-            fingerprints = [part_fingerprint(part) for _, part in media]
+        count = len(media) + earlier_images + earlier_videos
+        self.policy.check("max_items", count, where="messages")
+        num_images = earlier_images + sum(entry.modality == "image" for entry in media)
+        distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
-        jobs: dict[Hashable, tuple[str, MediaPart, Hashable | None]] = {}
-        for (where, part), fingerprint in zip(media, fingerprints, strict=True):
-            # Within one call a source cannot change, so the object itself is a key where there is no other.
-            same = part.source if isinstance(part.source, str) else id(part.source)
-            keys.append(("object", same, _timing(part)) if fingerprint is None else fingerprint)
-            jobs.setdefault(keys[-1], (where, part, fingerprint))
-        items = map_shared(lambda job: self._item(*job, num_images), list(jobs.values()), self._executor)
-        found = dict(zip(jobs, items, strict=True))
-        return [found[key] for key in keys]
+        for entry in media:
+            self._require_source(entry)
+            key, source = entry.fingerprint, entry.part.source
+            if key is None:
+                # Within one call a source cannot change, so without a fingerprint the object itself is a key.
+                same = source if isinstance(source, str) else id(source)
+                key = ("object", same, timing_of(entry.part))
+            keys.append(key)
+            distinct.setdefault(key, entry)
+        item_of = partial(self._item, num_images=num_images)
+        items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
+        return [items[key] for key in keys]
 
-    def _item(self, where: str, part: MediaPart, fingerprint: Hashable | None, num_images: int) -> MediaItem:
-        if isinstance(part, VideoPart):
-            return self._video(where, part, fingerprint)
-        # The policy is part of the key: what one resolver may load, another that shares the cache may not.
-        counted = num_images if self.processor.depends_on_image_count else None
-        settings = (counted, self.processor.settings_digest, self.policy)
-        loaded: LoadedImage | None = None
+    def _require_source(self, entry: RequestMedia) -> None:
+        """Refuse a part without a source, or a video if the model takes images alone."""
+        modality = entry.modality
+        if modality == "video" and self.processor.videos is None:
+            raise ProcessorError(
+                f"videos are not supported for {self.processor.name}",
+                where=entry.path,
+                expected="images",
+                remedy="Pass the frames as images.",
+            )
+        if entry.part.source is None:
+            raise MessageError(
+                f"the {modality} part has no source",
+                where=entry.path,
+                expected=_EXPECTED_SOURCES[modality],
+                got="None",
+                remedy=f"Put it into the part, or pass it with the messages: {modality}s=[...]",
+            )
 
-        def prepare() -> Prepared:
-            pixels = loaded or load_image(part.source, self.policy, where=where)
-            return self.processor.prepare(pixels, num_images=num_images)
-
+    def _item(self, entry: RequestMedia, num_images: int) -> MediaItem:
+        """Return the item of one part, from the cache or loaded, identified and processed."""
+        fingerprint, loaded = entry.fingerprint, None
         try:
-            if fingerprint is None:
-                loaded = load_image(part.source, self.policy, where=where)
+            if fingerprint is None and entry.modality == "image":
+                loaded = load_image(entry.part.source, self.policy, where=entry.path)
                 # An image that was opened lazily has a fingerprint once it is decoded.
-                fingerprint = source_fingerprint(part.source)
-            return self.cache.get_or_load(None if fingerprint is None else (fingerprint, settings), prepare)
+                fingerprint = source_fingerprint(entry.part.source)
+            source = None if fingerprint is None else (fingerprint, self._settings(entry, num_images))
+            prepare = partial(self._prepare, entry, loaded, num_images)
+            return self.cache.get_or_load(source, prepare)
         except MMRenderError as error:
-            error.at(where)
+            error.at(entry.path)
             raise
 
-    def _video(self, where: str, part: VideoPart, fingerprint: Hashable | None) -> MediaItem:
-        videos = self.processor.videos
-        if videos is None:
-            raise ProcessorError("videos are not supported", where=where)
+    def _settings(self, entry: RequestMedia, num_images: int) -> Hashable:
+        # With the policy: a resolver must not find in a shared cache what its own policy forbids.
+        processor = self.processor
+        if isinstance(entry.part, VideoPart):
+            return (processor.videos and processor.videos.settings_digest), self.policy
+        counted = num_images if processor.depends_on_image_count else None
+        return counted, processor.settings_digest, self.policy
 
-        def prepare() -> Prepared:
-            with open_video(part, self.policy, where) as video:
+    def _prepare(self, entry: RequestMedia, loaded: LoadedImage | None, num_images: int) -> Prepared:
+        part, videos = entry.part, self.processor.videos
+        if isinstance(part, VideoPart) and videos is not None:
+            with open_video(part, self.policy, entry.path) as video:
                 return videos.prepare(video)
-
-        try:
-            settings = (videos.settings_digest, self.policy)
-            return self.cache.get_or_load(None if fingerprint is None else (fingerprint, settings), prepare)
-        except MMRenderError as error:
-            error.at(where)
-            raise
+        loaded = loaded or load_image(part.source, self.policy, where=entry.path)
+        return self.processor.prepare(loaded, num_images=num_images)
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:
     """Return `source_fingerprint` of a part's source, with the times of a video."""
-    if isinstance(part, ImagePart):
-        return source_fingerprint(part.source)
-    source: Any = as_array(part.source)
-    if source is None and isinstance(part.source, tuple | list):
-        frames = tuple([source_fingerprint(frame) for frame in part.source])
-        return None if None in frames else ("video", frames, _timing(part))
-    fingerprint = source_fingerprint(part.source if source is None else source)
-    return None if fingerprint is None else ("video", fingerprint, _timing(part))
+    source: Any = part.source
+    if not isinstance(part, VideoPart):
+        return source_fingerprint(source)
+    if isinstance(source, tuple | list):
+        frames = tuple([source_fingerprint(frame) for frame in source])
+        return None if None in frames else ("video", frames, timing_of(part))
+    array = as_array(source)
+    fingerprint = source_fingerprint(source if array is None else array)
+    return None if fingerprint is None else ("video", fingerprint, timing_of(part))
 
 
-def _timing(part: MediaPart) -> Hashable:
+def timing_of(part: MediaPart) -> Hashable:
+    """Return the times of a video as a key; None for an image."""
     if not isinstance(part, VideoPart):
         return None
     return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration
 
 
 def source_fingerprint(source: Any) -> Hashable | None:
-    """Return a key that equal sources share and that changes when the source does, or `None`.
+    """Return a key that equal sources share and that changes when the source does, or None.
 
-    - `bytes` and `data:` URLs give a seeded 128-bit digest of themselves, so no key keeps them alive.
-    - A path gives the file as it is now: inode, size and times of change.
-    - PIL images and numpy arrays, which can be written to, give a seeded 128-bit digest of their memory. An
-      image file that is not decoded yet has no key: its size has not been checked against the policy.
-    - A URL to fetch, a stream and anything else: `None`. Their content may change under the same name.
+    - `bytes` and `data:` URLs: a seeded 128-bit digest of their content, so no key keeps them alive.
+    - A path: the file's inode, size and times of change.
+    - PIL images and numpy arrays, which can be written to: a seeded 128-bit digest of their memory. An image
+      file that is not decoded yet has no key: its size has not been checked against the policy.
+    - A URL to fetch, a stream and anything else: None. Their content may change under the same name.
     """
     if isinstance(source, bytes):
         return "bytes", xxhash.xxh3_128_digest(source, seed=_SEED)
     if isinstance(source, str):
-        is_data = source[:5].lower() == "data:"
-        return (
-            ("text", xxhash.xxh3_128_digest(source.encode("utf-8", "surrogatepass"), seed=_SEED))
-            if is_data
-            else None
-        )
+        if source[:5].lower() != "data:":
+            return None
+        return "text", xxhash.xxh3_128_digest(source.encode("utf-8", "surrogatepass"), seed=_SEED)
     if isinstance(source, Path):
         try:
-            found = source.stat()
+            status = source.stat()
         except (OSError, ValueError):  # a null byte in the name
             return None
-        return "file", found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return "file", status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if isinstance(source, Image.Image):
         return _image_fingerprint(source)
     if isinstance(source, np.ndarray) and not source.dtype.hasobject:
@@ -291,47 +283,43 @@ def _image_fingerprint(image: Image.Image) -> Hashable | None:
     try:
         with reading(image):
             image.load()
-            orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except MediaDecodeError:  # loading it says the same, and where
+            orientation = orientation_of(image)
+    except MediaDecodeError:  # loading it raises the same error, with its path
         return None
     digest = xxhash.xxh3_128(seed=_SEED)
     for strip in raw_strips(image):
         digest.update(strip.reshape(-1).data)
     palette = image.palette
-    described = (
-        image.mode,
-        image.size,
-        None if palette is None else (palette.mode, bytes(palette.palette)),
-        repr(image.info.get("transparency")),
-        orientation,
-    )
-    return "image", digest.digest(), described
+    colours = None if palette is None else (palette.mode, bytes(palette.palette))
+    transparency = repr(image.info.get("transparency"))
+    return "image", digest.digest(), image.mode, image.size, colours, transparency, orientation
 
 
 def map_shared(
-    function: Callable[[Given], Made], given: Sequence[Given], executor: Executor | None = None
-) -> list[Made]:
-    """Return `function` of each, in order; threads of the executor take what the calling one has not begun.
+    function: Callable[[Argument], Result], arguments: Sequence[Argument], executor: Executor | None = None
+) -> list[Result]:
+    """Return `function` of each, in order; threads of the executor take calls that are not begun yet.
 
-    The calling thread only waits for work that has begun, so it cannot be stalled by an executor that is busy
-    or shut down, or whose threads call this themselves.
+    The calling thread only waits for calls that have begun, so it cannot be stalled by an executor that is
+    busy or shut down, or whose threads call this themselves.
 
     Raises:
-        Exception: That of the first in order that fails, after which the rest is not begun.
+        Exception: The error of the first call in order that fails, after which no other call begins.
     """
-    if executor is None or len(given) < 2:
-        return [function(one) for one in given]
-    futures: list[Future[Made]] = []
-    for one in given[1:]:
+    if executor is None or len(arguments) < 2:
+        return [function(argument) for argument in arguments]
+    first, *others = arguments
+    futures: list[Future[Result]] = []
+    for argument in others:
         try:
-            futures.append(executor.submit(function, one))
-        except RuntimeError:  # shut down meanwhile: a future that nobody runs is left to the calling thread
+            futures.append(executor.submit(function, argument))
+        except RuntimeError:  # shut down meanwhile: the calling thread runs what no thread takes
             futures.append(Future())
     try:
-        made = [function(given[0])]
-        for one, future in zip(given[1:], futures, strict=True):
-            made.append(function(one) if future.cancel() else future.result())
-        return made
+        results = [function(first)]
+        for argument, future in zip(others, futures, strict=True):
+            results.append(function(argument) if future.cancel() else future.result())
+        return results
     finally:
         for future in futures:
             future.cancel()

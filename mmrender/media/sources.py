@@ -1,8 +1,8 @@
-"""Read the encoded bytes that a source names, under a `MediaPolicy`; `docs/media.md` lists the sources.
+"""Read the encoded bytes of a source, under a `MediaPolicy`; `docs/media.md` lists the sources.
 
-The file system is never asked what a string is, and no file stays open. A path object is read because only
-the program can make one; a path in a string may come from a dataset or a web page, so it has to lie under one
-of `local_roots` after symbolic links are resolved, and an error never says whether a file outside exists.
+The file system never decides how a string is read, and no file stays open. A path object is read because only
+the program can make one. A path in a string may come from a dataset or a web page, so it has to lie under one
+of `local_roots` after symbolic links are resolved, and an error never tells whether a file outside exists.
 """
 
 import errno
@@ -51,17 +51,18 @@ _KINDS = tuple(
     )
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
-_LONGEST_PATH = 4096
+_MAX_PATH = 4096
 _SNIFFED = 64
-"""Bytes that tell the format, and characters of base64 that hold enough of them."""
+"""Bytes, or characters of base64, from which the format is known."""
 _PIECE = 1 << 16
+"""Characters of a percent-encoded payload that are decoded at once."""
 
 
 class ReadLocks:
-    """Lets one thread at a time read an object of the caller's that is changed by reading it.
+    """Lets one thread at a time read a caller's object that reading changes.
 
-    An object that another thread was reading when the process forked is of unknown state in the child, which
-    therefore refuses it.
+    If another thread was reading an object when the process forked, its state in the child is unknown, so the
+    child refuses it.
     """
 
     def __init__(self) -> None:
@@ -71,8 +72,8 @@ class ReadLocks:
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Replace the locks, and note the objects that other threads were reading."""
-        # One object always gets the same lock; two objects rarely share one.
+        """Replace the locks, and record the objects that other threads were reading."""
+        # One object always has the same lock; two objects rarely share one.
         self._locks = tuple(threading.Lock() for _ in range(64))
         self._reading.pop(threading.get_ident(), None)
         self._interrupted += self._reading.values()
@@ -80,7 +81,7 @@ class ReadLocks:
 
     @contextmanager
     def reading(self, source: object, is_changed: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Hold the lock of an object, which this reading changes unless `is_changed` says otherwise.
+        """Hold the lock of an object, which this reading changes unless `is_changed` returns False.
 
         Raises:
             MediaDecodeError: A fork has interrupted the reading of the object.
@@ -106,26 +107,26 @@ _stream_locks = ReadLocks()
 
 
 def sniff(data: bytes) -> str | None:
-    """Return which of `FORMATS` the first bytes announce, or None. 32 bytes are enough."""
-    kind = describe(data[:_SNIFFED])
-    return kind if kind in FORMATS else None
+    """Return the image format of the first bytes, one of `FORMATS`, or None. 32 bytes are enough."""
+    name = format_name(data[:_SNIFFED])
+    return name if name in FORMATS else None
 
 
-def describe(data: bytes) -> str:
-    """Name the kind of data, one of `FORMATS` or a few words, by its first bytes."""
+def format_name(data: bytes) -> str:
+    """Return the format of data, one of `FORMATS` or a few words, by its first bytes."""
     start = data[:512]
-    found = next((name for name, pattern in _KINDS if pattern.match(start)), None)
-    return found or f"{len(data)} bytes that begin with {data[:8]!r}"
+    name = next((name for name, pattern in _KINDS if pattern.match(start)), None)
+    return name or f"{len(data)} bytes that begin with {data[:8]!r}"
 
 
 def read_source(source: Any, policy: MediaPolicy) -> bytes:
-    """Return the encoded bytes that `source` names.
+    """Return the encoded bytes of a source.
 
     Raises:
         MediaError: As for `load_image`.
     """
     if isinstance(source, bytes | bytearray | memoryview):
-        policy.check_bytes(memoryview(source).nbytes)
+        policy.check("max_bytes", memoryview(source).nbytes)
         return bytes(source)
     if isinstance(source, str):
         return _read_str(source, policy)
@@ -175,15 +176,15 @@ def _read_str(source: str, policy: MediaPolicy) -> bytes:
             got=f"{name}:",
             remedy="Read it yourself and pass the bytes.",
         )
-    # No path that a person writes begins like base64 of an image.
+    # A path never begins like base64 of an image.
     start = source[: 2 * _SNIFFED].replace("\n", "").replace("\r", "")[:_SNIFFED]
     try:
         image_format = sniff(pybase64.b64decode(start[: len(start) // 4 * 4], validate=True))
     except ValueError:
         image_format = None
-    if image_format not in (None, "BMP"):  # two letters announce a BMP, and far too many words do that
+    if image_format not in (None, "BMP"):  # a BMP begins with two letters, as many words do
         return _decode_base64(source, policy)
-    if not source or len(source) > _LONGEST_PATH or "\0" in source:
+    if not source or len(source) > _MAX_PATH or "\0" in source:
         raise MediaDecodeError(
             "this string names no image",
             expected="a URL, a path, or base64 of an image",
@@ -204,12 +205,12 @@ def _read_data_url(url: str, policy: MediaPolicy) -> bytes:
         if "%" in payload:
             payload = _percent_decoded(payload).decode("latin-1")
         return _decode_base64(payload, policy)
-    policy.check_bytes(len(payload) - 2 * payload.count("%"))
+    policy.check("max_bytes", len(payload) - 2 * payload.count("%"))
     return _percent_decoded(payload)
 
 
 def _percent_decoded(payload: str) -> bytes:
-    """Decode piece by piece: the standard library's decoder makes several objects of each escape."""
+    """Decode piece by piece: the standard library makes several objects of each escape."""
     data = bytearray()
     start = 0
     while start < len(payload):
@@ -224,7 +225,7 @@ def _percent_decoded(payload: str) -> bytes:
 def _decode_base64(payload: str, policy: MediaPolicy) -> bytes:
     if "\n" in payload or "\r" in payload:
         payload = payload.replace("\n", "").replace("\r", "")
-    policy.check_bytes(len(payload) * 3 // 4 - payload[-2:].count("="))
+    policy.check("max_bytes", len(payload) * 3 // 4 - payload[-2:].count("="))
     try:
         return pybase64.b64decode(payload, validate=True)
     except ValueError:
@@ -246,7 +247,7 @@ def _read_stream(stream: Any, policy: MediaPolicy) -> bytes:
                 if not isinstance(part, bytes):
                     raise MediaDecodeError(
                         "the stream is not binary",
-                        expected="read() to give bytes",
+                        expected="read() to return bytes",
                         got=type(part).__name__,
                     )
                 data += part
@@ -256,12 +257,12 @@ def _read_stream(stream: Any, policy: MediaPolicy) -> bytes:
         raise
     except (OSError, ValueError) as error:
         raise MediaFetchError(f"the stream cannot be read ({error})") from error
-    policy.check_bytes(len(data))
+    policy.check("max_bytes", len(data))
     return bytes(data)
 
 
 def _read_named_file(path: Path, policy: MediaPolicy) -> bytes:
-    """Read a file that a string names: only under a root of the policy."""
+    """Read a file named by a string, only under a root of the policy."""
     policy.check_scheme("file")
     try:
         resolved = path.resolve()
@@ -288,14 +289,14 @@ def _read_file(path: Path, policy: MediaPolicy, flags: int = 0) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
-            policy.check_bytes(status.st_size)
+            policy.check("max_bytes", status.st_size)
             data = file.read(policy.max_bytes + 1)
     except MediaLimitError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise MediaFetchError(f"the file {_printable(str(path), 300)} cannot be read ({reason})") from error
-    policy.check_bytes(len(data))
+    policy.check("max_bytes", len(data))
     return data
 
 

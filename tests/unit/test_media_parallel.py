@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from item_cases import media_part
 from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
@@ -88,7 +89,7 @@ def pictures(count: int) -> list[Image.Image]:
 
 
 def test_a_resolver_with_threads_gives_what_it_gives_without(tiny_model: Path) -> None:
-    parts = [(f"part[{index}]", ImagePart(image)) for index, image in enumerate(pictures(6) * 2)]
+    parts = [media_part(ImagePart(image), f"part[{index}]") for index, image in enumerate(pictures(6) * 2)]
     with ThreadPoolExecutor(3) as executor:
         shared = resolver(tiny_model, executor).resolve(parts)
     alone = resolver(tiny_model).resolve(parts)
@@ -101,7 +102,7 @@ def test_a_resolver_with_threads_gives_what_it_gives_without(tiny_model: Path) -
 
 def test_the_error_is_that_of_the_first_part_that_fails(tiny_model: Path) -> None:
     sources = [*pictures(2), b"broken", b"broken too", *pictures(2)]
-    parts = [(f"part[{index}]", ImagePart(source)) for index, source in enumerate(sources)]
+    parts = [media_part(ImagePart(source), f"part[{index}]") for index, source in enumerate(sources)]
     with ThreadPoolExecutor(3) as executor, pytest.raises(MediaError) as caught:
         resolver(tiny_model, executor).resolve(parts)
     assert caught.value.where == "part[2]"
@@ -113,5 +114,5 @@ def test_a_video_is_refused_by_name_before_anything_is_loaded(
     images_alone = resolver(tiny_model)
     images_alone.processor.videos = None
     with pytest.raises(ProcessorError) as caught:
-        images_alone.resolve([("video", VideoPart(tmp_path / "nothing.mp4"))])
+        images_alone.resolve([media_part(VideoPart(tmp_path / "nothing.mp4"), "video")])
     assert str(caught.value) == sentence

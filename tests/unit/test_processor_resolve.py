@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+from item_cases import media_part
 from kit import encoded
 from mmrender.errors import (
     MediaBlockedError,
@@ -24,7 +25,7 @@ from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
-from mmrender.messages import ImagePart
+from mmrender.messages import ImagePart, RequestMedia
 from mmrender.sidecar import MediaItem
 
 
@@ -33,6 +34,7 @@ class Counting:
     """A processor that counts what it does; items are the images' sizes and sums."""
 
     settings_digest: bytes = b"settings"
+    videos: None = None
     depends_on_image_count: bool = False
     prepared: int = 0
     finished: int = 0
@@ -65,8 +67,8 @@ def resolver(cache: MediaCache | None = None, **policy: Any) -> Any:
     return MediaResolver(Counting(), MediaPolicy(**policy), cache or MediaCache())  # type: ignore[arg-type]
 
 
-def parts(*sources: Any) -> list[tuple[str, ImagePart]]:
-    return [(f"messages[0].content[{i}]", ImagePart(source)) for i, source in enumerate(sources)]
+def parts(*sources: Any) -> list[RequestMedia]:
+    return [media_part(ImagePart(source), f"messages[0].content[{i}]") for i, source in enumerate(sources)]
 
 
 @pytest.fixture
@@ -135,7 +137,7 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns() 
     given = parts(*[png((index, 0, 0)) for index in range(3)])
     assert len(images.resolve(given)) == 3
     with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 3, got 4"):
-        images.resolve(given[:1], num_earlier=3)
+        images.resolve(given[:1], earlier_images=1, earlier_videos=2)
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:
@@ -144,7 +146,7 @@ def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None
     alone = made.resolve(parts(png()))[0]
     together = made.resolve(parts(png(), png((5, 5, 5))))[0]
     assert alone.identity != together.identity
-    assert made.resolve(parts(png()), num_images=2)[0] is together
+    assert made.resolve(parts(png()), earlier_images=1)[0] is together
 
 
 def test_fingerprints_see_all_that_pixels_are_made_of() -> None:
@@ -263,9 +265,8 @@ def test_a_failure_is_the_callers_own() -> None:
 
 def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     image = Image.new("RGB", (8, 8))
-    made = resolver()
-    fingerprints = [source_fingerprint(image)]
+    made, media = resolver(), parts(image)
     monkeypatch.setattr("mmrender.media.resolve.source_fingerprint", lambda _: pytest.fail("taken again"))
-    item = made.resolve(parts(image), fingerprints=fingerprints)[0]
-    assert made.resolve(parts(image), fingerprints=fingerprints)[0] is item
+    item = made.resolve(media)[0]
+    assert made.resolve(media)[0] is item
     assert made.processor.prepared == 1

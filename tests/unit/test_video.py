@@ -216,23 +216,25 @@ def test_a_forged_duration_is_not_believed(sentence) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "problem"),
+    ("limit", "value"),
     [
-        ({"max_pixels": 32 * 48 - 1}, "the video is too large to decode"),
-        ({"max_frames": 29}, "the video holds too many frames"),
-        ({"decode_timeout": 1e-3}, "decoding the video takes too long"),
-        ({"max_video_bytes": 10_000}, "the sampled frames of the video are too large"),
-        ({"max_bytes": 100}, "the encoded file is too large"),
+        ("max_pixels", 32 * 48 - 1),
+        ("max_frames", 29),
+        ("decode_timeout", 1e-3),
+        ("max_video_bytes", 10_000),
+        ("max_bytes", 100),
     ],
 )
 def test_limits_hold_for_a_small_file_that_becomes_large(
-    tmp_path: Path, policy: dict[str, Any], problem: str
+    tmp_path: Path, limit: str, value: float, sentence
 ) -> None:
     data = encoded_video(frames_of(30, 32, 48))
     processor = video_processor(tmp_path, "Qwen2VLVideoProcessor", "Qwen2VLProcessor", SMALL)
     began = time.monotonic()
-    with pytest.raises(MediaLimitError, match=problem):
-        item_of(processor, VideoPart(data), MediaPolicy(**policy))
+    with pytest.raises(MediaLimitError) as caught:
+        item_of(processor, VideoPart(data), MediaPolicy(**{limit: value}))
+    text = re.sub(r"got \d+ bytes", "got N bytes", str(caught.value))  # an encoder's size may change
+    assert text == sentence
     assert time.monotonic() - began < 60
 
 

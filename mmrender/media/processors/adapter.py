@@ -24,7 +24,6 @@ from PIL import Image
 
 from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
-from mmrender.media.frames import Timeline, Video
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
@@ -41,6 +40,7 @@ from mmrender.media.processor import (
 )
 from mmrender.media.processors.reference import build_video_reference
 from mmrender.media.processors.watched import ChosenError, Run, WatchedProcessor, as_numpy, errors_named
+from mmrender.media.video import Timeline, Video
 from mmrender.messages import Modality
 from mmrender.sidecar import Expansion, Repeat, Text, common_prefix
 
@@ -510,7 +510,7 @@ class AdaptedVideoProcessor(VideoProcessor):
     def prepare(self, video: Video) -> Prepared:
         """Sample the frames that the model's own processor chooses; see `VideoProcessor`."""
         frames = video.sample(self._choose)
-        frames.policy.check_video(len(frames), frames.height, frames.width)
+        frames.check_size(frames.height, frames.width)
         pixels = np.stack([image.array for image in frames.images])
         timeline = frames.timeline
         times = repr((timeline.total, timeline.fps, timeline.duration, timeline.indices)).encode()

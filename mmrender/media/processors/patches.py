@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
-from mmrender.media.frames import Frames, Timeline, Video
 from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.load import LoadedImage
@@ -32,6 +31,7 @@ from mmrender.media.processor import (
     VideoProcessor,
     digest_settings,
 )
+from mmrender.media.video import Frames, Timeline, Video
 from mmrender.sidecar import Expansion, MediaItem, Repeat, Text
 
 MAX_ASPECT_RATIO = 200
@@ -359,7 +359,7 @@ class PatchVideoProcessor(VideoProcessor):
         frames = video.sample(self.choose)
         count, size = len(frames), (frames.height, frames.width)
         resized = self.resized(count, *size)
-        frames.policy.check_video(count, *resized)
+        frames.check_size(*resized)
         planes = _resized(frames, resized)
         patch, timeline = self.layout.patch, frames.timeline
         grid = (-(-count // self.layout.temporal), resized[0] // patch, resized[1] // patch)
