@@ -326,6 +326,9 @@ def test_bridges_that_the_renderer_made_first_use_the_threads_of_the_pool(tiny_m
         def __getattr__(self, name: str) -> Any:
             return getattr(processor, name)
 
+        def load(self) -> Any:
+            return self
+
         def prepare(self, *given: Any, **options: Any) -> Any:
             threads.add(threading.current_thread().name.partition("_")[0])
             together.wait(timeout=20)  # passes only if two threads are at it
