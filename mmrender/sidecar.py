@@ -1,8 +1,8 @@
 """Places of media items in the tokens: placeholder ranges, items, and the sidecar that carries both.
 
-`MultiModalData` is the sidecar. `MultiModalData.spans` is the only validator of a sidecar against its tokens;
-it gives `MediaSpan` objects in prompt order. An item is decoded and processed once and then shared: across
-turns, steps, branches and the rollouts of a group.
+`MultiModalData` is the sidecar. `MultiModalData.spans` is the only validator of a sidecar against its tokens.
+An item is decoded and processed once, and then shared across turns, steps, branches and the rollouts of a
+group.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +19,6 @@ from mmrender.messages import Modality
 
 TensorDtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Framework: TypeAlias = Literal["numpy", "torch"]
-
-
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
@@ -41,8 +39,8 @@ class Repeat(msgspec.Struct, frozen=True, tag="repeat", tag_field="form"):
 Expansion: TypeAlias = tuple[Text | Repeat, ...]
 """Replacement of one placeholder that the template wrote, piece by piece.
 
-For the Qwen family `(Repeat("<|image_pad|>", 768),)`; for tiled families rows, columns and separators too.
-Concatenated as text it is exactly what the model's own processor writes in place of the placeholder.
+For the Qwen family it is `(Repeat("<|image_pad|>", 768),)`. Tiled families have rows, columns and separators.
+Concatenated as text it equals the text of the model's own processor in place of the placeholder.
 """
 
 
@@ -55,9 +53,9 @@ def feature_count(expansion: Expansion) -> int:
 class PlaceholderRange:
     """Token range of one media item in the prompt: `[offset, offset + length)`.
 
-    The range covers all that replaced the template's placeholder. Where only some of those tokens hold
-    features (rows, columns and separators among them), `embed_spans` lists the `(start, stop)` runs that do,
-    relative to `offset`; `None` means all of them.
+    The range covers the whole expansion of the template's placeholder. If only some of those tokens hold
+    features (others are rows, columns and separators), `embed_spans` lists their `(start, stop)` runs,
+    relative to `offset`. `None` means all of them.
     """
 
     offset: int
@@ -86,11 +84,7 @@ class PlaceholderRange:
 
 @runtime_checkable
 class MediaItem(Protocol):
-    """One processed image or video.
-
-    `identity` is the hex blake3 digest of the decoded pixels and of the processor's settings; equal
-    identities mean equal tensors and an equal expansion.
-    """
+    """One processed image or video."""
 
     @property
     def modality(self) -> Modality:
@@ -99,7 +93,10 @@ class MediaItem(Protocol):
 
     @property
     def identity(self) -> str:
-        """Hex digest of content and processor settings."""
+        """Hex blake3 digest of the decoded pixels and of the processor's settings.
+
+        Equal identities mean equal tensors and an equal expansion.
+        """
         ...
 
     @property
@@ -125,8 +122,8 @@ class MediaItem(Protocol):
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
         """Expand to the model's keyword arguments, such as `pixel_values` and `image_grid_thw`.
 
-        Floating tensors come in `dtype`, integer ones as the model's processor gives them. numpy has no
-        bfloat16: with `framework="numpy"` such values come as `uint16` bit patterns.
+        Floating tensors are converted to `dtype`, integer tensors keep the dtype of the model's processor.
+        Numpy lacks bfloat16, so with `framework="numpy"` its values are `uint16` bit patterns.
         """
         ...
 
@@ -167,7 +164,7 @@ class MultiModalData:
     """The sidecar of a rendered prompt: hashes, placeholder ranges and items by modality, in prompt order.
 
     The three mappings have equal keys and lists of equal length. Instances are treated as immutable: `merged`
-    and `shifted` return new ones that share the items.
+    and `shifted` return new instances that share the items.
     """
 
     mm_hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -198,7 +195,7 @@ class MultiModalData:
         return MultiModalData(self.mm_hashes, moved, self.mm_items)
 
     def merged(self, later: "MultiModalData") -> "MultiModalData":
-        """Return the sidecar of these items and then those of `later`, whose offsets are kept."""
+        """Return the sidecar of these items followed by the items of `later`, whose offsets are kept."""
 
         def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
             return {name: [*first.get(name, ()), *second.get(name, ())] for name in {**first, **second}}
@@ -217,10 +214,10 @@ class MultiModalData:
             where: Path of this sidecar in errors.
 
         Raises:
-            PlaceholderError: Hashes, ranges and items differ in number; a hash is not its item's; ranges
-                overlap, are out of order or leave the sequence; or a range is not as long as its item.
+            PlaceholderError: Hashes, ranges and items differ in number, a hash is not its item's, ranges
+                overlap, are out of order or leave the sequence, or a range is not as long as its item.
         """
-        found = []
+        spans: list[MediaSpan] = []
         for modality in {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}:
             hashes = self.mm_hashes.get(modality, ())
             ranges = self.mm_placeholders.get(modality, ())
@@ -238,13 +235,13 @@ class MultiModalData:
                         where=f"{where}.mm_hashes[{modality!r}][{index}]",
                         expected=item.identity,
                         got=repr(digest),
-                        remedy="A server that knows the hash would take its own pixels in place of these",
+                        remedy="Rebuild the sidecar from its items. A server could use other cached pixels",
                     )
-                found.append(MediaSpan(modality, index, ranges[index], item))
-        found.sort(key=attrgetter("range.offset"))
+                spans.append(MediaSpan(modality, index, ranges[index], item))
+        spans.sort(key=attrgetter("range.offset"))
         stop, next_position = 0, dict.fromkeys(self.mm_items, 0)
-        for span in found:
-            start, end = span.range.offset, span.range.offset + span.range.length
+        for span in spans:
+            start, end = span.start, span.stop
             if span.position != next_position[span.modality]:
                 before = self.mm_placeholders[span.modality][span.position - 1]
                 raise PlaceholderError(
@@ -265,7 +262,7 @@ class MultiModalData:
             _check_embeds(span, where)
             next_position[span.modality] += 1
             stop = end
-        return found
+        return spans
 
     @property
     def nbytes(self) -> int:
@@ -276,7 +273,7 @@ class MultiModalData:
 
 
 def _check_embeds(span: MediaSpan, where: str) -> None:
-    """Require that the runs of features lie in order inside the range and are as long as the item says."""
+    """Require that the runs of features lie in order inside the range and have the item's length."""
     last, count = 0, span.range.length if span.range.embed_spans is None else 0
     for start, stop in span.range.embed_spans or ():
         if not last <= start < stop <= span.range.length:
@@ -299,7 +296,7 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
 
 
 TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
-"""Numbers that Transformers 5 processors give, by modality; text is 0."""
+"""Token types of Transformers 5 processors by modality. Text is 0."""
 
 
 def mm_token_type_ids(
@@ -311,9 +308,9 @@ def mm_token_type_ids(
     writes around an image's features.
 
     Args:
-        spans: The prompt's media, as `MultiModalData.spans(length)` gives them.
+        spans: The prompt's media, from `MultiModalData.spans(length)`.
         length: Number of tokens.
-        dtype: int64 is what processors give; int8 does for storing.
+        dtype: Processors return int64. For storage, int8 is enough.
     """
     types = np.zeros(length, dtype)
     for span in spans:
@@ -324,26 +321,26 @@ def mm_token_type_ids(
 def collapse(
     prompt_ids: Sequence[int], data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None
 ) -> list[int]:
-    """Return the prompt with each range as the one token that the template wrote there.
+    """Return the prompt with each range as the single token that the template wrote there.
 
     Args:
         prompt_ids: The prompt, placeholders widened.
         data: Its sidecar.
-        placeholder_ids: By modality the token that the template writes. Without it, only ranges of one
-            repeated token can be collapsed, to that token.
+        placeholder_ids: The template's token by modality. Without it, only ranges of one repeated token can
+            be collapsed, to that token.
 
     Raises:
-        PlaceholderError: An expansion begins or ends in text, which has joined its neighbours; or the token
-            that the template wrote is not known.
+        PlaceholderError: An expansion begins or ends in text, which has joined its neighbours, or the
+            template's token is not known.
     """
     collapsed: list[int] = []
     position = 0
     for span in data.spans(len(prompt_ids)):
         expansion = span.item.expansion
-        written = (placeholder_ids or {}).get(span.modality)
-        if written is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:
-            written = int(prompt_ids[span.start])
-        if not expansion or written is None or Text in {type(expansion[0]), type(expansion[-1])}:
+        token = (placeholder_ids or {}).get(span.modality)
+        if token is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:
+            token = int(prompt_ids[span.start])
+        if not expansion or token is None or Text in {type(expansion[0]), type(expansion[-1])}:
             raise PlaceholderError(
                 "the range cannot be put back to the template's placeholder",
                 where=span.where,
@@ -352,7 +349,7 @@ def collapse(
                 remedy="Use an engine that takes widened placeholders",
             )
         collapsed += prompt_ids[position : span.start]
-        collapsed.append(written)
+        collapsed.append(token)
         position = span.stop
     return [*collapsed, *prompt_ids[position:]]
 

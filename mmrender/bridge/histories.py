@@ -1,14 +1,14 @@
 """Histories that an extension may follow: the skeleton, which is the shortest, and others for its proof.
 
-A proof renders the extension after the skeleton, and after histories that differ from it
-in a single respect each. It holds for every extension of the same shape: all of it that can decide what a
-template looks at. Texts count only in so far as the template tests them, so the texts that it looks for are
-read from its source.
+A proof renders the extension after the skeleton, and after histories that differ from it in one respect each.
+It holds for every extension of the same shape: the properties of the extension that a template can test. The
+texts that a template looks for are read from its source, and no other text counts.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +44,7 @@ class MediaCount(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return as many parts without a source."""
+        """As many parts without a source."""
         return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
 
 
@@ -88,8 +88,7 @@ def skeleton(
 ) -> ProbeHistory:
     """The shortest history: one user turn with the conversation's media, one assistant turn.
 
-    The assistant calls the tools that the extension answers: one for each tool message that it begins with,
-    under the name and id that the answer states.
+    The assistant makes one call for each tool message that the extension begins with, under its name and id.
     """
     calls = []
     for index, message in enumerate(extension):
@@ -104,7 +103,7 @@ def skeleton(
 
 
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
-    """Shape that extensions with one proof share; more than three alike in a row count as three."""
+    """Shape that extensions with one proof share. More than three equal messages in a row count as three."""
     shapes = []
     for message in messages:
         content, kinds = message.content, None
@@ -112,23 +111,18 @@ def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ..
         if isinstance(content, tuple):
             kinds = _without_repeats([type(part).__name__ for part in content], 2)
             text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
-        found = tuple([mark for mark in marks if mark in text])
+        matches = tuple([mark for mark in marks if mark in text])
         unnamed = message.name is None, message.tool_call_id is None
         shapes.append(
-            (message.role, content is None, kinds, not text.strip(), found, *unnamed, *message.extra)
+            (message.role, content is None, kinds, not text.strip(), matches, *unnamed, *message.extra)
         )
     return _without_repeats(shapes, 3)
 
 
-def _without_repeats(items: Sequence[Any], most: int) -> tuple[Any, ...]:
-    """The items, at most `most` equal ones in a row."""
-    return tuple(
-        [
-            item
-            for index, item in enumerate(items)
-            if index < most or any(other != item for other in items[index - most : index])
-        ]
-    )
+def _without_repeats(items: Sequence[Any], max_run: int) -> tuple[Any, ...]:
+    """The items, with at most `max_run` equal items in a row."""
+    runs = (islice(run, max_run) for _, run in groupby(items))
+    return tuple(chain.from_iterable(runs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,20 +130,20 @@ class Variation:
     """One respect in which histories differ.
 
     Attributes:
-        looks_at: What a template that notices has looked at.
+        looks_at: The respect, in words.
         system: Messages before all others.
         opening: Messages before the earlier turns.
         earlier: Messages after them.
         rounds: Messages between the last user message and the assistant's turn.
         question: Fields of the last user message.
-        says: Its text, beside its media.
+        says: Text of the last user message, next to its media.
         answer: Fields of the assistant's turn.
         tools: Tool definitions.
         documents: Documents.
-        moves_media: Whether it takes the media out of the last user message, and needs some there.
+        moves_media: Whether it takes the media out of the last user message, if there are any.
         combines: Whether it is also tried together with others.
-        in_parts: Whether it gives content as a list of parts, which some templates print as Python does.
-        is_reasoning_alone: Whether the assistant's turn holds reasoning and nothing else.
+        in_parts: Whether content is a list of parts, which some templates print as Python does.
+        is_reasoning_alone: Whether the assistant's turn consists of reasoning.
     """
 
     looks_at: str
@@ -168,14 +162,14 @@ class Variation:
     is_reasoning_alone: bool = False
 
     def of(self, history: ProbeHistory) -> ProbeHistory:
-        """Return the history that differs from `history` in this respect."""
+        """Return a history like `history` that differs in this respect."""
         media = tuple(part for _, part in history.user.media())
         if self.moves_media and not media:
             return history
         question = dict(self.question)
         if self.says is not None:
-            kept = () if self.moves_media else media
-            question["content"] = (*kept, TextPart(self.says)) if kept else self.says
+            media = () if self.moves_media else media
+            question["content"] = (*media, TextPart(self.says)) if media else self.says
         return replace(
             history,
             system=(*self.system, *history.system),
@@ -222,41 +216,44 @@ _ANY_TURN = (
 
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:
-    """Everything that can be different while the number of media stays as it is."""
+    """All respects in which histories with the same number of media may differ."""
     calls = skeleton(extension, profile).assistant.tool_calls
-    carrier = profile.reasoning.carrier if profile.reasoning is not None else "reasoning_content"
+    reasoning = profile.reasoning
+    carrier = reasoning.carrier if reasoning is not None else "reasoning_content"
     calling, *results = _tool_round(1, first=40)
     rounds = (with_reasoning(calling, f"{WORD}G", carrier), *results)
-    thoughtful = Variation(looks_at="reasoning since the last user message", rounds=rounds)
-    found = [*_ANY_TURN, thoughtful, *_call_variations(calls, extension)]
     said = TextPart(f"{WORD}A")
-    thinking = (ThinkingPart(f"{WORD}T"), said)
     begin, close = "<think>", "</think>\n\n"
-    if (reasoning := profile.reasoning) is not None:
+    if reasoning is not None:
         begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
-    answers: list[tuple[str, Any]] = [
+    contents: list[tuple[str, Any]] = [
         ("the assistant's text", "Something else. " * 100),
         ("the assistant's text", f"{WORD} \n\n"),
         ("the assistant's text", f'[{{"answer": 1}}] {WORD}?'),
         ("the assistant's reasoning", f"{begin}{WORD}T{close}{WORD}A"),
         ("whether the assistant wrote text", ""),
         ("the shape of the assistant's content", (said,)),
-        ("the assistant's reasoning", thinking),
+        ("the assistant's reasoning", (ThinkingPart(f"{WORD}T"), said)),
     ]
-    found += [
-        Variation(looks_at=name, answer={"content": content}, in_parts=isinstance(content, tuple))
-        for name, content in answers
+    respects = [
+        *_ANY_TURN,
+        Variation(looks_at="reasoning since the last user message", rounds=rounds),
+        *_call_variations(calls, extension),
+        *[
+            Variation(looks_at=name, answer={"content": content}, in_parts=isinstance(content, tuple))
+            for name, content in contents
+        ],
     ]
     if reasoning is not None and not calls:
         turn = with_reasoning(assistant(""), f"{WORD}T", carrier)
         alone = {"content": turn.content, "reasoning_content": turn.reasoning_content}
         looks_at = "whether the assistant wrote text after its reasoning"
-        found.append(Variation(looks_at=looks_at, answer=alone, combines=False, is_reasoning_alone=True))
-    return found
+        respects.append(Variation(looks_at=looks_at, answer=alone, combines=False, is_reasoning_alone=True))
+    return respects
 
 
 def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) -> list[Variation]:
-    """Other calls by the assistant, as far as the extension's tool messages leave them open."""
+    """Other calls by the assistant that the extension's tool messages allow."""
     extra = probe_call(90099, name="another", alpha="bravo")
     if not calls:
         return [Variation(looks_at="tool calls that nothing answers", answer={"tool_calls": (extra,)})]
@@ -275,7 +272,7 @@ def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) ->
 
 
 def media_placements(media: MediaCount | None) -> list[Variation]:
-    """Media in other places: those of the skeleton where the tail depends on their number, else one more."""
+    """The skeleton's media in other places, or one more image and video if their number does not matter."""
     parts = (MediaCount(1, 1) if media is None else media).parts
     if not parts:
         return []
@@ -291,11 +288,11 @@ def media_placements(media: MediaCount | None) -> list[Variation]:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Variables that a template's source reads.
+    """Texts and fields that a template's source tests.
 
     Attributes:
-        marks: Texts that it looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and their like.
-        fields: Names that it reads as attributes or keys and that belong to no schema or Python type.
+        marks: Texts that it looks for: `mark in x`, `x == mark`, `x.startswith(mark)` and similar tests.
+        fields: Attributes or keys that it reads and that belong to no schema or Python type.
     """
 
     marks: tuple[str, ...]
@@ -312,45 +309,41 @@ class Reads:
                 marks |= {text for argument in call.args for text in _texts(argument)}
             if isinstance(call.node, nodes.Getattr) and call.node.attr == "get" and call.args:
                 fields |= _texts(call.args[0])
-        own = {node.attr for node in tree.find_all(nodes.NSRef)}
-        return cls(tuple(sorted(marks - _SCHEMA - {""})), frozenset(fields - own - _KNOWN_FIELDS))
+        namespaces = {node.attr for node in tree.find_all(nodes.NSRef)}
+        return cls(tuple(sorted(marks - _SCHEMA - {""})), frozenset(fields - namespaces - _KNOWN_FIELDS))
 
     def variations(self) -> list[Variation]:
-        """Histories that hold the texts which the template looks for, and the fields that only it knows."""
-        found = []
+        """Histories with the texts that the template looks for, and with fields of its own."""
+        respects = []
         for mark in self.marks:
             for text in (mark, f"{mark}{WORD}{mark}"):
                 system = Message(role="system", content=text)
                 earlier = (user(text), assistant(text))
-                found += [
+                respects += [
                     Variation(looks_at=f"{mark!r} in the system prompt", system=(system,)),
                     Variation(looks_at=f"{mark!r} in the last user message", says=text),
                     Variation(looks_at=f"{mark!r} in an earlier message", earlier=earlier),
                 ]
             answer = {"content": f"{mark}{WORD}"}
-            found.append(Variation(looks_at=f"{mark!r} in the assistant's text", answer=answer))
+            respects.append(Variation(looks_at=f"{mark!r} in the assistant's text", answer=answer))
         for name in sorted(self.fields):
-            fields = {"extra": {name: f"{WORD}X"}}
-            found.append(
+            extra, where = {name: f"{WORD}X"}, f"the field {name!r} of"
+            system, fields = Message(role="system", content=f"{WORD}S", extra=extra), {"extra": extra}
+            respects += [
                 Variation(
-                    looks_at=f"the field {name!r} of earlier messages",
-                    question=fields,
-                    answer=fields,
-                    combines=False,
-                )
-            )
-            system = Message(role="system", content=f"{WORD}S", extra=fields["extra"])
-            looks_at = f"the field {name!r} of the system prompt"
-            found.append(Variation(looks_at=looks_at, opening=(system,), combines=False))
-        return found
+                    looks_at=f"{where} earlier messages", question=fields, answer=fields, combines=False
+                ),
+                Variation(looks_at=f"{where} the system prompt", opening=(system,), combines=False),
+            ]
+        return respects
 
 
 _SEARCHES = re.compile(r"startswith|endswith|r?find|r?index|count|r?split|r?partition|remove(pre|suf)fix")
-"""Methods of text that look for another."""
+"""Methods of text that look for another text."""
 _SCHEMA = frozenset(
     ("text", "image", "image_url", "video", "video_url", "audio", "type", "content", "thinking")
 )
-"""Keys of parts and messages; `'image' in part` asks for a key, not for text."""
+"""Keys of parts and messages, since `'image' in part` looks for a key, not for text."""
 _LOOP_FIELDS = "index index0 revindex revindex0 first last length previtem nextitem depth changed"
 _PART_FIELDS = "type text image video function arguments id parameters thinking properties"
 _KNOWN_FIELDS = frozenset(
@@ -366,7 +359,7 @@ _KNOWN_FIELDS = frozenset(
 
 
 def _compared(compare: nodes.Compare) -> set[str]:
-    """Texts sought by `in`, and texts of several words or with punctuation that `==` compares with."""
+    """Texts that `in` looks for, and texts of several words or with punctuation on a side of `==`."""
     if {operand.op for operand in compare.ops} <= {"in", "notin"}:
         return _texts(compare.expr)
     operands = [compare.expr, *[operand.expr for operand in compare.ops]]

@@ -2,7 +2,7 @@
 
 A byte-level token may end inside a character, so tokens are spelled as bytes. The text of a completion is
 those bytes as UTF-8, with each invalid byte as one lone surrogate (`surrogateescape`), so that characters map
-to bytes and bytes to tokens exactly. `readable` gives the text that a decoder prints.
+to bytes and bytes to tokens exactly. `readable` returns the text that a decoder prints.
 """
 
 from bisect import bisect_left, bisect_right
@@ -46,9 +46,9 @@ class TokenSpeller:
     """Spells tokens as bytes.
 
     Two spellings are known: byte-level (each byte is one printable character, as in GPT-2) and SentencePiece
-    with byte fallback (`▁` for a space, `<0x0A>` for a byte). The one that agrees with the decoder on sample
-    texts is used; a tokenizer of any other kind is decoded token by token. `added` holds the text of each
-    added token, by id.
+    with byte fallback (`▁` for a space, `<0x0A>` for a byte). The spelling that agrees with the decoder on
+    sample texts is used. Tokenizers of any other kind are decoded token by token. `added` holds the text of
+    each added token, by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -75,7 +75,7 @@ class TokenSpeller:
         return known
 
     def spell(self, token_id: int) -> bytes:
-        """Bytes of a token; none for an id outside the vocabulary."""
+        """Bytes of a token, or no bytes for an id outside the vocabulary."""
         known = self._spelled.get(token_id)
         if known is None:
             token = self.tokenizer.token(token_id) if 0 <= token_id < 1 << 32 else None
@@ -97,10 +97,10 @@ class TokenSpeller:
 
 
 def readable(text: str) -> str:
-    """Text with U+FFFD where it held bytes that are not UTF-8, as decoders print it.
+    """Text with U+FFFD in place of bytes that are not UTF-8, as decoders print it.
 
     Raises:
-        ValueError: It holds half of a surrogate pair, which is neither text nor bytes.
+        ValueError: The text contains half of a surrogate pair, which is neither text nor bytes.
     """
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -132,7 +132,7 @@ class TokenText:
         self._is_ascii = self.text.isascii()
         self._starts = list(accumulate(sizes, initial=0))
         self._found: dict[str, tuple[int, int]] = {}
-        """Of each delimiter that was sought, where the last search began, and what it found or the length."""
+        """Start and result of the last search for each delimiter. Without a match, it is the length."""
         self._added_ends = {start + len(token) for start, token in self._added.items()}
 
     def tokens_of(self, start: int, stop: int) -> tuple[int, int]:
@@ -155,9 +155,9 @@ class TokenText:
     def find(self, delimiter: str, start: int, stop: int) -> int:
         """First character of a delimiter that lies within `[start, stop)`, or -1.
 
-        The text is searched once, however often a delimiter is sought from rising characters.
+        The text is searched once, however often a delimiter is searched from rising characters.
 
-        Where the delimiter is or holds an added token of the vocabulary, only that token counts: the same
+        If the delimiter contains an added token of the vocabulary, only that token counts: the same
         characters spelled by ordinary tokens are text. Any other delimiter is found as text.
         """
         since, position = self._found.get(delimiter, (0, -1))
@@ -170,7 +170,7 @@ class TokenText:
         return position if position + len(delimiter) <= stop else -1
 
     def find_last(self, delimiter: str) -> int:
-        """First character of the last such delimiter, by the rule of `find`, or -1."""
+        """First character of the last match of a delimiter, by the rule of `find`, or -1."""
         position = self.text.rfind(delimiter)
         while position >= 0 and not self._is_spelled(delimiter, position):
             position = self.text.rfind(delimiter, 0, position + len(delimiter) - 1)
@@ -180,8 +180,8 @@ class TokenText:
         """Whether a delimiter begins at a character, by the rule of `find`."""
         return self.text.startswith(delimiter, position, stop) and self._is_spelled(delimiter, position)
 
-    def breaks_off_in(self, delimiter: str) -> bool:
-        """Whether the text is the beginning of a delimiter that holds added tokens, up to any of these."""
+    def ends_inside(self, delimiter: str) -> bool:
+        """Whether the text is the beginning of a delimiter that contains added tokens."""
         within, length = self._speller.added_within(delimiter), len(self.text)
         return (
             bool(within)
@@ -197,5 +197,5 @@ class TokenText:
         return all(self._added.get(position + match.own_start) == match.token for match in within)
 
     def added_before(self, char: int) -> bool:
-        """Whether an added token ends right before a character."""
+        """Whether an added token ends directly before a character."""
         return char in self._added_ends

@@ -1,7 +1,7 @@
-"""Finds and reads the tool calls of a text, alone or in sections.
+"""The tool calls of a text, alone or in sections.
 
-A call that is wrong is an attempt with a status, never an error. A delimiter that is missing ends the attempt
-where the next call begins, so one broken call does not swallow those after it.
+A wrong call is an attempt with a status, never an error. An attempt without its closing delimiter ends where
+the next call begins, so one broken call does not swallow the calls after it.
 """
 
 import re
@@ -16,7 +16,7 @@ from mmrender.parsing.schema import ToolSchemas, typed
 CallStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed", "missing_name", "unknown_tool", "malformed"]
 
 _SPACE = re.compile(r"\s*")
-# No tool has such a name; text like this in the place of a name is something else.
+# Text with these characters in place of a name is not a name.
 _NO_NAME = re.compile(r"[\s<>{}()\[\]\"']")
 _JSON_FIELDS = frozenset({Field.OBJECT, Field.JSON})
 _ARGUMENTS = ("arguments", "parameters")
@@ -35,23 +35,15 @@ class Attempt:
 
 
 class Block(NamedTuple):
-    """A stretch of the text, `[start, stop)`, of calls: a single one, or a section of them."""
+    """Characters `[start, stop)` of calls: a single call, or a section of them."""
 
     start: int
     stop: int
     attempts: list[Attempt]
 
 
-class _Bounds(NamedTuple):
-    """End of an attempt whose pattern does not hold: before and after its last delimiter, if any."""
-
-    inner: int
-    outer: int
-    closed: bool
-
-
 _Captured: TypeAlias = dict[Field, Any]
-"""Fields of one call: text as it was written, values, and tagged arguments as texts by name."""
+"""Fields of one call: texts as written, values, and tagged arguments as texts by name."""
 
 
 class _Fault(Exception):  # noqa: N818 - a finding about the text
@@ -64,7 +56,7 @@ class _Fault(Exception):  # noqa: N818 - a finding about the text
 
 
 class CallScanner:
-    """Scans one text by one grammar; without `tools` a call may have any name."""
+    """Scans one text by one grammar. Without `tools`, a call may have any name."""
 
     def __init__(self, grammar: Grammar, source: TokenText, tools: ToolSchemas | None = None) -> None:
         self._grammar = grammar
@@ -73,9 +65,9 @@ class CallScanner:
         self._text = source.text
         self._length = len(source.text)
         self._tools = tools
-        first, last = grammar.call[0], grammar.call[-1]
-        self._call_begin = first if isinstance(first, str) else None
-        self._call_end = last if isinstance(last, str) else None
+        self._call_begin, self._call_end = (
+            part if isinstance(part, str) else None for part in (grammar.call[0], grammar.call[-1])
+        )
         self._argument_begin = str(grammar.argument[0]) if grammar.argument else None
 
     def scan(self, position: int) -> list[Block]:
@@ -105,39 +97,39 @@ class CallScanner:
 
     def _find(self, delimiter: str | None, position: int, stop: int) -> int:
         """First character of a delimiter within `[position, stop)`, or `stop`."""
-        found = -1 if delimiter is None else self._source.find(delimiter, position, stop)
-        return stop if found < 0 else found
+        place = -1 if delimiter is None else self._source.find(delimiter, position, stop)
+        return stop if place < 0 else place
 
     def _at(self, delimiter: str | None, position: int) -> bool:
         return delimiter is not None and self._source.at(delimiter, position, self._length)
 
     def _after(self, delimiter: str | None, position: int) -> int:
-        """End of a delimiter that begins at `position` or after white space; -1 without it."""
+        """End of a delimiter that begins at `position` or after white space, or -1."""
         position = self._skip(position)
-        found = delimiter is not None and self._source.at(delimiter, position, self._length)
-        return position + len(delimiter or "") if found else -1
+        return position + len(delimiter or "") if self._at(delimiter, position) else -1
 
     def _skip(self, position: int) -> int:
         """First character from `position` on that is not white space."""
         match = _SPACE.match(self._text, position)
         return position if match is None else match.end()
 
-    def _bounds(self, position: int) -> _Bounds:
-        """Latest end of an attempt that got as far as `position`."""
+    def _bounds(self, position: int) -> tuple[int, int]:
+        """Latest end of an attempt that was read up to `position`: before and after its last delimiter.
+
+        Both are equal without that delimiter.
+        """
         outside = self._section.end if self._call_begin is not None else self._section.begin
         inner = self._find(outside, position, self._find(self._call_begin, position, self._length))
         end = self._find(self._call_end, position, inner)
-        if end == inner or self._call_end is None:
-            return _Bounds(inner, inner, closed=False)
-        return _Bounds(end, end + len(self._call_end), closed=True)
+        return (inner, inner) if end == inner else (end, end + len(self._call_end or ""))
 
     def _inner_stop(self, position: int) -> int:
-        return self._bounds(position).inner
+        return self._bounds(position)[0]
 
     # Sections
 
     def _headed(self, start: int, pattern: re.Pattern[str]) -> Block | None:
-        """The next list of calls that nothing but its first call begins."""
+        """The next list of calls that begins with its first call, without a delimiter."""
         position = start
         while (head := pattern.search(self._text, position)) is not None:
             begin = head.start()
@@ -148,7 +140,7 @@ class CallScanner:
                 places = {text: before - len(text) for text in self._section.opens}
                 opened = [at for text, at in places.items() if at >= start and self._at(text, at)]
                 block = self._listed(min(opened, default=begin), begin)
-                # An answer may look like a call at first; what cannot be one is content.
+                # An answer may look like a call at first. It is content if it cannot be one.
                 if all(attempt.status != "malformed" for attempt in block.attempts):
                     return block
             position = head.end()
@@ -189,28 +181,27 @@ class CallScanner:
     def _read(self, start: int) -> Attempt:
         """Read the call that begins at a character."""
         captured: _Captured = {}
-        bounds = self._bounds(start + len(self._call_begin or ""))
+        status: CallStatus | None = None
+        inner, outer = self._bounds(start + len(self._call_begin or ""))
         try:
-            stop = self._run(self._grammar.call, start, bounds, captured)
+            outer = self._run(self._grammar.call, start, inner, captured)
         except _Fault as fault:
-            if fault.position > bounds.inner:
-                bounds = self._bounds(fault.position)
-            is_cut_short = not bounds.closed
+            if fault.position > inner:
+                inner, outer = self._bounds(fault.position)
+            status, is_cut_short = fault.status, inner == outer
             if self._call_end is None:
-                is_cut_short = fault.status == "unclosed" and bounds.inner == self._length
-            status: CallStatus = "unclosed" if is_cut_short else fault.status
-            if not is_cut_short and status == "unclosed":
+                is_cut_short = status == "unclosed" and inner == self._length
+            if is_cut_short:
+                status = "unclosed"
+            elif status == "unclosed":
                 status = "malformed" if _JSON_FIELDS.isdisjoint(self._grammar.call) else "invalid_json"
-            attempt = Attempt(start, bounds.outer)
-            self._fill(attempt, captured)
-        else:
-            attempt = Attempt(start, stop)
-            status = self._fill(attempt, captured)
-        attempt.status = status
+        attempt = Attempt(start, outer)
+        read_status = self._fill(attempt, captured)
+        attempt.status = status or read_status
         return attempt
 
-    def _run(self, pattern: Pattern, position: int, bounds: _Bounds, captured: _Captured) -> int:
-        """Run a pattern, and return where it ends."""
+    def _run(self, pattern: Pattern, position: int, inner: int, captured: _Captured) -> int:
+        """Run a pattern, and return its end."""
         for index, part in enumerate(pattern):
             if isinstance(part, str):
                 after = self._after(part, position)
@@ -219,11 +210,11 @@ class CallScanner:
                     raise _Fault(position, "unclosed" if position == self._length else "malformed")
                 position = after
             elif part in _JSON_FIELDS or part is Field.VALUES:
-                captured[part], position = self._value(part, self._skip(position), bounds)
+                captured[part], position = self._value(part, self._skip(position), inner)
             elif part is Field.TAGGED:
-                position = self._tagged(position, bounds, captured)
+                position = self._tagged(position, inner, captured)
             else:
-                stop = self._end_of_text(part, pattern[index + 1 :], position, bounds)
+                stop = self._end_of_text(part, pattern[index + 1 :], position, inner)
                 text, padding = self._text[position:stop], self._grammar.padding
                 is_value = part is Field.TEXT
                 text = text.removeprefix(padding).removesuffix(padding) if is_value else text.strip()
@@ -231,33 +222,33 @@ class CallScanner:
                 position = stop
         return position
 
-    def _value(self, part: Field, position: int, bounds: _Bounds) -> tuple[Any, int]:
-        """Read a value of JSON or of the grammar's dialect, and say where it ends."""
+    def _value(self, part: Field, position: int, inner: int) -> tuple[Any, int]:
+        """Read a value of JSON or of the grammar's dialect, and return it with its end."""
         try:
             if part is not Field.VALUES:
-                return read_json(self._source, position, max(position, bounds.inner))
-            reader = Reader(self._source, position, bounds.inner, self._grammar.dialect, self._inner_stop)
+                return read_json(self._source, position, max(position, inner))
+            reader = Reader(self._source, position, inner, self._grammar.dialect, self._inner_stop)
             return reader.call(), reader.position
         except CutShort:
             raise _Fault(position, "unclosed") from None
         except ValueError:
             raise _Fault(position, "malformed" if part is Field.VALUES else "invalid_json") from None
 
-    def _tagged(self, position: int, bounds: _Bounds, captured: _Captured) -> int:
-        """Read arguments, each in its own delimiters; they count once all of them are whole."""
-        found: dict[str, str] = {}
+    def _tagged(self, position: int, inner: int, captured: _Captured) -> int:
+        """Read arguments, each in its own delimiters. They only count if all of them are whole."""
+        arguments: dict[str, str] = {}
         while self._after(self._argument_begin, position) >= 0:
             one: _Captured = {}
-            position = self._run(self._grammar.argument, position, bounds, one)
-            found[one[Field.KEY]] = one[Field.TEXT]
-        captured[Field.TAGGED] = found
+            position = self._run(self._grammar.argument, position, inner, one)
+            arguments[one[Field.KEY]] = one[Field.TEXT]
+        captured[Field.TAGGED] = arguments
         return position
 
-    def _end_of_text(self, part: Field, rest: Pattern, position: int, bounds: _Bounds) -> int:
+    def _end_of_text(self, part: Field, rest: Pattern, position: int, inner: int) -> int:
         """End of a text field: the first delimiter that may follow it.
 
-        Values escape nothing, so one may hold its closing delimiter. The one that closes it is the first
-        after which the pattern goes on; without such a one, the first.
+        Values escape nothing, so a value may contain its closing delimiter. The first delimiter after which
+        the pattern continues closes it, or else the first of all.
         """
         if rest[0] is Field.TAGGED:
             follow = [self._argument_begin, rest[1]]
@@ -265,9 +256,7 @@ class CallScanner:
             follow = [self._grammar.dialect.call[0] if rest[0] is Field.VALUES else rest[0]]
         ends = [str(delimiter) for delimiter in follow]
         # The last delimiter of the call lies at the bound, outside.
-        places = [
-            self._source.find(end, position, min(bounds.inner + len(end), self._length)) for end in ends
-        ]
+        places = [self._source.find(end, position, min(inner + len(end), self._length)) for end in ends]
         first = min([place for place in places if place >= 0], default=-1)
         if first < 0:
             raise _Fault(position, "unclosed")
@@ -275,14 +264,14 @@ class CallScanner:
             return first
         closing, stop = ends[0], first
         after = self._grammar.call[self._grammar.call.index(Field.TAGGED) + 1]
-        while stop >= 0 and (following := self._skip(stop + len(closing))) < bounds.inner:
+        while stop >= 0 and (following := self._skip(stop + len(closing))) < inner:
             if self._at(self._argument_begin, following) or self._at(str(after), following):
                 return stop
-            stop = self._source.find(closing, stop + 1, bounds.inner)
+            stop = self._source.find(closing, stop + 1, inner)
         return stop if stop >= 0 else first
 
     def _fill(self, attempt: Attempt, captured: _Captured) -> CallStatus:
-        """Set name, arguments and id as far as they were read, and judge them."""
+        """Set name, arguments and id as far as they were read, and return their status."""
         call, value = self._grammar.call, captured.get(Field.OBJECT)
         if Field.OBJECT in call:
             if not isinstance(value, dict):
@@ -295,8 +284,8 @@ class CallScanner:
             attempt.id = captured.get(Field.ID) or None
             attempt.name = captured.get(Field.NAME) or None
             if self._grammar.name_in_id is not None and attempt.id is not None:
-                found = self._grammar.name_in_id.fullmatch(attempt.id)
-                attempt.name = found.group(1) if found is not None else None
+                match = self._grammar.name_in_id.fullmatch(attempt.id)
+                attempt.name = match.group(1) if match is not None else None
             value = captured.get(Field.VALUES, captured.get(Field.JSON))
         if Field.TAGGED in captured:
             schema = (self._tools or {}).get(attempt.name or "", {})

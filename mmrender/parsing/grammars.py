@@ -1,9 +1,9 @@
 """The tool-call grammars in use, as data.
 
 A grammar is a pattern of delimiters and fields: a tuple in which a string is a delimiter, with any white
-space before it, and a `Field` is what lies between two delimiters. `calls.py` runs patterns. Each grammar was
-written down from the chat templates and tool-use guides that the models' makers publish. None is assumed of a
-model: `prove.py` tries them on what the model's own template prints.
+space before it, and a `Field` is the text between two delimiters. `calls.py` runs patterns. The grammars
+follow the chat templates and tool-use guides of the models' makers. None is assumed of a model: `prove.py`
+tries them on the output of the model's own template.
 """
 
 import re
@@ -36,10 +36,10 @@ class Section:
     """Delimiters around several calls.
 
     Attributes:
-        begin: Delimiter that begins the section; None if `head` finds it.
-        end: Delimiter that ends it; None if it runs to the end of the turn.
-        head: Start of the first call of a section without `begin`. It counts at the start of the content and
-            right after an added token, nowhere else.
+        begin: Delimiter that begins the section. None if `head` finds it.
+        end: Delimiter that ends it. None if it runs to the end of the turn.
+        head: Start of the first call of a section without `begin`. It only counts at the start of the content
+            and right after an added token.
         opens: Delimiters that may precede the head and belong to the section.
         brackets: Brackets of the list of calls.
         separator: Delimiter between calls.
@@ -65,7 +65,7 @@ class Grammar:
         padding: Text that is removed once from each side of a `Field.TEXT`.
         dialect: Spelling of `Field.VALUES`.
         name_in_id: Finds the name, as its group 1, in the id.
-        id_format: How ids are written, with `{name}` and `{index}`, where they are not free text.
+        id_format: Format of ids with `{name}` and `{index}`, if they are not free text.
     """
 
     name: str
@@ -186,17 +186,13 @@ GROUP = "mmrender.grammars"
 
 
 def provided_grammars() -> dict[str, Grammar]:
-    """Grammars of other packages, by name.
-
-    Raises:
-        PluginError: One of them cannot be used.
-    """
-    found = load_plugins(GROUP, _is_new, "a Grammar whose name is none of ours")
-    return {plugin.value.name: plugin.value for plugin in found.values()}
+    """Grammars of other packages, by name. Raises `PluginError` if one of them cannot be used."""
+    plugins = load_plugins(GROUP, _is_new, "a Grammar whose name is not used by mmrender")
+    return {plugin.value.name: plugin.value for plugin in plugins.values()}
 
 
 def all_grammars(name: object) -> dict[str, Grammar]:
-    """Return our grammars, and those of other packages unless `name` is one of ours or None."""
+    """Return our grammars, and the grammars of other packages if `name` is not ours."""
     return GRAMMARS if name is None or name in GRAMMARS else {**GRAMMARS, **provided_grammars()}
 
 

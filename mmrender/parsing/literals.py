@@ -1,7 +1,7 @@
 """Values as models write them: JSON, and the dialects of Python calls and of Gemma's calls.
 
-JSON is read by the standard library. The reader here reads the dialects, and tells JSON that was cut short
-from JSON that is wrong. Nothing is ever evaluated. A text that is not a value raises `ValueError`.
+JSON is read by the standard library. `Reader` reads the dialects, and distinguishes JSON that was cut short
+from wrong JSON. Nothing is ever evaluated. A text that is not a value raises `ValueError`.
 """
 
 import json
@@ -25,7 +25,7 @@ _ESCAPED_TEXT = {
 }
 
 
-class CutShort(Exception):  # noqa: N818 - says what the text is, not what the program did
+class CutShort(Exception):  # noqa: N818 - a finding about the text
     """The text ends inside a value."""
 
 
@@ -34,11 +34,11 @@ class Dialect:
     """Spelling of values.
 
     Attributes:
-        quotes: What opens and closes a text; the same on both sides.
+        quotes: Delimiters of a text, the same on both sides.
         constants: Words and their values.
-        escapes: Characters by the letter that spells them after a backslash; None where nothing is escaped.
+        escapes: Characters by the letter that spells them after a backslash. None without escapes.
         bare_keys: Whether keys of objects are written without quotes.
-        call: What opens the arguments of a call, joins key and value, and closes the arguments.
+        call: Delimiters that open the arguments of a call, join key and value, and close the arguments.
     """
 
     quotes: tuple[str, ...]
@@ -100,13 +100,13 @@ class Reader:
         return self._word()
 
     def _members(self, close: str, joiner: str, *, bare: bool) -> dict[str, Any]:
-        """Read `key joiner value, ...` through `close`; the opening bracket has been read."""
-        found: dict[str, Any] = {}
+        """Read `key joiner value, ...` through `close`, after the opening bracket."""
+        members: dict[str, Any] = {}
         for _ in self._items(close):
             key = self._key(bare)
             self._expect(joiner)
-            found[key] = self.value()
-        return found
+            members[key] = self.value()
+        return members
 
     def _items(self, close: str) -> Iterator[None]:
         """Yield where each item begins, reading the commas between them and `close`."""
@@ -146,7 +146,7 @@ class Reader:
         if self._stop_after is not None and self.position > self._stop:
             self._stop = self._stop_after(self.position)
         text = self._text[start:stop]
-        return readable(text if escapes is None else _ESCAPE.sub(lambda found: _char(found, escapes), text))
+        return readable(text if escapes is None else _ESCAPE.sub(lambda match: _char(match, escapes), text))
 
     def _word(self) -> Any:
         match = _WORD.match(self._text, self.position, self._stop)
@@ -186,7 +186,7 @@ class Reader:
 
 
 def _char(match: re.Match[str], escapes: Mapping[str, str]) -> str:
-    """The character that an escape spells; an unknown one is text."""
+    """The character that an escape spells. An unknown escape is text."""
     code = match.group(1)
     if code in escapes:
         return escapes[code]
@@ -210,17 +210,17 @@ _decoder = json.JSONDecoder(parse_constant=number, parse_float=number)
 
 
 def read_json(source: TokenText, start: int, stop: int) -> tuple[Any, int]:
-    """Read JSON that begins at a character, and say where it ends.
+    """Read JSON that begins at a character, and return the value with its end.
 
-    A whole value may reach beyond `stop`, where the call ends by its delimiters, since a text in it may hold
-    those. Any other is judged up to there: `CutShort` where it begins a value, else `ValueError`.
+    A whole value may reach beyond `stop`, the end of the call by its delimiters, since its texts may contain
+    them. Other text is only read up to `stop`. It raises `CutShort` if it begins a value, or `ValueError`.
     """
     try:
         value, end = _decoder.raw_decode(source.text, start)
         return _cleaned(value), end
     except (ValueError, RecursionError):
         Reader(source, start, stop, JSON).value()
-        # The two readers differ: this one was the tolerant one, about control characters, say.
+        # This reader is the more tolerant of the two, about control characters for example.
         raise ValueError from None
 
 

@@ -1,7 +1,7 @@
 """Sampled tokens in, a message out: content, reasoning and tool calls.
 
-What a model writes is never an error. Every tool call that it tried is reported with a status, and every
-character is content, reasoning, part of an attempt, or text that the template writes between these.
+No completion is an error. Every tool call that the model tried is reported with a status, and every character
+is content, reasoning, part of an attempt, or template text between them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ class ToolCallAttempt:
     """One call that the model tried to make.
 
     Attributes:
-        status: `ok`; `invalid_json`: what should be JSON is not; `unclosed`: the completion ends, or the next
-            call begins, inside it; `missing_name`; `unknown_tool`: no such tool was offered; `malformed`: its
-            grammar does not hold otherwise.
-        name: Name of the tool, where it could be read.
-        arguments: Arguments, where they could be read, whatever the status.
+        status: `ok`, or the fault. `invalid_json`: the JSON is wrong. `unclosed`: the completion ends, or the
+            next call begins, inside it. `missing_name`. `unknown_tool`: the tool was not offered.
+            `malformed`: it breaks its grammar in another way.
+        name: Name of the tool, or None if it could not be read.
+        arguments: Arguments, or None if they could not be read, whatever the status.
         raw: The text of the attempt, delimiters included.
-        span: Tokens `[start, stop)` of the given ids that hold any of that text. Where delimiters are
+        span: Tokens `[start, stop)` of the completion that contain any of that text. If delimiters are
             ordinary text, two attempts may share a token.
-        id: The call's id, where the format writes one.
+        id: The call's id, if the format has ids.
     """
 
     status: CallStatus
@@ -46,15 +46,15 @@ class ToolCallAttempt:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """A completion, read.
+    """A completion as content, reasoning and tool calls.
 
     Attributes:
-        content: The text that is neither reasoning nor calls; text after a call comes at its end.
-        reasoning_content: The reasoning; None without any, also where the block is empty and closed.
-        reasoning_closed: False where the completion ends inside reasoning, True otherwise.
+        content: The text that is neither reasoning nor calls. Text after a call comes at its end.
+        reasoning_content: The reasoning, or None without any, also if the block is empty and closed.
+        reasoning_closed: False if the completion ends inside reasoning, True otherwise.
         tool_calls: Every attempt, in order.
         stopped: Whether the completion ends in a stop token.
-        carrier: Which field of a message the template prints reasoning from.
+        carrier: Field of a message that the template prints reasoning from.
     """
 
     content: str
@@ -65,9 +65,9 @@ class ParsedResponse:
     carrier: Carrier = field(default="reasoning_content", repr=False)
 
     def to_message(self) -> Message:
-        """The assistant message, with the calls whose status is `ok`.
+        """Return the assistant message, with the calls whose status is `ok`.
 
-        Beside calls, empty content is None, as OpenAI has it.
+        With calls, empty content is None, as in OpenAI's messages.
         """
         calls = tuple(
             ToolCall(attempt.name or "", attempt.arguments or {}, attempt.id)
@@ -97,9 +97,9 @@ class Edge(NamedTuple):
 Edges: TypeAlias = Mapping[tuple[Before, After], Edge]
 """Template text around content, by place.
 
-A template puts a line break before a call that follows content, two after reasoning, and so on. It is taken
-away from a completion exactly as the template's own probes showed it; all other white space is content. In a
-place that no probe has shown, only blank text beside a call is taken away.
+A template puts a line break before a call that follows content, two after reasoning, and so on. It is removed
+from a completion exactly as the probes of the template printed it. All other white space is content. In a
+place that no probe has shown, only blank text next to a call is removed.
 """
 
 
@@ -111,10 +111,10 @@ class Piece(NamedTuple):
     after: After
 
     def content(self, edges: Edges) -> str:
-        """The text without what the template wrote."""
+        """The text without template text."""
         text, edge = self.text, edges.get((self.before, self.after))
-        is_beside_call = self.before == "call" or (edge is None and self.after == "call")
-        if is_beside_call and not text.strip():
+        is_next_to_call = self.before == "call" or (edge is None and self.after == "call")
+        if is_next_to_call and not text.strip():
             return ""
         if edge is None:
             known = edges.get(("reasoning", self.after), Edge())
@@ -135,11 +135,11 @@ class Reasoning(NamedTuple):
     """Reasoning of a completion.
 
     Attributes:
-        text: The reasoning; None without any, or for an empty block that was closed.
+        text: The reasoning, or None without any, or for an empty block that was closed.
         closed: Whether the completion does not end inside reasoning.
         before: Characters `[0, before)` come before the block, and are content.
-        rest: Where the rest begins: after the block.
-        seen: Whether the completion holds a block, or the end of one.
+        rest: First character after the block.
+        seen: Whether the completion has a block, or the end of one.
     """
 
     text: str | None = None
@@ -154,8 +154,8 @@ def read_reasoning(
 ) -> Reasoning:
     """Find the reasoning of a completion.
 
-    The block begins in the prompt or with its first delimiter. Where only its end is there, all before that
-    is reasoning, as templates read such text themselves. What a tool call holds begins and ends no block.
+    The block begins in the prompt or with its first delimiter. If only its end is present, all text before it
+    is reasoning, as templates read it, too. Delimiters inside a tool call do not count.
     """
     if format_ is None:
         return Reasoning()
@@ -167,7 +167,7 @@ def read_reasoning(
     begin = source.find(format_.begin, 0, first_call)
     end = -1 if opening.inside else source.find(format_.end, 0, first_call)
     before, start = 0, after(opening.missing, 0)
-    # Where the prompt has opened the block, only a delimiter that repeats what it has written begins it.
+    # If the prompt has opened the block, only a delimiter that repeats the prompt's begins it.
     if begin >= 0 and (not text[:begin].strip() if opening.inside else end < 0 or begin < end):
         before = 0 if opening.inside else begin
         start = after(format_.after_begin, begin + len(format_.begin))
@@ -175,7 +175,7 @@ def read_reasoning(
     elif opening.inside:
         end = source.find(format_.end, start, length)
     elif end < 0:
-        return Reasoning(rest=length) if source.breaks_off_in(format_.begin) else Reasoning()
+        return Reasoning(rest=length) if source.ends_inside(format_.begin) else Reasoning()
     if end < 0:
         return Reasoning(text[start:], closed=False, before=before, rest=length, seen=True)
     thought = text[start:end].removesuffix(format_.before_end)
@@ -183,7 +183,7 @@ def read_reasoning(
 
 
 class CompletionParts(NamedTuple):
-    """The parts of a completion; `pieces` still hold the template's text around content."""
+    """The parts of a completion. `pieces` still contain the template's text around content."""
 
     reasoning: Reasoning
     blocks: list[Block]
@@ -224,11 +224,11 @@ class GrammarChoice:
     """The grammar that reads a template's calls, and how it was found.
 
     Attributes:
-        outcome: `proved` by reading back every probe; `named` by the caller; `none` of the grammars does, or
-            more than one (`ambiguous`); `not_printed`: the template prints no calls.
-        grammar: The chosen one, or None.
+        outcome: `proved` by reading back every probe, or `named` by the caller. Otherwise the reason
+            for its absence: `none` or several (`ambiguous`) read them back, or calls are `not_printed`.
+        grammar: The chosen grammar, or None.
         proved: Names of the grammars that read every probe back.
-        reasons: For each grammar that does not, the first difference.
+        reasons: The first difference of each other grammar.
         refused: Probes that the template refuses, such as two calls in one turn.
     """
 
@@ -240,24 +240,19 @@ class GrammarChoice:
 
     def __str__(self) -> str:
         name = self.grammar.name if self.grammar is not None else "none"
-        match self.outcome:
-            case "proved":
-                return f"{name}, proved"
-            case "named" if name in self.proved:
-                return f"{name}, named by the caller and proved"
-            case "named":
-                reason = self.reasons.get(name, "the template prints no calls")
-                return f"{name}, named by the caller, not proved: {reason}"
-            case "ambiguous":
-                return f"not chosen: {' and '.join(self.proved)} read the calls equally"
-            case "not_printed":
-                return "none: the template prints no tool calls"
-            case "none":
-                return "none: no known grammar reads back the calls that the template prints"
+        why_not = self.reasons.get(name, "the template prints no calls")
+        return {
+            "proved": f"{name}, proved",
+            "named": f"{name}, named by the caller"
+            + (" and proved" if name in self.proved else f", not proved: {why_not}"),
+            "ambiguous": f"not chosen: {' and '.join(self.proved)} read the calls equally",
+            "not_printed": "none: the template prints no tool calls",
+            "none": "none: no known grammar reads back the calls that the template prints",
+        }[self.outcome]
 
 
 class ResponseParser:
-    """Reads completions of one model; without a grammar all is content. Safe to use from many threads."""
+    """Reads completions of one model. Without a grammar, all is content. Safe to use from many threads."""
 
     def __init__(self, turns: Turns, choice: GrammarChoice, edges: Edges) -> None:
         self.profile = turns.profile
@@ -276,11 +271,11 @@ class ResponseParser:
         """Read a completion.
 
         Args:
-            token_ids: What the model sampled, with or without the stop token.
-            tools: The tools that it was offered, as for rendering. They give types to arguments that are
-                written as text, and make a call of any other tool `unknown_tool`.
-            prompt_ids: The prompt, which tells whether the completion begins inside reasoning. Without it
-                the generation prompt of the template is taken.
+            token_ids: The sampled tokens, with or without the stop token.
+            tools: The tools offered to the model, as for rendering. They decide the types of arguments that
+                are written as text, and make a call of any other tool `unknown_tool`.
+            prompt_ids: The prompt, which decides whether the completion begins inside reasoning. The default
+                is the generation prompt of the template.
 
         Raises:
             MessageError: A tool definition is malformed.
@@ -291,8 +286,11 @@ class ResponseParser:
         while length and ids[length - 1] in self.profile.stop_ids:
             length -= 1
         source = self._turns.text_of(ids[:length])
-        format_ = self.profile.reasoning
-        parts = split(source, self.choice.grammar, format_, self._opening(prompt_ids), schemas)
+        format_, opening = self.profile.reasoning, Opening()
+        if format_ is not None:
+            turn = self._turns.open(self._prompt_ids if prompt_ids is None else prompt_ids)
+            opening = self._turns.opening(self._turns.text_of(turn))
+        parts = split(source, self.choice.grammar, format_, opening, schemas)
         reasoning = parts.reasoning.text
         attempts = [
             ToolCallAttempt(
@@ -314,10 +312,3 @@ class ResponseParser:
             stopped=length < len(ids),
             carrier="reasoning_content" if format_ is None else format_.carrier,
         )
-
-    def _opening(self, prompt_ids: Sequence[int] | None) -> Opening:
-        """Read where the prompt leaves the model, from the assistant's turn alone."""
-        if self.profile.reasoning is None:
-            return Opening()
-        ids = self._prompt_ids if prompt_ids is None else prompt_ids
-        return self._turns.opening(self._turns.text_of(self._turns.open(ids)))

@@ -1,8 +1,8 @@
-"""Find the grammar of a template's tool calls by reading back what it prints.
+"""Finds the grammar of a template's tool calls by reading its output back.
 
-Messages with known calls are rendered, their sampled text is taken, and every grammar reads it. The one that
-gives back the same names, arguments, content and reasoning is proved. If none or several do, that is reported
-and none is chosen.
+Messages with known calls are rendered, and every grammar reads their sampled text. A grammar that returns the
+same names, arguments, content and reasoning is proved. If none or several are, that is reported and none is
+chosen.
 """
 
 import json
@@ -55,7 +55,7 @@ _ONE = ("probe_one", {"alpha": "bravo"})
 
 
 class _Texts(NamedTuple):
-    """Texts of a set of probes: content and reasoning, each with and without, beside each group of calls."""
+    """Texts of a set of probes: each group of calls comes with and without content and reasoning."""
 
     content: str
     reasoning: str
@@ -71,7 +71,7 @@ _PROVE = _Texts(
 
 
 class _Probe(NamedTuple):
-    """A message, the text that the template printed for it, or None, and the tokens of prompt and text."""
+    """A message, its text in the template or None if refused, and the tokens of prompt and text."""
 
     message: Message
     text: str | None
@@ -80,7 +80,7 @@ class _Probe(NamedTuple):
 
 
 class _Finding(NamedTuple):
-    """A `GrammarChoice` and the edges that its grammar was read with, as they are kept on disk."""
+    """A `GrammarChoice` and the edges for its grammar, as they are kept on disk."""
 
     outcome: Outcome
     grammar: str | None
@@ -93,13 +93,18 @@ class _Finding(NamedTuple):
 def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> ResponseParser:
     """Build the parser for one template with one set of template arguments.
 
-    `grammar` names the tool-call grammar, for a template that prints no calls or an unknown kind; None has it
-    proved. Raises `InputError` where there is no grammar of that name.
+    Args:
+        known: The template with its findings.
+        grammar: Name of the tool-call grammar, for a template that prints no calls or an unknown kind. None
+            finds and proves it.
+
+    Raises:
+        InputError: The grammar is unknown.
     """
     grammars, turns = all_grammars(grammar), Turns(known.profile, known.tokenizer)
     if grammar is not None and grammar not in grammars:
         names = " or ".join(grammars)
-        raise InputError("no such tool-call grammar", where="grammar", expected=names, got=repr(grammar))
+        raise InputError("unknown tool-call grammar", where="grammar", expected=names, got=repr(grammar))
 
     def prove(reasons: Mapping[str, str] = MappingProxyType({})) -> _Finding:
         return GrammarProver(known, turns).prove(grammar, grammars, reasons)
@@ -107,66 +112,70 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
     if grammar is None or grammar in GRAMMARS:
         sample = known.tokenizer.encode(repr((_ARGUMENTS, _PROVE)))
         about = ("grammar", grammar, turns.text_of(sample).text)
-        found = known.findings.get_or_find(about, _Finding, prove)
-        if found.outcome == "none" and (others := provided_grammars()):
-            # What other packages bring is tried where none of ours reads the template back.
+        finding = known.findings.get_or_find(about, _Finding, prove)
+        if finding.outcome == "none" and (others := provided_grammars()):
+            # Grammars of other packages are tried if none of ours reads the template back.
             grammars = {**grammars, **others}
-            found = prove(found.reasons)
+            finding = prove(finding.reasons)
     else:
-        found = prove()
-    chosen = None if found.grammar is None else grammars[found.grammar]
-    choice = GrammarChoice(found.outcome, chosen, found.proved, found.reasons, found.refused)
-    return ResponseParser(turns, choice, {(before, after): edge for before, after, edge in found.edges})
+        finding = prove()
+    chosen = None if finding.grammar is None else grammars[finding.grammar]
+    choice = GrammarChoice(finding.outcome, chosen, finding.proved, finding.reasons, finding.refused)
+    return ResponseParser(turns, choice, {(before, after): edge for before, after, edge in finding.edges})
 
 
 class GrammarProver:
-    """Tries grammars on what a template prints."""
+    """Tries grammars on a template's output."""
 
     def __init__(self, known: KnownTemplate, turns: Turns) -> None:
         self._probes = known.probes
         self._profile = known.profile
-        self.turns = turns
+        self._turns = turns
         # The richest definitions that the template takes: some fail on a type, others without tools.
-        taken = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
-        self._tools = next(taken, None)
+        accepted = (tools for tools in (_TOOLS, _PLAIN_TOOLS) if self._probes.render([user()], tools=tools))
+        self._tools = next(accepted, None)
         self._rendered: dict[tuple[str, str], list[_Probe]] = {}
 
     def edges(self, grammar: Grammar | None) -> Edges:
-        """Learn what the template writes between the parts of a turn."""
-        found: dict[tuple[Before, After], Edge] = {}
-        shown = set()
+        """Learn the template's text between the parts of a turn."""
+        edges: dict[tuple[Before, After], Edge] = {}
+        with_content = set()
         format_ = self._profile.reasoning
         for probe in self._probed(grammar, _LEARN):
             if probe.text is None or (grammar is None and probe.message.tool_calls):
                 continue
-            opening = self.turns.opening(self.turns.text_of(probe.prompt_ids))
-            source = self.turns.text_of(probe.token_ids)
+            opening = self._turns.opening(self._turns.text_of(probe.prompt_ids))
+            source = self._turns.text_of(probe.token_ids)
             for piece in split(source, grammar, format_, opening).pieces:
                 place = (piece.before, piece.after)
-                edge = found.get(place, Edge())
+                edge = edges.get(place, Edge())
                 if _LEARN.content not in piece.text:
-                    found[place] = edge._replace(alone=piece.text)
-                elif place not in shown:
-                    shown.add(place)
+                    edges[place] = edge._replace(alone=piece.text)
+                elif place not in with_content:
+                    with_content.add(place)
                     prefix, _, suffix = piece.text.partition(_LEARN.content)
-                    found[place] = edge._replace(prefix=prefix, suffix=suffix)
+                    edges[place] = edge._replace(prefix=prefix, suffix=suffix)
         if format_ is not None:
             after = format_.after_end
-            before_call = found.get(("start", "call"), Edge())
-            found.setdefault(("reasoning", "end"), Edge(prefix=after, alone=after))
-            found.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
-        return found
+            before_call = edges.get(("start", "call"), Edge())
+            edges.setdefault(("reasoning", "end"), Edge(prefix=after, alone=after))
+            edges.setdefault(("reasoning", "call"), before_call._replace(prefix=after, alone=after))
+        return edges
 
     def prove(self, name: str | None, grammars: Mapping[str, Grammar], known: Mapping[str, str]) -> _Finding:
-        """Choose a grammar by proof, or take the one that is named and say whether it is proved.
+        """Choose a grammar by proof, or take the grammar of a name and say whether it is proved.
 
-        `known` are reasons against some of the grammars, found before.
+        `known` are earlier reasons against some of the grammars.
         """
         named = grammars.get(name or "")
         if not any(_ARGUMENTS["digits"] in (probe.text or "") for probe in self._probed(None, _PROVE)):
             return self._finding("named" if named is not None else "not_printed", named)
-        reasons = self._differences(grammars, known)
-        proved = tuple(name for name in grammars if name not in reasons)
+        reasons = dict(known)
+        for each, grammar in grammars.items():
+            difference = None if each in reasons else self._first_difference(grammar)
+            if difference is not None:
+                reasons[each] = difference
+        proved = tuple(each for each in grammars if each not in reasons)
         outcome: Outcome = "ambiguous" if len(proved) > 1 else "proved" if proved else "none"
         chosen = named or (grammars[proved[0]] if len(proved) == 1 else None)
         refused = [_described(probe.message) for probe in self._probed(chosen, _PROVE) if probe.text is None]
@@ -185,21 +194,12 @@ class GrammarProver:
         name = chosen.name if chosen is not None else None
         return _Finding(outcome, name, proved, dict(reasons), refused, edges)
 
-    def _differences(self, grammars: Mapping[str, Grammar], known: Mapping[str, str]) -> dict[str, str]:
-        """The first difference of each grammar that does not read back what was rendered."""
-        reasons = dict(known)
-        for name, grammar in grammars.items():
-            difference = None if name in reasons else self._first_difference(grammar)
-            if difference is not None:
-                reasons[name] = difference
-        return reasons
-
     def _probed(self, grammar: Grammar | None, texts: _Texts) -> list[_Probe]:
         """Render a set of probes, with call ids as the grammar writes them."""
         id_format = (grammar.id_format if grammar is not None else None) or "call{index:05}"
         key = (id_format, texts.content)
         if key not in self._rendered:
-            encode = self.turns.speller.tokenizer.encode
+            encode = self._turns.speller.tokenizer.encode
             self._rendered[key] = probes = []
             for message in self._messages(id_format, texts):
                 turn = self._probes.turn(message, self._profile.stop_ids, tools=self._tools)
@@ -222,12 +222,12 @@ class GrammarProver:
                     yield with_reasoning(message, texts.reasoning, self._profile.reasoning.carrier)
 
     def _first_difference(self, grammar: Grammar) -> str | None:
-        """First difference between what was rendered and what a grammar reads, or None."""
+        """First difference between the rendered messages and the messages read back, or None."""
         edges = self.edges(grammar)
         unexplained = _unexplained(grammar, edges)
         if unexplained is not None:
-            return f"beside calls the template writes {unexplained!r}, which is not part of the grammar"
-        parser = ResponseParser(self.turns, GrammarChoice("named", grammar), edges)
+            return f"next to calls the template writes {unexplained!r}, which is not part of the grammar"
+        parser = ResponseParser(self._turns, GrammarChoice("named", grammar), edges)
         read = 0
         for probe in self._probed(grammar, _PROVE):
             if probe.text is None:
@@ -241,15 +241,15 @@ class GrammarProver:
 
 
 def _unexplained(grammar: Grammar, edges: Edges) -> str | None:
-    """Text beside calls that is neither white space nor a delimiter of the grammar."""
+    """Text next to calls that is neither white space nor a delimiter of the grammar."""
     section = grammar.section or Section()
     known = re.compile("|".join(map(re.escape, (*section.opens, section.end or ""))))
-    beside = (text for place, edge in edges.items() if "call" in place for text in edge)
-    return next((text for text in beside if known.sub("", text).strip()), None)
+    texts = (text for place, edge in edges.items() if "call" in place for text in edge)
+    return next((text for text in texts if known.sub("", text).strip()), None)
 
 
 def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | None:
-    """First difference between a message, as far as the template printed it, and what was read."""
+    """First difference between a message, as far as the template printed it, and a parsed response."""
     statuses = [attempt.status for attempt in parsed.tool_calls]
     if len(statuses) != len(message.tool_calls) or set(statuses) - {"ok"}:
         return f"{len(message.tool_calls)} calls read as {', '.join(statuses) or 'none'}"
@@ -262,13 +262,11 @@ def _difference(parsed: ParsedResponse, message: Message, text: str) -> str | No
     pairs.append((f"content {content!r}", content, parsed.content))
     reasoning = _PROVE.reasoning if _PROVE.reasoning[:9] in text else None
     pairs.append((f"reasoning {reasoning!r}", reasoning, parsed.reasoning_content))
-    # In Python 1 equals 1.0 and True; as JSON they differ.
-    different = (
-        (what, read)
-        for what, written, read in pairs
-        if json.dumps(written, sort_keys=True) != json.dumps(read, sort_keys=True)
-    )
-    return next((f"{what} read as {read!r}" for what, read in different), None)
+    for name, expected, read in pairs:
+        # In Python 1 equals 1.0 and True, but as JSON they differ.
+        if json.dumps(expected, sort_keys=True) != json.dumps(read, sort_keys=True):
+            return f"{name} read as {read!r}"
+    return None
 
 
 def _described(message: Message) -> str:

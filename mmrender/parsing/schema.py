@@ -1,9 +1,8 @@
 """Types for arguments that are written as text, from the tools' JSON schemas.
 
-A format such as `<parameter=n>7</parameter>` cannot tell the number 7 from the text "7". The schema can. Of
-the types that it allows, the first that reads the text is taken, in the schema's order but null before all
-others; text reads everything. A parameter without a schema stays the text that was written, since that
-renders back to the same text.
+In a format such as `<parameter=n>7</parameter>`, the number 7 and the text "7" look the same, and the schema
+decides. The first of its types that reads the text is taken, in the schema's order, but null before all
+others. Text reads everything. A parameter without a schema stays text, which renders back to the same text.
 """
 
 import re
@@ -29,14 +28,14 @@ _WORDS: dict[str, dict[str, bool | None]] = {
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> ToolSchemas:
-    """Schemas of definitions as `mmrender.content.normalize_tools` gives them."""
-    found = {}
+    """Schemas of definitions from `mmrender.content.normalize_tools`."""
+    schemas = {}
     for tool in tools:
         inner = tool.get("function")
         definition = inner if isinstance(inner, Mapping) else tool
         parameters = definition.get("parameters") or definition.get("input_schema")
-        found[str(definition.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
-    return found
+        schemas[str(definition.get("name"))] = parameters if isinstance(parameters, Mapping) else {}
+    return schemas
 
 
 def typed(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,11 +80,11 @@ def _referred(reference: Any, root: Mapping[str, Any]) -> Any:
     """Resolve a `$ref` within the same schema."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    found: Any = root
+    schema: Any = root
     for step in reference[2:].split("/"):
         key = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _read(kind: str, text: str) -> Any:

@@ -100,8 +100,8 @@ class TemplateProfile:
 
     Attributes:
         form: Shapes of messages that the template takes.
-        generation_prompts: Texts that open the assistant's turn. The first is the one after a single user
-            message; there are more if they depend on the conversation.
+        generation_prompts: Texts that open the assistant's turn: first the text after a single user message,
+            then others if they depend on the conversation.
         openings: Text between a question, or a tool's result, and the answer, without generation prompts.
         closes: Template text right after the assistant's content, by the message that follows: `user`,
             `tool`, or `end` without one.
@@ -330,7 +330,7 @@ def _unattributed(probes: Probes) -> tuple[str, ...]:
 
 
 def _reasoning(probes: Probes, generation_prompt: str) -> ReasoningFormat | None:
-    """Find the delimiters printed around reasoning, or those of the block that the prompt opens."""
+    """Find the delimiters around reasoning, or around the block that the prompt opens."""
     content, thought = f"{WORD}C", f"{WORD}R"
     # Some templates print reasoning only in messages with calls.
     for carrier, calls in product(get_args(Carrier), ((), (probe_call(name="probe_none"),))):

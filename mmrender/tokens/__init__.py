@@ -1,1 +1,1 @@
-"""From traced text to token ids, their owners, and what was sampled."""
+"""From traced text to token ids, their owners, and the sampled ones."""

@@ -1,11 +1,10 @@
 """Traced text in, token ids with attribution out.
 
-The text is cut at the special tokens that count as syntax: those that the template wrote, and those in
-content whose rule is `parse`; and, wherever they are, at the blanks and newlines of the vocabulary, which are
-never syntax. Between two cuts one run is encoded whole, so that byte-pair merges fall as they do in the whole
-text. A placeholder that the template wrote becomes the expansion of its media item, in token space; where an
-expansion begins or ends in text, that text first joins its neighbours. Every token belongs to the origin of
-its first character.
+The text is cut at the special tokens that count as syntax: the template's own, and special tokens in content
+whose rule is `parse`. It is also cut at the blanks and newlines of the vocabulary, which are never syntax.
+Between two cuts one run is encoded whole, so that byte-pair merges fall as in the whole text. A placeholder
+that the template wrote becomes the expansion of its media item, in token space. If an expansion begins or
+ends in text, that text first joins its neighbours. Every token belongs to the origin of its first character.
 """
 
 from bisect import bisect_right
@@ -33,7 +32,7 @@ DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
     "tool": "text",
     "caller": "text",
 }
-"""Rules by role; `caller`: tool definitions, documents, names, tool arguments and template arguments."""
+"""Rules by role. `caller` covers tool definitions, documents, names, arguments of tools and templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Layout:
 
 
 class Cut(NamedTuple):
-    """Index of the first token that starts at or after a character. `clean` is false if a token spans it."""
+    """Index of the first token from a character on. `clean` is false if a token spans the character."""
 
     token: int
     clean: bool
@@ -91,9 +90,9 @@ class Encoded:
 
     Attributes:
         ids: Tokens, placeholders widened.
-        spans: Rising, without gaps; none is marked as sampled.
-        ranges: One for each placeholder, in order.
-        cuts: The token index of each character position that was asked for.
+        spans: Rising, without gaps, and not marked as sampled.
+        ranges: Token range of each placeholder, in order.
+        cuts: Token index of each requested character position.
         is_closed: Whether a longer conversation does not begin with these tokens.
     """
 
@@ -115,15 +114,15 @@ class Encoded:
         self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
-class _Frame(NamedTuple):
-    """An expansion, cut where its neighbours can reach.
+class _SplitExpansion(NamedTuple):
+    """An expansion: a core, and the text at its edges, which joins its neighbours.
 
     Attributes:
         head: Text before its first token.
         core: The pieces from its first token through its last, every added token a piece of its own.
         tail: Text after its last token.
-        edges: The texts of the first and of the last token, once if there is but one.
-        text: What the text around it meets.
+        edges: The texts of the first and of the last token, once if they are the same token.
+        text: The expansion as its neighbours meet it, without the inside of the core.
     """
 
     head: str
@@ -134,10 +133,10 @@ class _Frame(NamedTuple):
 
 
 class AskAffixes(Protocol):
-    """Says what a model's processor writes beside a prompt; see `MediaProcessor.affixes`."""
+    """The tokens and texts that a model's processor adds to a prompt. See `MediaProcessor.affixes`."""
 
     def __call__(self, bos: BosPlace, *, images: bool) -> Affixes | None:
-        """Return it, or None for the tokens of the post-processor."""
+        """Return them, or None for the tokens of the post-processor."""
 
 
 class TokenWriter:
@@ -146,10 +145,10 @@ class TokenWriter:
     Args:
         tokenizer: The model's tokenizer.
         placeholders: Text that the template writes for one item of each modality.
-        placeholder_tokens: Every token of media; in content it is text whatever the rules say.
-        rules: What a special token in the content of each author is.
-        bos_token: A prompt that begins with it gets no more of the post-processor's tokens.
-        processor: Says what a processor writes beside prompts; without one, prompts are the template's text.
+        placeholder_tokens: Every token of media. In content it is text, whatever the rules are.
+        rules: The rule for special tokens in the content of each author.
+        bos_token: A prompt that begins with it gets no tokens of the post-processor.
+        processor: Additions of a processor to prompts. Without it, prompts are the template's text.
 
     Raises:
         TokenizerError: Runs of this tokenizer are not independent.
@@ -168,9 +167,9 @@ class TokenWriter:
         if tokenizer.dependent_token is not None:
             raise TokenizerError(
                 "this tokenizer encodes a run differently after other text",
-                expected="an encoding between added tokens that depends on nothing outside",
-                got=f"another one beside {tokenizer.dependent_token!r}",
-                remedy="mmrender does not know this kind of tokenizer; please report the model",
+                expected="an encoding between added tokens that only depends on the text between them",
+                got=f"another encoding next to {tokenizer.dependent_token!r}",
+                remedy="mmrender does not know this kind of tokenizer. Please report the model",
             )
         self.tokenizer = tokenizer
         self.rules = rules
@@ -184,13 +183,13 @@ class TokenWriter:
         }
         self._bos_token = bos_token
         self._processor = processor
-        self._frames = lru_cache(1024)(self._frame)
+        self._split = lru_cache(1024)(self._split_expansion)
 
     def affixes(self, layout: Layout, *, images: bool = False) -> Affixes:
-        """Return all that is written beside the text of a prompt, such as `<s>`.
+        """Return the additions to the text of a prompt, such as `<s>`.
 
         Raises:
-            ProcessorError: The model's processor takes no such prompt.
+            ProcessorError: The model's processor refuses prompts of this kind.
         """
         if self._processor is None:
             return _NOTHING
@@ -199,17 +198,17 @@ class TokenWriter:
             place = "first"
         elif any(match.token == self._bos_token for match in layout.matches):
             place = "later"
-        found = self._processor(place, images=images)
-        if found is None:
+        affixes = self._processor(place, images=images)
+        if affixes is None:
             first, last = ((), ()) if place == "first" else self.tokenizer.affixes
             return Affixes(first=tuple(first), last=tuple(last))
-        if found.refusal is not None:
+        if affixes.refusal is not None:
             raise ProcessorError(
-                f"the model's processor takes no prompt {'with' if images else 'without'} images",
+                f"the model's processor refuses a prompt {'with' if images else 'without'} images",
                 expected="a prompt that it takes",
-                got=found.refusal,
+                got=affixes.refusal,
             )
-        return found
+        return affixes
 
     def lay_out(self, text: TracedStr) -> Layout:
         """Find the syntax of a rendered text.
@@ -217,10 +216,10 @@ class TokenWriter:
         Raises:
             SpecialTokenError: Content holds a special token, and its rule is `error`.
         """
-        judge = _Judge(self, text.spans)
-        matches = tuple(self.tokenizer.find(plain(text), judge.refuse))
+        syntax = _SyntaxFilter(self, text.spans)
+        matches = tuple(self.tokenizer.find(plain(text), syntax.refuse))
         placeholders = [
-            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], *judge.writer(match))
+            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], *syntax.writer(match))
             for match in matches
             if match.token in self.modalities
         ]
@@ -238,64 +237,60 @@ class TokenWriter:
 
         Args:
             layout: The text and its syntax.
-            items: The item of each placeholder; None leaves it as one token.
-            cuts: Rising character positions whose token index is wanted.
+            items: The item of each placeholder. None leaves it as one token.
+            cuts: Rising character positions whose token index is requested.
             before: Tokens that the text is appended to.
 
         Raises:
-            TokenizerError: The vocabulary spells an added token where it is only text.
+            TokenizerError: The vocabulary spells an added token in mere text.
             SpecialTokenError: The same, in content whose rule is `error`.
             PlaceholderError: The vocabulary lacks a token of an expansion.
-            ProcessorError: The model's processor takes no such prompt.
+            ProcessorError: The model's processor refuses prompts of this kind.
         """
         text = plain(layout.text)
-        frames: list[_Frame] = []
+        expansions: list[_SplitExpansion] = []
         has_images = any(item is not None and item.modality == "image" for item in items)
         affixes = _NOTHING if before else self.affixes(layout, images=has_images)
         is_wider = bool(affixes.opening or affixes.ending)
-        for found, item in zip(layout.placeholders, items, strict=True):
-            token = text[found.start : found.stop]
-            frames.append(self._frames((Repeat(token, 1),) if item is None else item.expansion))
-            is_wider = is_wider or frames[-1].text != token
+        for placeholder, item in zip(layout.placeholders, items, strict=True):
+            token = text[placeholder.start : placeholder.stop]
+            expansions.append(self._split((Repeat(token, 1),) if item is None else item.expansion))
+            is_wider = is_wider or expansions[-1].text != token
         places = cuts
         if is_wider:
-            layout, places = self._joined(layout, frames, cuts, affixes)
+            layout, places = self._joined(layout, expansions, cuts, affixes)
         stream = _TokenStream(self, layout.text, places, before=self.tokenizer.before(before))
         stream.out.extend(affixes.first, -1, "template")
-        queue = iter(zip(layout.placeholders, frames, strict=True))
+        queue = iter(zip(layout.placeholders, expansions, strict=True))
         for match in layout.matches:
             if match.token in self.modalities:
-                placeholder, frame = next(queue)
-                stream.media(match, frame.core, placeholder.message, placeholder.modality)
+                placeholder, expansion = next(queue)
+                stream.media(match, expansion.core, placeholder.message, placeholder.modality)
             else:
                 stream.special(match)
         stream.take(len(layout.text))
         stream.flush(len(layout.text))
         stream.out.extend(affixes.last, -1, "template")
         stream.out.is_closed = affixes.closes
-        found_cuts = stream.out.cuts
-        stream.out.cuts = {cut: found_cuts[place] for cut, place in zip(cuts, places, strict=True)}
+        stream.out.cuts = {cut: stream.out.cuts[place] for cut, place in zip(cuts, places, strict=True)}
         return stream.out
 
-    def _frame(self, expansion: Expansion) -> _Frame:
+    def _split_expansion(self, expansion: Expansion) -> _SplitExpansion:
         """Find the added tokens of an expansion, in which each repeated token is written once."""
         text = ""
-        tokens: list[tuple[Match, Repeat]] = []
+        repeats: dict[int, Repeat] = {}
         for piece in expansion:
             if isinstance(piece, Repeat):
-                stop = len(text) + len(piece.token)
-                tokens.append((Match(len(text), stop, piece.token, len(text), stop), piece))
-                text += piece.token
-            else:
-                text += piece.text
-        repeats = {match.own_start: piece for match, piece in tokens}
-        found = {match.own_start: match for match in self.tokenizer.find(text)}
-        written = [(found.pop(match.own_start, match), piece) for match, piece in tokens]
-        written += [(match, Repeat(match.token, 1, embeds=False)) for match in found.values()]
-        written.sort(key=lambda entry: entry[0].own_start)
+                repeats[len(text)] = piece
+            text += piece.token if isinstance(piece, Repeat) else piece.text
+        matches = {match.own_start: match for match in self.tokenizer.find(text)}
+        for start, piece in repeats.items():
+            stop = start + len(piece.token)
+            matches.setdefault(start, Match(start, stop, piece.token, start, stop))
+        tokens = [matches[start] for start in sorted(matches)]
         solid = [
-            at
-            for at, (match, _) in enumerate(written)
+            index
+            for index, match in enumerate(tokens)
             if match.own_start in repeats or not is_blank(match.token)
         ]
         if not solid:
@@ -304,22 +299,22 @@ class TokenWriter:
                 expected="at least one added token",
                 got=repr(text[:80]),
             )
-        first, last = written[solid[0]][0], written[solid[-1]][0]
+        first, last = tokens[solid[0]], tokens[solid[-1]]
         core: list[Text | Repeat] = []
         position = first.start
-        for match, piece in written[solid[0] : solid[-1] + 1]:
+        for match in tokens[solid[0] : solid[-1] + 1]:
             if match.start > position:
                 core.append(Text(text[position : match.start]))
-            core.append(piece)
+            core.append(repeats.get(match.own_start) or Repeat(match.token, 1, embeds=False))
             position = match.stop
         edges = first.token if len(core) == 1 else first.token + last.token
         head, tail = text[: first.own_start], text[last.own_stop :]
-        return _Frame(head, tuple(core), tail, edges, head + edges + tail)
+        return _SplitExpansion(head, tuple(core), tail, edges, head + edges + tail)
 
     def _joined(
-        self, layout: Layout, frames: Sequence[_Frame], cuts: Sequence[int], affixes: Affixes
+        self, layout: Layout, expansions: Sequence[_SplitExpansion], cuts: Sequence[int], affixes: Affixes
     ) -> tuple[Layout, list[int]]:
-        """Write affixes and the edges of expansions into the text, and find its syntax again; cuts move."""
+        """Write affixes and the edges of expansions into the text. Return its layout and the moved cuts."""
         pieces: list[str] = []
         places: list[Placeholder] = []
         images = [(found.start, found.stop) for found in layout.placeholders if found.modality == "image"]
@@ -327,25 +322,23 @@ class TokenWriter:
         stops, shifts = [0], [0]
         if not at:
             pieces, shifts = [affixes.opening], [len(affixes.opening)]
-        for found, frame in zip(layout.placeholders, frames, strict=True):
-            start = found.start + shifts[-1] + len(frame.head)
-            spans = layout.text[found.start : found.stop].spans
-            written = TracedStr.whole(frame.text, spans[0][2]) if spans else frame.text
-            pieces += [layout.text[position : found.start], written]
-            places.append(
-                Placeholder(start, start + len(frame.edges), found.modality, found.message, found.part)
-            )
-            position = found.stop
+        for placeholder, expansion in zip(layout.placeholders, expansions, strict=True):
+            start = placeholder.start + shifts[-1] + len(expansion.head)
+            spans = layout.text[placeholder.start : placeholder.stop].spans
+            text = TracedStr.whole(expansion.text, spans[0][2]) if spans else expansion.text
+            pieces += [layout.text[position : placeholder.start], text]
+            places.append(replace(placeholder, start=start, stop=start + len(expansion.edges)))
+            position = placeholder.stop
             stops.append(position)
-            shifts.append(shifts[-1] + len(frame.text) - (found.stop - found.start))
+            shifts.append(shifts[-1] + len(text) - (placeholder.stop - placeholder.start))
             if position == at:
                 pieces.append(affixes.opening)
                 shifts[-1] += len(affixes.opening)
-        text = concat([*pieces, layout.text[position:], affixes.ending])
+        joined = concat([*pieces, layout.text[position:], affixes.ending])
         token = {modality: token for token, modality in self.modalities.items()}
-        judge = _Judge(self, text.spans, places)
+        syntax = _SyntaxFilter(self, joined.spans, places)
         matches: list[Match] = []
-        rest = self.tokenizer.find(plain(text), judge.refuse)
+        rest = self.tokenizer.find(plain(joined), syntax.refuse)
         for place in places:
             ahead = [match for match in rest if match.own_start < place.start]
             inside = [match for match in rest[len(ahead) :] if match.own_start < place.stop]
@@ -354,14 +347,14 @@ class TokenWriter:
             matches += [*ahead, Match(start, stop, token[place.modality], place.start, place.stop)]
             rest = rest[len(ahead) + len(inside) :]
         moved = [cut + shifts[bisect_right(stops, cut) - 1] for cut in cuts]
-        return Layout(text, (*matches, *rest), tuple(places)), moved
+        return Layout(joined, (*matches, *rest), tuple(places)), moved
 
 
 _NOTHING = Affixes()
 
 
-class _Judge:
-    """Says which added tokens of a text are no syntax; `places` holds expansions, which are syntax."""
+class _SyntaxFilter:
+    """Decides which added tokens of a text count as syntax. Expansions, at `places`, always do."""
 
     def __init__(
         self, writer: TokenWriter, spans: Sequence[Span], places: Sequence[Placeholder] = ()
@@ -372,9 +365,9 @@ class _Judge:
         self._next = 0
 
     def refuse(self, match: Match) -> int | None:
-        """The first character of content that may not be part of this token, or None.
+        """Return the first character of content that must not be part of this token, or None.
 
-        A token is judged by its own characters, not by the white space that it swallows.
+        Only the token's own characters count, not the white space that it swallows.
         """
         index = self._seek(match.own_start)
         while index < len(self._spans) and self._spans[index][0] < match.own_stop:
@@ -383,7 +376,7 @@ class _Judge:
                 return max(start, match.own_start)
             index += 1
         for place in self._places:
-            # A token that reaches over an edge of an expansion would take the image's token with it.
+            # A token across an edge of an expansion would take the image's token with it.
             if (
                 match.own_start < place.start < match.own_stop
                 or match.own_start < place.stop < match.own_stop
@@ -392,7 +385,7 @@ class _Judge:
         return None
 
     def writer(self, match: Match) -> tuple[int, int]:
-        """Indexes of the message and the media part that a token was written for, or -1."""
+        """Return the indexes of the message and the media part that a token was written for, or -1."""
         index = self._seek(match.own_start)
         if index == len(self._spans) or self._spans[index][0] >= match.own_stop:
             return -1, -1
@@ -400,7 +393,7 @@ class _Judge:
         return origin.message, origin.part
 
     def _seek(self, position: int) -> int:
-        """Index of the first span that ends after a character; positions mostly rise."""
+        """Index of the first span that ends after a character. Positions mostly rise."""
         spans = self._spans
         while self._next and spans[self._next - 1][1] > position:
             self._next -= 1
@@ -430,7 +423,7 @@ def _forbidden(token: str | None, origin: Origin) -> SpecialTokenError:
 
 
 class _Edge(NamedTuple):
-    """A place in the run where the origin changes, or whose token index is wanted (`cut`, else -1)."""
+    """A place in the run at which the origin changes, or a requested cut (`cut`, or -1)."""
 
     offset: int
     message: int
@@ -442,10 +435,10 @@ class _TokenStream:
     """Writes tokens from left to right: collects the run between two cuts, encodes it, appends it attributed.
 
     Args:
-        writer: Holds the tokenizer that encodes the runs, and the rules.
-        text: The rendered text; `special` and `media` consume it up to their match.
-        cuts: Rising character positions whose token index is wanted.
-        before: What the text follows.
+        writer: The tokenizer that encodes the runs, and the rules.
+        text: The rendered text. `special` and `media` consume it up to their match.
+        cuts: Rising character positions whose token index is requested.
+        before: Kind of the token or text that precedes the text.
     """
 
     def __init__(self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], *, before: Before) -> None:
@@ -500,11 +493,11 @@ class _TokenStream:
                     begin = embeds.pop()[0]
                 embeds.append((begin, len(self.out.ids) - start))
         length = len(self.out.ids) - start
-        whole = embeds == [(0, length)]
-        self.out.ranges.append(PlaceholderRange(start, length, None if whole else tuple(embeds)))
+        spans = None if embeds == [(0, length)] else tuple(embeds)
+        self.out.ranges.append(PlaceholderRange(start, length, spans))
 
     def take(self, stop: int) -> None:
-        """Move the characters up to `stop` into the run, with an edge wherever origin or cut asks for one."""
+        """Move the characters up to `stop` into the run, with edges at changes of origin and at cuts."""
         position = self._position
         if stop <= position:
             return
@@ -523,14 +516,14 @@ class _TokenStream:
         self._position = stop
 
     def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
-        """Begin a stretch at `offset` of the run; answer there the wanted positions up to `position`."""
+        """Begin a stretch at `offset` of the run, with the requested cuts up to `position`."""
         self._edges.append(_Edge(offset, message, kind, -1))
         while self._cuts[self._next_cut] <= position:
             self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))
             self._next_cut += 1
 
     def _origin(self, position: int, stop: int) -> tuple[int, TokenKind, int]:
-        """Return message and kind of the character at `position`, and where they end, at most `stop`."""
+        """Return message and kind of the character at `position`, and their end, up to `stop`."""
         spans = self._spans
         # A token whose white space another has swallowed begins before it.
         index = self._next_span
@@ -547,7 +540,7 @@ class _TokenStream:
         return origin.message, origin.kind, min(high, stop)
 
     def flush(self, position: int) -> None:
-        """Encode the collected run; answer the wanted positions up to `position`, where a token begins."""
+        """Encode the collected run, and record requested cuts up to `position`, the start of a token."""
         if self._length:
             text, edges = "".join(self._pieces), self._edges
             if len(edges) == 1 and edges[0].cut < 0:
@@ -556,9 +549,8 @@ class _TokenStream:
                 self._lay(self._encoded(text, placed=True), edges)
             self._pieces, self._length, self._edges = [], 0, []
             self._guarded, self._covered = None, self._position
-        while self._cuts[self._next_cut] <= position:
-            wanted = self._cuts[self._next_cut]
-            self.out.cuts[wanted] = Cut(len(self.out.ids), wanted >= self._covered)
+        while (cut := self._cuts[self._next_cut]) <= position:
+            self.out.cuts[cut] = Cut(len(self.out.ids), cut >= self._covered)
             self._next_cut += 1
 
     def _lay(self, run: Run, edges: Sequence[_Edge]) -> None:
@@ -574,7 +566,7 @@ class _TokenStream:
             self.out.extend(run.ids[first:last], edge.message, edge.kind)
 
     def _encoded(self, text: str, *, placed: bool = False) -> Run:
-        """Encode a run: no added token may come out of guarded content, and nowhere one of media."""
+        """Encode a run. Guarded content must not produce an added token, nor any text a media token."""
         encode = self._tokenizer.encode_run
         if self._guarded is None:
             return encode(text, before=self._before, barred=self._writer.media_ids, placed=placed)

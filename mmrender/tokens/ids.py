@@ -1,4 +1,4 @@
-"""Token ids from outside: checked once, where they enter."""
+"""Token ids from outside, checked once as they enter."""
 
 import contextlib
 from array import array
@@ -23,7 +23,7 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
         vocab_size: Number of ids that the model has embeddings for.
 
     Raises:
-        InputError: They are no flat integers, or one lies outside the vocabulary.
+        InputError: They are not flat integers, or one is outside the vocabulary.
     """
     numbers: npt.NDArray[Any] | None = None
     if not isinstance(ids, list | tuple) and hasattr(ids, "__array__"):
@@ -36,7 +36,7 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
         with contextlib.suppress(TypeError, OverflowError):
             numbers = np.asarray(array("I", ids))
     values: list[Any] = list(ids) if numbers is None else numbers.tolist()
-    # All of them zeros and ones may be a mask.
+    # Zeros and ones alone may be a mask.
     if numbers is None or (numbers.size and not (numbers.min() >= 0 and 1 < numbers.max() < vocab_size)):
         entries = ids if isinstance(ids, Sequence) else values
         wrong = (index for index, value in enumerate(entries) if not _is_id(value, vocab_size))

@@ -1,11 +1,12 @@
-"""`RenderedTokens`: token ids with the message and kind of each of them.
+"""`RenderedTokens`: token ids with the message and kind of each token.
 
-Attribution is a few dozen spans over the token list; per-token arrays are built when asked for.
+Attribution is a few dozen spans over the token list. Per-token arrays are built on request.
 """
 
 import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,22 +21,22 @@ from mmrender.sidecar import MultiModalData, collapse
 from mmrender.template.text import Kind
 
 TokenKind: TypeAlias = Kind | Modality | Literal["template", "prompt", "completion"]
-"""`Kind` of the text a token was made from; `template` where no message is involved; a media placeholder; or,
-after a bridge, the previous prompt and the previous completion as they were."""
+"""`Kind` of the text that a token was made from, `template` without a message, a media placeholder, or the
+unchanged `prompt` and `completion` of a bridge."""
 
 CONTENT_KINDS: frozenset[str] = frozenset(
     {"content", "reasoning", "tool_call", "name", "extra", "tools", "documents", *MODALITIES}
 )
 
 ASSISTANT: tuple[Role, ...] = ("assistant",)
-"""The roles that are trained on unless others are named."""
+"""The roles that are trained on by default."""
 
 
 class TokenSpan(NamedTuple):
     """Tokens `[start, stop)` of one message (-1: none) and one kind.
 
-    A token that joins two pieces of text belongs to the piece of its first character. `sampled` says that the
-    model writes these tokens: they follow a generation prompt and run through the stop token.
+    A token that joins two pieces of text belongs to the piece of its first character. `sampled` tokens are
+    written by the model: they follow a generation prompt and run through the stop token.
     """
 
     start: int
@@ -56,16 +57,16 @@ class RenderedTokens(Drawn):
 
     Attributes:
         token_ids: The prompt, placeholders widened.
-        spans: Attribution; rising, without gaps, from 0 to `len(token_ids)`.
+        spans: Attribution, rising without gaps from 0 to `len(token_ids)`.
         roles: Role of each message.
-        tool_names: For each tool message the name of the tool, where it is known; None for others.
+        tool_names: Name of the tool for each tool message if it is known, and None for other messages.
         multi_modal_data: Items, hashes and placeholder ranges, in prompt order.
-        text: What the template wrote, each placeholder once.
+        text: The template's text, each placeholder once.
         rewritten: Assistant messages that do not begin with their generation prompt, because the template
-            writes them differently as history than it asked for them; none of their tokens count as sampled.
+            writes them differently as history than it asked for them. Their tokens do not count as sampled.
         answer_only: Assistant messages without reasoning whose generation prompt writes a reasoning block,
-            unlike the turn: their answer alone counts as sampled, from its first token on.
-        placeholder_ids: By modality the token that the template writes for an item.
+            unlike the turn. Only their answer counts as sampled, from its first token on.
+        placeholder_ids: The template's token for an item, by modality.
     """
 
     token_ids: list[int]
@@ -92,24 +93,24 @@ class RenderedTokens(Drawn):
 
     @property
     def collapsed_ids(self) -> list[int]:
-        """`token_ids` with each placeholder as the one token that the template wrote.
+        """`token_ids` with each placeholder as the single token that the template wrote.
 
-        This is what an engine takes that widens placeholders itself; widened ids it would widen once more.
+        Engines that widen placeholders themselves take these ids. They would widen `token_ids` once more.
 
         Raises:
-            PlaceholderError: The token cannot be put back; see `mmrender.sidecar.collapse`.
+            PlaceholderError: The token cannot be put back. See `mmrender.sidecar.collapse`.
         """
         return collapse(self.token_ids, self.multi_modal_data, self.placeholder_ids)
 
     def to_vllm_prompt(self) -> dict[str, Any]:
         """Return the prompt for vLLM's `LLM.generate`, whose own processor widens it again to `token_ids`.
 
-        Images go as pixels that vLLM processes to the same tensors, under their identity, so that one that
-        it has seen is not processed again.
+        Images go as pixels that vLLM processes to the same tensors, under their identity, so that vLLM does
+        not process a known image again.
 
         Raises:
             PlaceholderError: As for `collapsed_ids`.
-            MediaError: An item cannot be had as an image; see `mmrender.media.item.encoded_image`.
+            MediaError: An item cannot be turned into an image. See `mmrender.media.item.encoded_image`.
         """
         prompt: dict[str, Any] = {"prompt_token_ids": self.collapsed_ids}
         if self.multi_modal_data:
@@ -127,26 +128,26 @@ class RenderedTokens(Drawn):
 
     @property
     def message_indices(self) -> npt.NDArray[np.int32]:
-        """Index of the message each token belongs to, -1 for none; int32 of shape `(n,)`.
+        """Index of the message that each token belongs to, or -1, as int32 of shape `(n,)`.
 
-        A sampled stop token belongs to the message it ends, also where it opens the next turn.
+        A sampled stop token belongs to the message that it ends, also if it opens the next turn.
         """
         return self._filled([span.message for span in self.spans], np.int32)
 
     @property
     def sampled_mask(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that the model writes; bool of shape `(n,)`."""
+        """Mask of the tokens that the model writes, as bool of shape `(n,)`."""
         return self._filled([span.sampled for span in self.spans], np.bool_)
 
     @property
     def is_content(self) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens that a caller or the model wrote, scaffold left out; bool of shape `(n,)`."""
+        """Mask of the tokens that a caller or the model wrote, without scaffold, as bool of shape `(n,)`."""
         return self._filled([span.sampled or span.kind in CONTENT_KINDS for span in self.spans], np.bool_)
 
     def loss_mask(self, roles: Collection[Role] = ASSISTANT) -> npt.NDArray[np.bool_]:
-        """Mask of the tokens to train on; bool of shape `(n,)`.
+        """Mask of the tokens to train on, as bool of shape `(n,)`.
 
-        For `assistant` its sampled tokens; for any other role the content of its messages without scaffold.
+        For `assistant` these are its sampled tokens, and for other roles the content of their messages.
         """
         return self._filled([self._trained(span, roles) for span in self.spans], np.bool_)
 
@@ -168,24 +169,16 @@ class RenderedTokens(Drawn):
 
     def slices(self, message: int) -> Iterator[slice]:
         """Yield the runs of tokens of one message, as slices of `token_ids`."""
-        start = stop = -1
-        for span in self.spans:
-            if span.message != message:
-                continue
-            if span.start == stop:
-                stop = span.stop
-                continue
-            if start >= 0:
-                yield slice(start, stop)
-            start, stop = span.start, span.stop
-        if start >= 0:
-            yield slice(start, stop)
+        for is_own, run in groupby(self.spans, lambda span: span.message == message):
+            if is_own:
+                spans = [*run]
+                yield slice(spans[0].start, spans[-1].stop)
 
     def decode(self, start: int = 0, stop: int | None = None) -> str:
         """Text of the tokens `[start, stop)`, special tokens and placeholders included.
 
         Raises:
-            InputError: The object was unpickled, and is without a tokenizer.
+            InputError: The object was unpickled, so it has no tokenizer.
         """
         if self._decode is None:
             raise InputError(

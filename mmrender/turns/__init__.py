@@ -1,1 +1,1 @@
-"""Where an assistant's turn begins and where it ends, in rendered text and in tokens."""
+"""The beginning and the end of an assistant's turn."""

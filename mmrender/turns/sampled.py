@@ -1,4 +1,4 @@
-"""Where the sampled tokens of assistant turns begin: sampled = full minus prompt.
+"""The beginning of the sampled tokens of assistant turns: sampled = full minus prompt.
 
 The prompt of a turn is the rendering of the messages before it with the generation prompt, so the
 conversation must begin with that prompt. If it does not, the template writes the turn differently as history

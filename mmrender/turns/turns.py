@@ -1,4 +1,4 @@
-"""Where an assistant's turn begins and where it ends, in a rendered text and in token ids.
+"""The beginning and the end of an assistant's turn, in a rendered text and in token ids.
 
 The profile holds the findings about a template: its generation prompts, its stop tokens, its reasoning
 delimiters. Their places are decided here, for sampled spans, bridges, training samples and the parser.
@@ -85,7 +85,7 @@ class Turns:
         return TokenText(token_ids, self.speller)
 
     def is_fresh(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends where a turn begins, rather than within a turn that it continues."""
+        """Whether a prompt ends at the beginning of a turn, rather than within a turn that it continues."""
         text = self.text_of(prompt_ids[-PROMPT_TOKENS:]).text
         if any(self.profile.generation_prompts):
             return self.profile.generation_prompt_of(text) != ""

@@ -279,7 +279,7 @@ def test_a_model_whose_text_is_refused_too_is_not_compared(tmp_path):
     report = check_parity(directory, image_backend="pil", cases=8)
     assert (report.mismatch, report.cases) == (None, 0)
     assert "Only one of text or images" in report.not_compared
-    assert "takes no prompt without images" in report.not_compared
+    assert "refuses a prompt without images" in report.not_compared
 
 
 @pytest.mark.parametrize(("padding", "fits"), [(0, True), (1, True), ([0, 1], False)])
