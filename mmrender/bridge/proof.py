@@ -254,7 +254,7 @@ class TailProver:
             Need("token in prompt", tuple(sorted(varied.prompt_ids - usual.prompt_ids))),
         ]
         silent = [Need("no content")] if usual.prints_content and not varied.prints_content else []
-        return (*silent, *[need for need in needs if any(need.values)])
+        return (*silent, *[need for need in needs if need.values])
 
     def _new_roles(self, history: ProbeHistory) -> set[Role]:
         """Roles that the skeleton lacks."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from syrupy.assertion import SnapshotAssertion
 
 from bridge_cases import Messages
 from mmrender.errors import TemplateLimitError
@@ -70,119 +71,82 @@ def seen(condition: str) -> str:
     )
 
 
-def looking(looks_at: str, extension: Messages = USER, **peculiarity: str) -> tuple[str, Messages, str]:
-    """A template, an extension, and why there is no bridge over it."""
-    why = f"what the template writes for this extension depends on {looks_at}"
-    return template(**peculiarity), extension, why
-
-
-A_CALL = "the name, id or arguments of a tool call"
-EARLIER_TURNS = "the number of earlier turns"
 ANY_ROLE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 COUNTEREXAMPLES = {
-    "system-in-last-user": looking(
-        "the system prompt",
+    "system-in-last-user": (USER, template(
         before=LAST_USER,
         head="{% if loop.index0 == ns.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}",
-    ),
-    "tools-in-last-user": looking(
-        "the tool definitions",
+    )),
+    "tools-in-last-user": (USER, template(
         before=LAST_USER, head="{% if tools and loop.index0 == ns.last %}{{ tools | tojson }}{% endif %}",
-    ),
-    "message-number": looking(EARLIER_TURNS, head="{{ loop.index }}. "),
-    "every-tenth-message": looking(
-        "the system prompt together with how many user messages follow each other together with earlier reasoning "
-        "together with the number of tool results",
-        head="{% if loop.index % 10 == 0 %}Keep to the rules.\n{% endif %}",
-    ),
-    "long-conversation": looking(EARLIER_TURNS, head="{% if loop.index > 50 %}Be brief.\n{% endif %}"),
-    "earlier-tool-use": looking(
-        "earlier tool calls",
+    )),
+    "message-number": (USER, template(head="{{ loop.index }}. ")),
+    "every-tenth-message": (USER, template(head="{% if loop.index % 10 == 0 %}Keep to the rules.\n{% endif %}")),
+    "long-conversation": (USER, template(head="{% if loop.index > 50 %}Be brief.\n{% endif %}")),
+    "earlier-tool-use": (USER, template(
         before=seen("m.role == 'assistant' and m.tool_calls"), head=IF_USER.replace("@", "{{ ns.seen > 0 }}"),
-    ),
-    "tool-results-so-far": looking(
-        "earlier tool calls", NAMED_TOOL,
+    )),
+    "tool-results-so-far": (NAMED_TOOL, template(
         before=seen("m.role == 'tool'"), head=IF_TOOL.replace("@", "{{ ns.seen }}:"),
-    ),
-    "earlier-reasoning": looking(
-        "earlier reasoning",
+    )),
+    "earlier-reasoning": (USER, template(
         before=seen("m.reasoning_content"), prompt="{% if ns.seen %}<think>\n{% endif %}",
-    ),
-    "number-of-calls": looking(
-        "the number of tool calls", NAMED_TOOL,
-        head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls | length }}/"),
-    ),
-    "name-of-call": looking(A_CALL, TOOL, head=NAME_OF_CALL),
-    "id-of-call": looking(A_CALL, TOOL, head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].id }}:")),
-    "arguments-of-call": looking(
-        A_CALL, NAMED_TOOL,
+    )),
+    "number-of-calls": (NAMED_TOOL, template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls | length }}/"))),
+    "name-of-call": (TOOL, template(head=NAME_OF_CALL)),
+    "id-of-call": (TOOL, template(head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].id }}:"))),
+    "arguments-of-call": (NAMED_TOOL, template(
         head=IF_TOOL.replace("@", "{{ loop.previtem.tool_calls[0].function.arguments | length }}:"),
-    ),
-    "unanswered-call": looking(
-        "tool calls that nothing answers",
+    )),
+    "unanswered-call": (USER, template(
         head="{% if m.role == 'user' and loop.previtem and loop.previtem.tool_calls %}(no result)\n{% endif %}",
-    ),
-    "length-of-answer": looking(
-        "the assistant's text",
+    )),
+    "length-of-answer": (USER, template(
         head="{% if m.role == 'user' and loop.previtem and loop.previtem.content | length > 900 %}!{% endif %}",
-    ),
-    "first-message": looking(
-        "the role of the first message", prompt="{% if messages[0].role == 'assistant' %}!{% endif %}",
-    ),
-    "word-in-system-prompt": looking(
-        "'/no_think' in the system prompt",
+    )),
+    "first-message": (USER, template(prompt="{% if messages[0].role == 'assistant' %}!{% endif %}")),
+    "word-in-system-prompt": (USER, template(
         prompt="{% if messages[0].role == 'system' and '/no_think' in messages[0].content %}<think></think>{% endif %}",
-    ),
-    "word-in-earlier-turn": looking(
-        "'STOP' in the system prompt",
+    )),
+    "word-in-earlier-turn": (USER, template(
         before=seen("m.content is string and m.content.startswith('STOP')"), prompt="{{ ns.seen > 0 }}",
-    ),
-    "own-field": looking(
-        "the field 'persona' of earlier messages",
+    )),
+    "own-field": (USER, template(
         prompt="{% if messages[0].persona is defined %}{{ messages[0].persona }}{% endif %}",
-    ),
-    "documents": looking(
-        "the documents", prompt="{% if documents %}Sources: {{ documents | length }}\n{% endif %}",
-    ),
-    "system-and-images-together": looking(
-        "the system prompt together with the number of tool results",
+    )),
+    "documents": (USER, template(prompt="{% if documents %}Sources: {{ documents | length }}\n{% endif %}")),
+    "system-and-images-together": (USER, template(
         before=seen("m.content is not string and m.content is not none and m.role == 'user'"),
         prompt="{% if messages[0].role == 'system' and messages | length > 6 %}!{% endif %}",
-    ),
-    "system-and-tools-together": looking(
-        "the system prompt together with the tool definitions",
-        prompt="{% if messages[0].role == 'system' and tools %}!{% endif %}",
-    ),
-    "images-in-answer-order": looking(
-        "images in tool results",
+    )),
+    "system-and-tools-together": (USER, template(prompt="{% if messages[0].role == 'system' and tools %}!{% endif %}")),
+    "images-in-answer-order": (USER, template(
         before=seen("m.role == 'tool' and m.content is not string"), prompt="{{ ns.seen }}",
-    ),
-    "answer-quoted": (
-        template(head="{% if m.role == 'user' and loop.previtem %}> {{ loop.previtem.content }}\n{% endif %}"),
-        USER,
-        "the template writes earlier messages again after the assistant's turn",
-    ),
+    )),
+    "answer-quoted": (USER, template(
+        head="{% if m.role == 'user' and loop.previtem %}> {{ loop.previtem.content }}\n{% endif %}",
+    )),
     "new-system-message-to-the-front": (
+        [{"role": "system", "content": "Be brief."}, *USER],
         "{% for m in messages if m.role == 'system' %}" + ANY_ROLE
         + "{% for m in messages if m.role != 'system' %}" + ANY_ROLE + PROMPT,
-        [{"role": "system", "content": "Be brief."}, *USER],
-        "the template writes a new message before the assistant's turn",
     ),
     "new-message-left-out": (
-        "{% for m in messages if m.role != 'system' %}" + ANY_ROLE + PROMPT,
         [*USER, {"role": "system", "content": "Be brief."}],
-        "the template does not print the text of new_messages[1]",
+        "{% for m in messages if m.role != 'system' %}" + ANY_ROLE + PROMPT,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COUNTEREXAMPLES)
-def test_template_that_looks_back_gives_no_bridge(tiny_model: Path, name: str) -> None:
-    source, extension, why = COUNTEREXAMPLES[name]
+def test_template_that_looks_back_gives_no_bridge(
+    tiny_model: Path, sentence: SnapshotAssertion, name: str
+) -> None:
+    extension, source = COUNTEREXAMPLES[name]
     renderer = load(tiny_model, source)
-    assert reason(renderer, extension, open_to_all=True) == why
+    assert reason(renderer, extension, open_to_all=True) == sentence
     if reason(renderer, extension) is None:
         # What the template looks at is not in this conversation, as its tokens show.
         prompt = renderer.render_ids([HI], add_generation_prompt=True)
@@ -211,21 +175,21 @@ def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model: Path
 
 
 def test_a_history_whose_prompt_is_rewritten_is_not_ruled_out_by_how_a_turn_begins(tiny_model: Path) -> None:
-    source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
+    extension, source = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(
         tiny_model, source.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\n ", 1)
     )
     prompt = renderer.render_ids([HI], add_generation_prompt=True)
     for completion in (" Hello", " Hello<|im_end|>"):
         assert renderer.bridge_to_next_turn(prompt, renderer.tokenizer.encode(completion), extension) is None
-        assert renderer.why_not_bridged == why
+        assert "the system prompt" in (renderer.why_not_bridged or "")
 
 
 def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
-    source, extension, why = COUNTEREXAMPLES["system-in-last-user"]
+    extension, source = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(tiny_model, source)
     assert reason(renderer, extension, previous_roles=("user",)) is None
-    assert reason(renderer, extension, previous_roles=("system", "user")) == why
+    assert "the system prompt" in (reason(renderer, extension, previous_roles=("system", "user")) or "")
 
 
 FIRST_RESULT = "{% if m.role == 'tool' and not ns.seen %}first{% set ns.seen = 1 %}{% endif %}"
@@ -252,7 +216,7 @@ def test_stated_roles_choose_the_history(tiny_model: Path, rounds: int) -> None:
     # Without a call in it, the prompt's tokens show as much.
     assert (renderer.bridge_to_next_turn(*given) is None) == (rounds > 0)
     # Where results are counted, their role says too little.
-    counting = load(tiny_model, COUNTEREXAMPLES["tool-results-so-far"][0])
+    counting = load(tiny_model, COUNTEREXAMPLES["tool-results-so-far"][1])
     counted = counting.bridge_to_next_turn(*given, previous_roles=prompt.roles)
     assert (counted is None) == (rounds > 0)
 
@@ -283,14 +247,13 @@ def test_without_a_peculiarity_there_is_a_bridge(tiny_model: Path) -> None:
     assert reason(load(tiny_model, template(head=NAME_OF_CALL)), NAMED_TOOL) is None
 
 
-def test_date_in_the_tail_is_that_of_the_clock(tiny_model: Path) -> None:
+def test_date_in_the_tail_is_that_of_the_clock(tiny_model: Path, sentence: SnapshotAssertion) -> None:
     renderer = load(tiny_model, template(head=IF_USER.replace("@", "{{ strftime_now('%Y') }}: ")))
     assert reason(renderer, USER) is None
-    why = "the template writes the date, which may have changed since"
-    assert reason(renderer, USER, history="template") == why
+    assert reason(renderer, USER, history="template") == sentence
 
 
-def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path) -> None:
+def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path, sentence: SnapshotAssertion) -> None:
     source = "{% set n = namespace(images=0) %}" + template(
         image="{% set n.images = n.images + 1 %}Picture {{ n.images }}: "
     )
@@ -306,27 +269,24 @@ def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path) -> None
     assert bridge is not None
     assert "Picture 3: " in bridge.text
     assert renderer.bridge_to_next_turn(prompt.token_ids, completion, extension) is None
-    assert renderer.why_not_bridged == (
-        "the template counts media, and previous_multi_modal_data lacks those of the prompt"
-    )
+    assert renderer.why_not_bridged == sentence
 
 
-def test_history_policy(tiny_model: Path) -> None:
+def test_history_policy(tiny_model: Path, sentence: SnapshotAssertion) -> None:
     recent = "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     renderer = load(tiny_model, template(before=LAST_USER, head=recent))
     assert reason(renderer, USER) is None
-    why = "the template would write earlier turns differently once this extension follows"
     thought = "<think>Because.</think>Hello."
-    assert reason(renderer, USER, says=thought, history="template") == (
-        f"{why} (seen by varying the assistant's reasoning)"
-    )
+    assert reason(renderer, USER, says=thought, history="template") == sentence
     assert reason(renderer, NAMED_TOOL, says=thought, history="template") is None
     # Nothing is dropped of a turn without reasoning, unless the turns before it have some.
     assert reason(renderer, USER, history="template") is None
     assert reason(renderer, USER, history="template", open_to_all=True) is not None
 
 
-def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(tiny_model: Path) -> None:
+def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(
+    tiny_model: Path, sentence: SnapshotAssertion
+) -> None:
     shortened = (
         "{{ m.content[1:] if ns.seen > 1 and m.role == 'assistant' and not loop.last else m.content }}"
     )
@@ -334,10 +294,7 @@ def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(tin
     renderer = load(tiny_model, source)
     called = "Hm.<tool_call>zoom</tool_call>"
     assert reason(renderer, NAMED_TOOL, says=called, history="template") is None
-    why = "the template would write earlier turns differently once this extension follows (seen by varying "
-    found = reason(renderer, NAMED_TOOL, says=called, history="template", open_to_all=True)
-    assert found is not None
-    assert found.startswith(why)
+    assert reason(renderer, NAMED_TOOL, says=called, history="template", open_to_all=True) == sentence
 
 
 def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
@@ -345,12 +302,12 @@ def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
     renderer = load(tiny_model, template(head=hook))
     assert reason(renderer, USER) is None
     found = reason(renderer, [{"role": "user", "content": "/count"}])
-    assert found == "what the template writes for this extension depends on the number of earlier turns"
+    assert "the number of earlier turns" in (found or "")
     assert reason(renderer, USER) is None
 
 
 def test_a_template_that_took_too_long_is_asked_again(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, sentence: SnapshotAssertion
 ) -> None:
     def too_long(*_: object, **__: object) -> None:
         raise TemplateLimitError("the chat template used too much: time")
@@ -361,6 +318,5 @@ def test_a_template_that_took_too_long_is_asked_again(
         patched.setattr(KnownTemplate, "render", too_long)
         prompt, completion = [1], [renderer.get_stop_token_ids()[-1]]
         assert renderer.bridge_to_next_turn(prompt, completion, USER) is None
-    why = "the template does not take this extension: the chat template used too much: time"
-    assert renderer.why_not_bridged == why
+    assert renderer.why_not_bridged == sentence
     assert reason(renderer, USER) is None
