@@ -3,8 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
-from typing import Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast, get_args
 from weakref import WeakValueDictionary
 
 from mmrender.caching import LRUCache
@@ -14,13 +13,7 @@ from mmrender.errors import InputError
 
 BackendName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
 
-_BACKENDS: Final = {
-    "vllm": "VLLMBackend",
-    "sglang": "SGLangBackend",
-    "dynamo": "DynamoBackend",
-    "local": "LocalBackend",
-}
-"""Backend class of each engine, in the module of the engine's name."""
+_BACKENDS: Final = get_args(BackendName)
 
 
 def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -> RendererBackend:
@@ -52,13 +45,29 @@ def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -
     return local
 
 
-def _class_of(name: str) -> Callable[..., RendererBackend]:
-    backend_class = getattr(import_module(f"mmrender.client.{name}"), _BACKENDS[name])
-    return cast(Callable[..., RendererBackend], backend_class)
+def _class_of(name: BackendName) -> Callable[..., RendererBackend]:
+    """Return the backend class of an engine, whose module is imported when it is named."""
+    match name:
+        case "vllm":
+            from mmrender.client.vllm import VLLMBackend
+
+            return VLLMBackend
+        case "sglang":
+            from mmrender.client.sglang import SGLangBackend
+
+            return SGLangBackend
+        case "dynamo":
+            from mmrender.client.dynamo import DynamoBackend
+
+            return DynamoBackend
+        case "local":
+            from mmrender.client.local import LocalBackend
+
+            return LocalBackend
 
 
 @cache
-def _server_backend(name: str) -> RendererBackend:
+def _server_backend(name: BackendName) -> RendererBackend:
     return _class_of(name)()
 
 
