@@ -27,12 +27,11 @@ class RenderRow:
     """Renders a row's conversation to token ids and labels, as columns that Arrow keeps.
 
     A row holds `messages` (or `prompt` and `completion`), and may hold `images`, `image`, `tools` and
-    `chat_template_kwargs`. Images of an `Image()` column fill the image parts that have no source of their
-    own, in order. Pixels are no column: they are made from the row's images with each batch, by `Collator`.
+    `chat_template_kwargs`. Images of an `Image()` column fill the image parts without a source, in order.
+    Pixels are not stored: `Collator` makes them from the row's images with each batch.
 
-    Its fingerprint, by which `datasets` finds what it has mapped before, follows the model's files, the
-    options and mmrender's release, and nothing else: it is equal in every process, and another where a
-    template has changed.
+    Its fingerprint, by which `datasets` finds earlier results, depends on the model's files, the options and
+    mmrender's release alone: it is equal in every process, and changes with a template.
 
     Args:
         model: Model directory or hub id.
@@ -44,9 +43,9 @@ class RenderRow:
         self.model = str(model)
         self.load = dict(load or {})
         self.options = options
-        found = find_model(self.model, revision=self.load.get("revision"))
+        files = find_model(self.model, revision=self.load.get("revision"))
         digest = blake3(__version__.encode())
-        for path in sorted(found.path.glob("*.json")) + sorted(found.path.rglob("*.jinja")):
+        for path in sorted(files.path.glob("*.json")) + sorted(files.path.rglob("*.jinja")):
             if not path.name.endswith(".index.json"):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         self.digest = digest.hexdigest()
@@ -59,24 +58,22 @@ class RenderRow:
         return Renderer.from_pretrained(self.model, **self.load)
 
     def sample(self, row: Mapping[str, Any]) -> TrainingSample:
-        """Render a row; raises as `build_training_sample`."""
+        """Render a row, with the errors of `build_training_sample`."""
         prompt = list(row.get("prompt") or [])
         messages = [*(row.get("messages") or []), *prompt, *(row.get("completion") or [])]
-        given: dict[str, Any] = {"completion_start": len(prompt)} if prompt else {}
+        options = {**self.options, **({"completion_start": len(prompt)} if prompt else {})}
         images = row.get("images") or ([row["image"]] if row.get("image") is not None else None)
         if images:
-            given["images"] = images
+            options["images"] = images
         if row.get("tools"):
-            given["tools"] = row["tools"]
+            options["tools"] = row["tools"]
         arguments = row.get("chat_template_kwargs") or {}
-        return build_training_sample(
-            self._renderer, messages, **with_row_arguments({**self.options, **given}, arguments)
-        )
+        return build_training_sample(self._renderer, messages, **with_row_arguments(options, arguments))
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `mm_token_type_ids` and the identities of the row's images."""
         sample = self.sample(row)
-        hashes = [digest for found in sample.multi_modal_data.mm_hashes.values() for digest in found]
+        hashes = [digest for digests in sample.multi_modal_data.mm_hashes.values() for digest in digests]
         return {
             "input_ids": sample.token_ids,
             "labels": sample.labels(),
@@ -86,5 +83,5 @@ class RenderRow:
 
 
 def _row_renderer(model: str, load: dict[str, Any], options: dict[str, Any], digest: str) -> RenderRow:
-    """Make it again where it arrives; the digest is there for the fingerprint."""
+    """Make it again on arrival. Only the fingerprint needs the digest."""
     return RenderRow(model, load=load, **options)

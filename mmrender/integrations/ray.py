@@ -1,7 +1,7 @@
 """mmrender on Ray: conversations to samples over a cluster, and a pool of renderers in actors.
 
 Items, renderings, samples, trajectories and batches pickle with their pixels out of band, so Ray's object
-store holds them without a copy, and `ray.get` on the same machine gives views of its memory.
+store keeps them without a copy, and `ray.get` on the same machine returns views of its memory.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class ToSamples:
     ```
 
     Args:
-        model: Model directory or hub id; it is loaded once in each actor.
-        column: Column of the conversations. Columns `tools` and `images` are read where there are any.
+        model: Model directory or hub id, loaded once in each actor.
+        column: Column of the conversations. Columns `tools` and `images` are read too.
         load: Further arguments of `Renderer.from_pretrained`.
         **options: Arguments of `build_training_sample`, such as `train_on`.
     """
@@ -57,20 +57,20 @@ class ToSamples:
         self._options = options
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the batch with a column `sample` in place of those that it is made of.
+        """Return the batch with a column `sample` in place of the columns of conversations.
 
         Raises:
-            MMRenderError: A conversation cannot be rendered; see `build_training_sample`.
+            MMRenderError: A conversation cannot be rendered. See `build_training_sample`.
         """
-        read = [name for name in ("tools", "images") if name in batch]
+        extra = [name for name in ("tools", "images") if name in batch]
         samples = np.empty(len(batch[self._column]), object)
         for row, messages in enumerate(batch[self._column]):
-            given = {name: batch[name][row] for name in read if batch[name][row] is not None}
+            options = {name: batch[name][row] for name in extra if batch[name][row] is not None}
             samples[row] = build_training_sample(
-                self._renderer, list(messages), sample_id=str(row), **self._options, **given
+                self._renderer, list(messages), sample_id=str(row), **self._options, **options
             )
-        left = {name: values for name, values in batch.items() if name not in (self._column, *read)}
-        return {**left, "sample": samples}
+        rest = {name: values for name, values in batch.items() if name not in (self._column, *extra)}
+        return {**rest, "sample": samples}
 
 
 def render_to_files(
@@ -85,22 +85,22 @@ def render_to_files(
 ) -> Iterator[TrainingSample]:
     """Render conversations on a cluster, a shard to each task, and yield the samples in order.
 
-    Each shard is a file, written whole or not at all. A worker that dies costs the shards that it had begun,
-    which Ray runs again; a driver that dies goes on, called again, with those that have no file yet. The
-    folder's `rendering.json` says of what its shards are, and each shard's name which conversations it holds.
+    Each shard is a file, which is complete or missing. Ray repeats the unfinished shards of a worker that
+    dies. A driver that dies can be started again, and renders only the shards without a file. The folder's
+    `rendering.json` records model and options of the shards, and each shard's name its conversations.
 
     Args:
         conversations: The data, equal in every call with this folder.
         model: Model directory or hub id, reachable from all machines.
-        folder: Where the shards are written, on a file system that all machines share. They are pickles,
-            which run code when they are read: nobody else may write there.
+        folder: Folder of the shards, on a file system that all machines share. They are pickles, which run
+            code when they are read, so only trusted writers may have access.
         shard_size: Conversations in a shard.
         in_flight: Tasks that are queued or run at a time.
-        on_progress: Called with the number of shards done, and of all, whenever one is done.
+        on_progress: Called with the numbers of finished shards and of all shards after each one.
         **options: Arguments of `build_training_sample`.
 
     Raises:
-        InputError: The folder holds samples of another model, release, number of conversations or options.
+        InputError: The folder contains samples of another model, release, number of conversations or options.
         MMRenderError: A conversation cannot be rendered.
         ray.exceptions.RayError: A shard's worker died more often than Ray retries.
     """
@@ -113,15 +113,15 @@ def render_to_files(
         {"model": model, "mmrender": __version__, "conversations": len(conversations), "options": options},
     )
     starts = range(0, len(conversations), shard_size)
-    # The end is in the name, so that shards of another size are not taken for these.
+    # The end is in the name, so that shards of another size have other names.
     stops = {start: min(start + shard_size, len(conversations)) for start in starts}
     paths = {start: root / f"samples-{start:09d}-{stops[start]:09d}.pickle" for start in starts}
-    left = [start for start in starts if not paths[start].exists()]
+    missing = [start for start in starts if not paths[start].exists()]
     running: dict[Any, int] = {}
-    done = len(starts) - len(left)
-    while left or running:
-        while left and len(running) < in_flight:
-            start = left.pop(0)
+    done = len(starts) - len(missing)
+    while missing or running:
+        while missing and len(running) < in_flight:
+            start = missing.pop(0)
             shard = list(conversations[start : stops[start]])
             running[_task.remote(model, shard, start, str(paths[start]), options)] = start
         finished, _ = ray.wait(list(running), num_returns=1)
@@ -136,19 +136,19 @@ def render_to_files(
 
 
 def _require_same(manifest: Path, facts: Mapping[str, Any]) -> None:
-    """Note what a folder's samples are made of, or require what was noted."""
-    # A function is known by its name alone.
+    """Record model and options of a folder's samples, or require the recorded ones."""
+    # Functions are compared by name alone.
     text = json.dumps(facts, indent=2, default=lambda value: getattr(value, "__qualname__", repr(value)))
     if not manifest.exists():
         _write_whole(manifest, text.encode())
         return
-    given, noted = json.loads(text), json.loads(manifest.read_text("utf-8"))
-    for name, value in given.items():
-        if noted.get(name) != value:
+    recorded = json.loads(manifest.read_text("utf-8"))
+    for name, value in json.loads(text).items():
+        if recorded.get(name) != value:
             raise InputError(
-                "the folder holds samples of another rendering",
+                "the folder contains samples of another rendering",
                 where=f"{manifest}: {name}",
-                expected=repr(noted.get(name)),
+                expected=repr(recorded.get(name)),
                 got=repr(value),
                 remedy="Name another folder, or empty this one",
             )
@@ -178,7 +178,7 @@ _task: Any = ray.remote(max_retries=8)(_render_to_file)
 
 
 class _RendererActor:
-    """One renderer in a process of its own; Ray starts another where it dies, and repeats its calls."""
+    """One renderer in its own process. If it dies, Ray starts another and repeats its calls."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
         self._renderer = Renderer.from_pretrained(model, **options)
@@ -194,14 +194,14 @@ class _RendererActor:
 class RayRendererPool(Renderer):
     """A renderer whose `arender` and `abridge_to_next_turn` run in actors, on any machine of the cluster.
 
-    Everything else, such as reading completions, runs in this process, as for any renderer. For calls in
-    actors `nowait` has no effect: Ray queues them.
+    Everything else, such as parsing completions, runs in this process. For calls in actors `nowait` is
+    ignored, since Ray queues them.
 
     Args:
         model: Model directory or hub id, reachable from all machines.
         actors: Number of actors.
         resources: Options of each actor, such as `{"num_cpus": 2}`.
-        **options: Those of `Renderer.from_pretrained`.
+        **options: Options of `Renderer.from_pretrained`.
     """
 
     def __init__(
@@ -213,8 +213,8 @@ class RayRendererPool(Renderer):
         **options: Any,
     ) -> None:
         self.__dict__.update(vars(Renderer.from_pretrained(model, **{"workers": 1, **options})))
-        given = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **(resources or {})}
-        actor: Any = ray.remote(**given)(_RendererActor)
+        limits = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **(resources or {})}
+        actor: Any = ray.remote(**limits)(_RendererActor)
         self.actors = [actor.remote(model, options) for _ in range(actors)]
         self._turn = cycle(self.actors)
 
@@ -224,7 +224,7 @@ class RayRendererPool(Renderer):
     async def _on_worker(
         self, method: Callable[..., Any], nowait: bool, *arguments: Any, **options: Any
     ) -> Any:
-        """Call a method in an actor, where errors are the renderer's own; reading completions stays here."""
+        """Call a method in an actor, with the renderer's own errors. Completions are parsed here."""
         if method.__name__ == "parse_response":
             return await super()._on_worker(method, nowait, *arguments, **options)
         call = next(self._turn).call.remote(method.__name__, arguments, options)
@@ -242,7 +242,7 @@ class RayRendererPool(Renderer):
 
 
 async def _result(call: Any) -> Any:
-    """Await a call; an error of the renderer's is raised as itself."""
+    """Await a call, with the renderer's own errors."""
     try:
         return await asyncio.wrap_future(call.future())
     except ray.exceptions.RayTaskError as error:

@@ -8,8 +8,8 @@ config = CustomRendererConfig(import_path="mmrender.integrations.renderers.MMRen
 renderer = create_renderer(load_tokenizer("MODEL"), config)
 ```
 
-Fields, methods and statuses are theirs, so their `build_training_sample` and other helpers work on it. What
-differs from their own renderers is what is rendered: the model's chat template itself, whichever it is.
+Fields, methods and statuses are theirs, so their `build_training_sample` and other helpers work on it. In
+contrast to their own renderers, it runs the chat template of any model.
 """
 
 from collections.abc import Sequence
@@ -50,33 +50,33 @@ _STATUSES: Final[dict[CallStatus, renderers.ToolCallParseStatus]] = {
 
 
 class MMRendererConfig(renderers.BaseRendererConfig):
-    """Options of `MMRenderer`; all others are variables of the chat template, such as `enable_thinking`."""
+    """Options of `MMRenderer`, and variables of the chat template such as `enable_thinking`."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: Literal["mmrender"] = "mmrender"
     model: str | None = None
-    """Model directory or hub id; by default the tokenizer's `name_or_path`."""
+    """Model directory or hub id, by default the tokenizer's `name_or_path`."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     trust_remote_code: bool = False
-    """Whether to run image processor code that the model brings along."""
+    """Whether to run image processor code of the model."""
     image_backend: ImageBackend = "torch"
-    """How images are resampled; see `Renderer.from_pretrained`."""
+    """How images are resampled. See `Renderer.from_pretrained`."""
 
     _internal_fields = frozenset({"model", "revision", "trust_remote_code", "image_backend"})
     _allow_opaque_template_kwargs = True
 
 
 class MMRenderer:
-    """A renderer as the `renderers` package has it. Safe to use from many threads: one serves as a pool.
+    """A renderer with the interface of the `renderers` package. Many threads may share one, as a pool.
 
     Args:
-        tokenizer: Only its `name_or_path` is read; the tokens are those of the model's own files.
-        config: What to load, and the template's variables.
+        tokenizer: Only its `name_or_path` is read. Tokens come from the model's own files.
+        config: The model, and the template's variables.
 
     Raises:
-        ModelNotFoundError: There is no such directory or repository; see `Renderer.from_pretrained`.
+        ModelNotFoundError: The directory or repository does not exist. See `Renderer.from_pretrained`.
     """
 
     config_class = MMRendererConfig
@@ -100,12 +100,12 @@ class MMRenderer:
 
     @property
     def is_prefix_stable(self) -> bool:
-        """False: no probe of a template proves that no message whatever changes an earlier one."""
+        """Always False: prefix stability cannot be proved by probing."""
         return False
 
     @property
     def mm_token_type_id_map(self) -> dict[int, int]:
-        """Token type by the id of the token that stands for an item: 1 for images, 2 for videos."""
+        """Token type by the id of a placeholder token: 1 for images, 2 for videos."""
         ids = self._placeholder_ids()
         return {ids[modality]: TOKEN_TYPES[modality] for modality in ids}
 
@@ -123,8 +123,8 @@ class MMRenderer:
             messages: The conversation.
             tools: Tool definitions.
             add_generation_prompt: Whether to open the assistant's turn.
-            process_multimodal: Whether to load and process images. Without it each stays the one token that
-                the template writes, for engines that widen it themselves, and there is no sidecar.
+            process_multimodal: Whether to load and process images. Otherwise each stays one token, for
+                engines that widen it themselves, and the result has no sidecar.
 
         Raises:
             RenderError: The conversation has assistant turns, and none of their tokens counts as sampled.
@@ -150,7 +150,7 @@ class MMRenderer:
         add_generation_prompt: bool = False,
         process_multimodal: bool = True,
     ) -> list[int]:
-        """Render a conversation to token ids alone; see `render`."""
+        """Render a conversation to token ids alone. See `render`."""
         return self._render(messages, tools, add_generation_prompt, process_multimodal).token_ids
 
     def _render(
@@ -177,11 +177,11 @@ class MMRenderer:
         previous_multi_modal_data: renderers.MultiModalData | None = None,
         process_multimodal: bool = True,
     ) -> renderers.RenderedTokens | None:
-        """Append new messages to what was sampled, or give None where that cannot be proved right.
+        """Append new messages to the sampled tokens, or return None if that cannot be proved right.
 
-        `renderer.why_not_bridged` then says why. The config's `thinking_retention` decides where the template
-        would write earlier turns differently now: `"all"` keeps them as sampled; `"tool_cycle"` does so until
-        a user's message; without it None asks for a full rendering.
+        `renderer.why_not_bridged` then says why. If the template would
+        write earlier turns differently now, the config's `thinking_retention` decides: `"all"` keeps them as
+        sampled, `"tool_cycle"` keeps them until a user's message, and without it the result is None.
         """
         retention = self.config.thinking_retention
         if retention is not None and should_rerender_for_thinking_retention(retention, list(new_messages)):
@@ -198,7 +198,7 @@ class MMRenderer:
         )
         if bridged is None:
             return None
-        # Theirs says nothing of earlier tokens: neither what was sampled nor what is content.
+        # Their bridges mark no earlier token as sampled or as content.
         unsampled = tuple([span._replace(sampled=False) for span in bridged.spans])
         return _translated(replace(bridged, spans=unsampled))
 
@@ -209,7 +209,7 @@ class MMRenderer:
         tools: Sequence[Any] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> renderers.ParsedResponse:
-        """Read a completion; any can be read."""
+        """Parse any completion."""
         parsed = self.renderer.parse_response(
             token_ids,
             tools=tools or None,
@@ -234,15 +234,15 @@ class MMRenderer:
         )
 
     def get_stop_token_ids(self) -> list[int]:
-        """Tokens that end the assistant's turn, the one that this template ends it with first."""
+        """Return the tokens that end the assistant's turn, first the template's own."""
         profile = self.renderer.template_profile(chat_template_kwargs=self._variables)
-        own = {*profile.end_ids, *profile.openers.values()} & profile.stop_ids
-        return [*sorted(own), *sorted(profile.stop_ids - own)]
+        ends = {*profile.end_ids, *profile.openers.values()} & profile.stop_ids
+        return [*sorted(ends), *sorted(profile.stop_ids - ends)]
 
     def _placeholder_ids(self) -> dict[str, int]:
         media = self.renderer.media
-        written = media.processor.placeholder if media is not None else {}
-        ids = {modality: self.renderer.tokenizer.token_id(text) for modality, text in written.items()}
+        texts = media.processor.placeholder if media is not None else {}
+        ids = {modality: self.renderer.tokenizer.token_id(text) for modality, text in texts.items()}
         return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
 
@@ -250,14 +250,14 @@ class MMRenderer:
 def _loaded(
     model: str, revision: str | None, trust_remote_code: bool, image_backend: ImageBackend
 ) -> Renderer:
-    """Load a model's renderer once, whatever the template's variables: those are given with each call."""
+    """Load a model's renderer once. Variables of the template are passed with each call."""
     return Renderer.from_pretrained(
         model, revision=revision, trust_remote_code=trust_remote_code, image_backend=image_backend
     )
 
 
 def _unloaded(messages: Sequence[MessageLike]) -> list[Message]:
-    """Return the conversation with media parts that nothing is loaded for."""
+    """Return the conversation with media parts that are not loaded."""
 
     def unloaded(message: Message) -> Message:
         if not isinstance(message.content, tuple):
@@ -272,47 +272,47 @@ def _unloaded(messages: Sequence[MessageLike]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class _GivenItem:
-    """An item of a sidecar of theirs: its tensors, and the tokens that it takes."""
+class _TheirItem:
+    """An item of their sidecar: its tensors and its number of tokens."""
 
     modality: Literal["image", "video"]
     identity: str
     expansion: Expansion
-    given: dict[str, Any]
+    values: dict[str, Any]
     size: tuple[int, int] = (0, 0)
     grid: tuple[int, ...] = ()
     nbytes: int = 0
 
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Give the tensors as they came, whatever is asked for."""
-        return self.given
+        """Return the tensors unchanged."""
+        return self.values
 
 
-def _sidecar(given: renderers.MultiModalData) -> MultiModalData:
-    """Return a sidecar of theirs as one of ours, around the same tensors."""
+def _sidecar(theirs: renderers.MultiModalData) -> MultiModalData:
+    """Return their sidecar as ours, around the same tensors."""
     ranges = {
-        modality: [PlaceholderRange(found.offset, found.length) for found in found_ranges]
-        for modality, found_ranges in given.mm_placeholders.items()
+        modality: [PlaceholderRange(each.offset, each.length) for each in places]
+        for modality, places in theirs.mm_placeholders.items()
     }
     items = {
         modality: [
-            _GivenItem(modality, digest, (Repeat(modality, found.length),), tensors)
-            for digest, found, tensors in zip(
-                given.mm_hashes[modality], ranges[modality], found_items, strict=True
+            _TheirItem(modality, digest, (Repeat(modality, place.length),), tensors)
+            for digest, place, tensors in zip(
+                theirs.mm_hashes[modality], ranges[modality], values, strict=True
             )
         ]
-        for modality, found_items in given.mm_items.items()
+        for modality, values in theirs.mm_items.items()
     }
-    return MultiModalData(given.mm_hashes, ranges, items)
+    return MultiModalData(theirs.mm_hashes, ranges, items)
 
 
 def _translated(rendered: RenderedTokens) -> renderers.RenderedTokens:
-    """Return a rendering of ours as theirs: lists by token, tensors of torch."""
+    """Return our rendering as theirs: a list entry per token, and torch tensors."""
     ours = rendered.multi_modal_data
     theirs = renderers.MultiModalData(
         mm_hashes={modality: list(hashes) for modality, hashes in ours.mm_hashes.items()},
         mm_placeholders={
-            modality: [renderers.PlaceholderRange(found.offset, found.length) for found in ranges]
+            modality: [renderers.PlaceholderRange(each.offset, each.length) for each in ranges]
             for modality, ranges in ours.mm_placeholders.items()
         },
         mm_items={

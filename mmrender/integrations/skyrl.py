@@ -28,13 +28,13 @@ _SAME = (
 
 
 class Generator(GeneratorInterface):
-    """Rolls out SkyRL's batches; each row comes with the images of its tokens, those of every turn.
+    """Rolls out SkyRL's batches. Each row has the images of all its turns.
 
-    Where `rollouts.failures` is `keep`, rollouts that fail are rows with a loss mask of zeros, and
+    If `rollouts.failures` is `keep`, failed rollouts are rows with a loss mask of zeros, and
     `rollout_metrics` has their share.
 
     Args:
-        rollouts: Makes the rollouts; `tensors` is `torch`. With `step_wise` each turn is a row, as SkyRL's
+        rollouts: Makes the rollouts. `tensors` is `torch`. With `step_wise` each turn is a row, as SkyRL's
             `generator.step_wise_trajectories` expects.
     """
 
@@ -42,7 +42,7 @@ class Generator(GeneratorInterface):
         self.rollouts = replace(rollouts, tensors="torch")
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Roll out a batch; sampling parameters are those of SkyRL's configuration, in vLLM's names.
+        """Roll out a batch, with the sampling parameters of SkyRL's configuration, in vLLM's names.
 
         Raises:
             InputError: The batch is malformed, or the model's images have other tensors than SkyRL takes.
@@ -59,11 +59,11 @@ class Generator(GeneratorInterface):
         output = await self.rollouts.generate(batch)
         experts = output["rollout_expert_indices"]
         choices = None if experts is None else [[] if each is None else each.tolist() for each in experts]
-        given = {(each.instance_id, each.repetition_id): each for each in names or ()}
-        own = [given.get((each.instance_id, each.repetition_id)) for each in output["trajectory_ids"]]
+        theirs = {(each.instance_id, each.repetition_id): each for each in names or ()}
+        ids = [theirs.get((each.instance_id, each.repetition_id)) for each in output["trajectory_ids"]]
         return GeneratorOutput(
             **{name: output[name] for name in _SAME},  # type: ignore[literal-required]
-            trajectory_ids=own if names else None,
+            trajectory_ids=ids if names else None,
             trajectory_generation_times=None,
             rollout_expert_indices=choices,
             is_last_step=output["is_last_step"] if self.rollouts.step_wise else None,
@@ -71,6 +71,6 @@ class Generator(GeneratorInterface):
         )
 
 
-def _sampling(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """SkyRL's sampling parameters without those that it leaves unset."""
-    return None if given is None else {name: value for name, value in given.items() if value is not None}
+def _sampling(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return SkyRL's sampling parameters without unset ones."""
+    return None if params is None else {name: value for name, value in params.items() if value is not None}

@@ -29,11 +29,11 @@ from mmrender.trajectory.sample import TrainingSample
 def to_model_input(token_ids: Sequence[int], multi_modal_data: MultiModalData | None = None) -> Any:
     """Return tokens as text chunks, with an image chunk in place of each image's tokens.
 
-    Tinker processes images itself. Each is sent as `mmrender.media.item.encoded_image` gives it, with the
-    number of tokens that it must come to: Tinker refuses a request in which it counts others.
+    Tinker processes images itself. Each is sent as `mmrender.media.item.encoded_image` returns it, with its
+    number of tokens. Tinker refuses a request if it counts another number.
 
     Raises:
-        MediaError: An item cannot be sent as an encoded image, a video for one.
+        MediaError: An item cannot be sent as an encoded image, such as a video.
         PlaceholderError: The sidecar does not fit the tokens.
     """
     chunks: list[Any] = []
@@ -53,26 +53,26 @@ def to_model_input(token_ids: Sequence[int], multi_modal_data: MultiModalData | 
 
 
 def to_datum(sample: TrainingSample) -> Any:
-    """Return a sample with its targets shifted: what each token of the input is to predict.
+    """Return a sample with shifted targets: the next token of each token of the input.
 
     With `advantages` it has the inputs of Tinker's policy losses (`importance_sampling`, `ppo`): `logprobs`
-    and `advantages`, 0 where nothing is trained on. Otherwise it has the `weights` of `cross_entropy`.
+    and `advantages`, which are 0 outside the loss mask. Otherwise it has the `weights` of `cross_entropy`.
 
     Raises:
-        InputError: It ends in an image, which predicts nothing, or has advantages and no log probabilities.
+        InputError: It ends in an image, which predicts nothing, or has advantages without log-probabilities.
         MediaError: As for `to_model_input`.
     """
     ids, mask = sample.token_ids, sample.loss_mask
     spans = sample.media_spans
     if len(ids) < 2 or (spans and spans[-1].stop == len(ids)):
         raise InputError(
-            "the sample has no text to predict at its end",
+            "the sample must end in text to predict",
             where=sample.sample_id or "sample",
             expected="two tokens or more, of which the last is text",
         )
     if sample.advantages is not None and sample.logprobs is None:
         raise InputError(
-            "advantages need the sampler's log probabilities", where=sample.sample_id or "sample", got="none"
+            "advantages need the sampler's log-probabilities", where=sample.sample_id or "sample", got="none"
         )
     targets = ids.astype(np.int64)
     for span in spans:

@@ -8,8 +8,8 @@ messages = [{"role": "user", "content": "Which animal says moo?"}]
 inputs = processor(messages=messages, add_generation_prompt=True)  # for model.generate(**inputs)
 ```
 
-The outputs are those of the family's own processor. Messages keep what users write apart from what the
-template writes; texts, as of a processor, are syntax throughout.
+The outputs equal the family's own processor. In messages, content of users is not syntax. Texts are syntax
+throughout, as for a processor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 
 _OF_TOKENS = ("return_dict", "return_tensors", "padding")
-"""Options that have no effect on text, with a processor as here."""
+"""Options without effect on text, as for a processor."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Processor:
     Attributes:
         renderer: Renders them.
         family: How the tensors of several images become one.
-        pad_token_id: What fills rows.
-        padding_side: Where rows are filled; `"left"` to generate.
-        response_template: The model's own grammar of completions, where it ships one.
+        pad_token_id: Padding token.
+        padding_side: Side of the padding, `"left"` to generate.
+        response_template: The model's own grammar of completions, or None.
     """
 
     renderer: Renderer
@@ -55,7 +55,7 @@ class Processor:
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, **options: Any) -> Self:
-        """Load the processor of a model; further options are those of `Renderer.from_pretrained`."""
+        """Load the processor of a model, with further options of `Renderer.from_pretrained`."""
         renderer = Renderer.from_pretrained(name_or_path, revision=revision, **options)
         model = find_model(name_or_path, revision=revision)
         pad = renderer.templates.special_tokens.get("pad_token")
@@ -82,19 +82,19 @@ class Processor:
         """Return the model's keyword arguments as torch tensors, one row for each text or conversation.
 
         Args:
-            images: Sources for the placeholders of `text`, in order: of one text a list, of several a list
-                of lists or one list of all. For messages, sources of the parts that have none.
-            text: Texts that the template has written.
+            images: Sources for the placeholders of `text`, in order: a list for one text, a list of lists or
+                one whole list for several. For messages, sources of parts without one.
+            text: Rendered texts.
             videos: As `images`, for videos.
-            messages: A conversation, or a list of them; in place of `text`.
-            dtype: Of pixels, by torch; float32 by default.
-            padding: As of a processor; rows are padded to the longest, so only one row may do without.
-            return_tensors: As of a processor: `"pt"`.
-            **options: For messages, those of `Renderer.render`.
+            messages: A conversation, or a list of them, in place of `text`.
+            dtype: Torch dtype of pixels, by default float32.
+            padding: As for a processor. Rows are padded to the longest. Only a single row may be unpadded.
+            return_tensors: `"pt"`.
+            **options: For messages, options of `Renderer.render`.
 
         Raises:
-            InputError: There are both texts and messages, or neither, or options beside texts; other padding
-                or tensors are asked for; the lists of sources are not as many as the rows.
+            InputError: Both texts and messages are passed, or neither, or texts with options. Another padding
+                or framework is requested. The number of lists of sources differs from the rows.
             MMRenderError: As for `Renderer.render` and `Renderer.encode_text`.
         """
         if (text is None) == (messages is None) or (text is not None and options):
@@ -109,22 +109,22 @@ class Processor:
             )
         if messages is not None:
             rows = messages if _is_nested(messages) else [messages]
-            pictures, films = _rows(images, len(rows)), _rows(videos, len(rows))
-            if pictures is None or films is None:
+            image_rows, video_rows = _rows(images, len(rows)), _rows(videos, len(rows))
+            if image_rows is None or video_rows is None:
                 raise InputError(
-                    "several conversations take a list of sources each",
-                    where="images" if pictures is None else "videos",
+                    "several conversations need a list of sources each",
+                    where="images" if image_rows is None else "videos",
                     expected=f"{len(rows)} lists",
                 )
             rendered = [
-                self.renderer.render(row, images=given, videos=filmed, **options)
-                for row, given, filmed in zip(rows, pictures, films, strict=True)
+                self.renderer.render(row, images=row_images, videos=row_videos, **options)
+                for row, row_images, row_videos in zip(rows, image_rows, video_rows, strict=True)
             ]
         else:
             texts = [text] if isinstance(text, str) else list(text or ())
             rendered = [
-                self.renderer.encode_text(row, images=pictures, videos=films)
-                for row, pictures, films in zip(
+                self.renderer.encode_text(row, images=row_images, videos=row_videos)
+                for row, row_images, row_videos in zip(
                     texts,
                     self._by_text(texts, images, "image"),
                     self._by_text(texts, videos, "video"),
@@ -142,11 +142,11 @@ class Processor:
     ) -> BatchFeature | str | list[str]:
         """Render a conversation or a list of them: to text, or as a call does.
 
-        Where tokens are asked for, `return_dict` is True and `return_tensors` is `"pt"` and may be given as
-        to a processor's own; other options are those of `Renderer.render`.
+        Tokens come with `return_dict=True` and `return_tensors="pt"`, which may be passed as to a processor.
+        Other options are options of `Renderer.render`.
 
         Raises:
-            InputError: Tokens are asked for in another form.
+            InputError: Tokens are requested in another form.
         """
         if tokenize:
             if not options.pop("return_dict", True):
@@ -158,27 +158,27 @@ class Processor:
         return [str(self.renderer.render_text(row, **options)) for row in conversation]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
+        """Return the text of tokens, including special ones."""
         return self.renderer.decode([int(token) for token in token_ids])
 
     def parse_response(
         self, token_ids: Sequence[int], *, prompt_ids: Sequence[int], tools: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """Read a completion as the model's `response_template` says, with Transformers' own parser.
+        """Parse a completion by the model's `response_template`, with Transformers' own parser.
 
         Args:
-            token_ids: What the model sampled.
-            prompt_ids: The prompt, which may have written the beginning of the turn.
-            tools: Tool definitions, whose schemas give types to arguments.
+            token_ids: Sampled tokens.
+            prompt_ids: The prompt, which may contain the beginning of the turn.
+            tools: Tool definitions, whose schemas type the arguments.
 
         Raises:
-            InputError: The model ships none.
+            InputError: The model has no response template.
         """
         from transformers.utils.chat_parsing import parse_response
 
         if self.response_template is None:
             raise InputError(
-                "the model ships no response template",
+                "the model has no response template",
                 where="tokenizer_config.json",
                 expected="a member response_template",
                 remedy="Use renderer.parse_response, which proves a grammar by the chat template",
@@ -190,17 +190,17 @@ class Processor:
         return message
 
     def _by_text(self, texts: Sequence[str], sources: Any, modality: Modality) -> list[Any]:
-        """Return the sources of each text; of one list of all, each takes as many as it has placeholders."""
+        """Return the sources of each text. From one whole list, each text takes one for each placeholder."""
         nested = _rows(sources, len(texts))
         if sources is None or nested is not None:
             return nested or [None] * len(texts)
-        left = iter(sources)
+        rest = iter(sources)
         media = self.renderer.media
         token = media.processor.placeholder.get(modality) if media is not None else None
-        found = [self.renderer.tokenizer.find(text) for text in texts]
-        taken = [list(islice(left, sum(match.token == token for match in matches))) for matches in found]
-        taken[-1] += left
-        return taken
+        counts = [sum(match.token == token for match in self.renderer.tokenizer.find(text)) for text in texts]
+        parts = [list(islice(rest, count)) for count in counts]
+        parts[-1] += rest
+        return parts
 
     def _batch(self, rendered: Sequence[RenderedTokens], dtype: Any) -> BatchFeature:
         width = max(map(len, rendered))
@@ -211,15 +211,15 @@ class Processor:
             "mm_token_type_ids": np.zeros(shape, np.int64),
         }
         samples = []
-        for row, one in enumerate(rendered):
-            start = width - len(one) if self.padding_side == "left" else 0
-            used = (row, slice(start, start + len(one)))
-            fields["input_ids"][used] = one.token_ids
+        for row, tokens in enumerate(rendered):
+            start = width - len(tokens) if self.padding_side == "left" else 0
+            used = (row, slice(start, start + len(tokens)))
+            fields["input_ids"][used] = tokens.token_ids
             fields["attention_mask"][used] = 1
-            spans = one.multi_modal_data.spans(len(one))
-            fields["mm_token_type_ids"][used] = mm_token_type_ids(spans, len(one))
-            mask = np.zeros(len(one), np.bool_)
-            samples.append(TrainingSample(one.token_array, mask, multi_modal_data=one.multi_modal_data))
+            spans = tokens.multi_modal_data.spans(len(tokens))
+            fields["mm_token_type_ids"][used] = mm_token_type_ids(spans, len(tokens))
+            mask = np.zeros(len(tokens), np.bool_)
+            samples.append(TrainingSample(tokens.token_array, mask, multi_modal_data=tokens.multi_modal_data))
         types = fields.pop("mm_token_type_ids")
         if self.family.token_types is not None:
             fields[self.family.token_types] = types
@@ -229,17 +229,17 @@ class Processor:
 
 
 def _is_nested(conversations: Sequence[Any]) -> bool:
-    """Whether these are several conversations, rather than the messages of one."""
+    """Whether these are several conversations, not the messages of one."""
     return bool(conversations) and not isinstance(conversations[0], Mapping | Message)
 
 
 def _rows(sources: Any, rows: int) -> list[Any] | None:
-    """Return a list of sources for each row, or None if one list holds those of several rows."""
+    """Return a list of sources for each row, or None if one list has the sources of several rows."""
     if sources is None:
         return [None] * rows
-    given = list(sources) if isinstance(sources, list | tuple) else [sources]
-    if given and all(isinstance(one, list | tuple) for one in given):
-        if len(given) == rows:
-            return given
-        raise InputError("sources do not fit the rows", expected=f"{rows} lists", got=f"{len(given)} lists")
-    return [given] if rows == 1 else None
+    lists = list(sources) if isinstance(sources, list | tuple) else [sources]
+    if lists and all(isinstance(each, list | tuple) for each in lists):
+        if len(lists) == rows:
+            return lists
+        raise InputError("sources do not fit the rows", expected=f"{rows} lists", got=f"{len(lists)} lists")
+    return [lists] if rows == 1 else None

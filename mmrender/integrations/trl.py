@@ -32,15 +32,15 @@ from mmrender.trajectory.tree import Trajectory
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Plays a trajectory for each prompt, and gives TRL its tokens.
+    """Plays a trajectory for each prompt, and returns its tokens to TRL.
 
-    TRL trains on one sequence for each prompt, and computes pixels itself, from the data set's column of
-    images. So a trajectory may have turns, whose environment's tokens are masked, but neither branches nor
-    images beyond those of its prompt.
+    TRL trains on one sequence per prompt, and computes pixels itself from the data set's column of images. So
+    a trajectory may have turns, with masked tokens of the environment, but no branches and no images after
+    its prompt.
 
     Attributes:
-        play: Makes the trajectory of one prompt: messages, in which TRL has put the row's images.
-        concurrency: Trajectories that are played at a time.
+        play: Makes the trajectory of one prompt, whose messages contain the row's images.
+        concurrency: Maximum number of trajectories in flight.
     """
 
     play: Callable[[Any], Awaitable[Trajectory]]
@@ -79,7 +79,7 @@ class Rollouts:
 
 
 def _run(playing: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
-    """Run to the end; in a thread of its own if this one runs an event loop, as notebooks do."""
+    """Run to the end, in another thread if this one runs an event loop, as notebooks do."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -109,6 +109,6 @@ def _only_sample(trajectory: Trajectory, where: str) -> tuple[TrainingSample, An
             where=f"{where}, token {late[0].start}",
             expected="images in the prompt only",
             got=f"{len(late)} later ones",
-            remedy="Give all images in the row's prompt, or train with mmrender's own batches",
+            remedy="Put all images into the row's prompt, or train with mmrender's own batches",
         )
     return sample, logprobs, start

@@ -37,15 +37,15 @@ from mmrender.trajectory.truncate import whole_media_length
 
 
 def to_agent_loop_output(trajectory: Trajectory, *, response_length: int | None = None) -> Any:
-    """Return a rollout's tokens, and its images as verl's own processor is to see them.
+    """Return a rollout's tokens, and its images for verl's own processor.
 
-    verl processes images again. Each is given as its processor leaves it in size, so that it comes to the
-    same tensors and the same number of tokens.
+    verl processes images again. Each is passed in the size that its processor chose, so that its tensors and
+    its number of tokens stay the same.
 
     Args:
-        trajectory: The rollout, one row: its prompts were bridged. Where it failed, its mask is 0.
-        response_length: The most tokens after the first prompt. A longer response is cut before the image
-            that would not be whole; what verl cuts itself may leave half of one.
+        trajectory: The rollout, whose bridged prompts make it one row. If it failed, its mask is 0.
+        response_length: Maximum number of tokens after the first prompt. A longer response is cut before an
+            incomplete image, while verl itself would cut within one.
 
     Raises:
         TrajectoryError: Nothing was sampled.

@@ -198,5 +198,7 @@ def test_shards_of_another_size_are_not_taken_for_these(cluster, tiny_model, tmp
     assert every[0] == every[1]
     assert len(every[0]) == 5
     for count, options, name in ((4, {}, "conversations"), (5, {"final_stop": False}, "options")):
-        with pytest.raises(InputError, match=f"rendering.json: {name}: the folder holds samples of another"):
+        with pytest.raises(
+            InputError, match=f"rendering.json: {name}: the folder contains samples of another"
+        ):
             list(render_to_files(given[:count], str(tiny_model), tmp_path, **options))

@@ -94,7 +94,7 @@ def test_what_tinker_cannot_take_is_named(sample, renderer):
     stop = sample.media_spans[-1].stop
     names = ("token_ids", "loss_mask", "loss_weights")
     cut = {name: getattr(sample, name)[:stop] for name in names}
-    with pytest.raises(InputError, match="no text to predict"):
+    with pytest.raises(InputError, match="must end in text"):
         to_datum(dataclasses.replace(sample, **cut, rendered=None))
     frames = [
         {"role": "user", "content": [{"type": "video", "video": PICTURES[:1] * 4, "times": [0, 1, 2, 3]}]}
