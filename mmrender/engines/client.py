@@ -258,7 +258,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     # --- control ---
 
-    async def _ask_all(self, call: Control, **arguments: Any) -> dict[Replica, Any]:
+    async def control(self, call: Control, /, **arguments: Any) -> dict[Replica, Any]:
         """Make a control call on all engines that serve and return their answers, or raise the first error.
 
         Calls that move no memory are bounded by `pause_timeout`.
@@ -273,10 +273,6 @@ class InferenceEngineClient(InferenceEngineInterface):
             if isinstance(answer, BaseException):
                 raise answer
         return answers
-
-    async def control(self, call: Control, /, **arguments: Any) -> None:
-        """Make a control call on all engines that serve. The first error is raised."""
-        await self._ask_all(call, **arguments)
 
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, deadline: float | None = 3600.0
@@ -470,7 +466,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             EngineStateError: Engines differ.
             EngineTimeoutError: One does not answer within `pause_timeout`.
         """
-        answers = await self._ask_all("weight_version")
+        answers = await self.control("weight_version")
         name: str | None = common("weights", {each.name: version for each, version in answers.items()})
         return name
 
