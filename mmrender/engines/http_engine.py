@@ -201,7 +201,7 @@ class HTTPEngine(InferenceEngineInterface):
         where, table = f"{self.name}.{call}", self._routes
         routes = table.controls.get(call, ())
         if not routes:
-            raise EngineUnsupportedError(f"{table.engine} has no such call", where=where)
+            raise EngineUnsupportedError(f"{table.engine} lacks this call", where=where)
         transport = self.transport
         if table.on_worker and call != "check_health":
             if self.worker is None:

@@ -132,7 +132,7 @@ class InferenceEngineInterface(ABC):
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
         """Carry out a control call with the arguments of its method and return the result."""
-        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
+        raise EngineUnsupportedError("the engine lacks this call", where=f"{self.name}.{call}")
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
         """Answer an OpenAI request with its JSON reply.
@@ -140,13 +140,13 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineStatusError: The engine refused, with its own `status` and `body`.
         """
-        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.{call}")
+        raise EngineUnsupportedError("the engine lacks this call", where=f"{self.name}.{call}")
 
     def stream_openai(
         self, call: OpenAICall, request_payload: RequestPayload
     ) -> AsyncIterator[dict[str, Any]]:
         """Answer an OpenAI request with the chunks of its stream. Errors as for `openai`."""
-        raise EngineUnsupportedError("the engine has no such call", where=f"{self.name}.stream_{call}")
+        raise EngineUnsupportedError("the engine lacks this call", where=f"{self.name}.stream_{call}")
 
     async def max_prompt_len(self) -> int | None:
         """Return the maximum number of tokens of a prompt, or None if unknown."""

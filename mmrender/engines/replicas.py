@@ -83,7 +83,6 @@ class Work:
         self.about, self.order, self.aborts, self.limit = about, order, aborts, limit
         self.last: Replica | None = None
         self.paused = False
-        self._renew()
 
     def _renew(self) -> None:
         self._ending: Ending | None = None
@@ -306,9 +305,10 @@ class ReplicaPool:
             work.paused = self.state != "open"
             replica.calls.discard(work)
             self._ended.notify_all()
-            for look in looks:
-                look.cancel()
-            await asyncio.gather(*looks, return_exceptions=True)
+            if looks:
+                for look in looks:
+                    look.cancel()
+                await asyncio.gather(*looks, return_exceptions=True)
         work.last = replica
         return value
 

@@ -73,7 +73,7 @@ def test_rows_are_padded_on_the_left(pair):
 def test_a_response_template_is_read_as_transformers_reads_it(tiny_model):
     processor = Processor.from_pretrained(str(tiny_model))
     said = processor.renderer.tokenizer.encode("<think>\nHm.\n</think>\nYes.<|im_end|>")
-    with pytest.raises(InputError, match="ships no response template"):
+    with pytest.raises(InputError, match="has no response template"):
         processor.parse_response(said, prompt_ids=[])
     spec = {
         "start_anchor": "<|im_start|>assistant\n",

@@ -122,7 +122,7 @@ pause abort: POST /engine/pause_generation {"clear_cache": true, "mode": "abort"
 pause abort, cache kept: POST /engine/pause_generation {"clear_cache": false, "mode": "abort"}
 pause keep: POST /engine/pause_generation {"clear_cache": false, "mode": "keep"}
 pause wait: POST /engine/pause_generation {"clear_cache": true, "mode": "wait"}
-abort: e.abort_generation: dynamo has no such call
+abort: e.abort_generation: dynamo lacks this call
 sleep: POST /engine/control/sleep {"level": 1}
 wake: POST /engine/control/wake_up {"tags": ["weights", "kv_cache"]}
 reset: POST /engine/flush_cache {}
@@ -306,7 +306,7 @@ def test_a_backend_without_routes_needs_some():
     table = RouteTable("mine", {"check_health": (Route("GET /ok"),)}, {})
     engine = HTTPEngine(Echo(name="mine"), MemoryTransport({"GET /ok": "fine"}), model="m", routes=table)
     run(engine.check_health())
-    with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine has no such call$"):
+    with pytest.raises(EngineUnsupportedError, match=r"^http://memory.sleep: mine lacks this call$"):
         run(engine.sleep())
 
 
