@@ -3,12 +3,15 @@
 import asyncio
 import base64
 import io
+import random
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
 from PIL import Image
 
 
@@ -53,6 +56,18 @@ def user(words: str, *images: Any) -> dict[str, Any]:
 def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
     """A message of the assistant."""
     return {"role": "assistant", "content": content, **fields}
+
+
+def sources() -> st.SearchStrategy[random.Random]:
+    """Sources of randomness: `make test` draws seeds, which is quick, and `make fuzz` draws that shrink."""
+    return st.randoms(use_true_random=settings.get_current_profile_name() == "fixed")
+
+
+def conversations(*arguments: Any, **options: Any) -> st.SearchStrategy[Any]:
+    """Messages and options for `render` of the kinds that a template takes; arguments of `ConversationMaker`."""
+    from mmrender.testing.conversations import ConversationMaker
+
+    return sources().map(ConversationMaker(*arguments, **options).make)
 
 
 def error_of(kind: type[BaseException], call: Callable[..., Any], *arguments: Any, **options: Any) -> str:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -17,9 +17,6 @@ from mmrender.errors import InputError
 from mmrender.media.load import load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.template.profile import TemplateProfile
-
-if TYPE_CHECKING:
-    from hypothesis import strategies as st
 
 _PLAIN = (
     "What is in this picture?",
@@ -297,19 +294,3 @@ def load_pictures(folder: Path) -> list[Image.Image]:
     suffixes = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff", ".avif"}
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in suffixes)
     return [load_image(file, MediaPolicy(), where=file.name).image for file in files]
-
-
-def conversations(
-    profile: TemplateProfile,
-    *,
-    images: Sequence[Image.Image] = (),
-    literals: Sequence[str] = (),
-    max_turns: int = 4,
-    tools: bool = True,
-    odd: bool = False,
-) -> "st.SearchStrategy[Conversation]":
-    """Give a Hypothesis strategy of messages and options for `render`, of the kinds that a template takes."""
-    from hypothesis import strategies as st
-
-    maker = ConversationMaker(profile, images, literals, max_turns, tools, odd)
-    return st.randoms(use_true_random=False).map(maker.make)

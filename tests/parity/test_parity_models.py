@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from adapter_models import ADAPTER_FAMILIES, HALF, TEMPLATE, _write, square
+from kit import conversations
 from mmrender.media.processors.adapter import TransformersProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.testing import reference
-from mmrender.testing.conversations import ConversationMaker, conversations, sample_images
+from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.testing.difference import first_difference, parts_of_batch
 from mmrender.testing.parity import RULES, ParityPair, check_parity
 from mmrender.testing.reference import has_reference_backend

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from bridge_cases import (
     REAL,
+    Extension,
     assert_same_rendering,
     assert_tail_equals,
     bridged,
     extensions,
     sampled_ids,
 )
+from kit import sources
 from mmrender.errors import MMRenderError
 from mmrender.media.load import LoadedImage
 from mmrender.media.processor import Prepared
@@ -89,50 +91,49 @@ def rendered_or_reject(render: Callable[[], Any]) -> Any:
 
 
 @settings(max_examples=10)
-@given(source=st.randoms(use_true_random=False))
-def test_bridge_of_canonical_turns_equals_rendering(subject: Subject, source: random.Random) -> None:
+@given(source=sources())
+def test_bridges_of_canonical_turns_and_their_chain_equal_the_rendering(
+    subject: Subject, source: random.Random
+) -> None:
+    """Each turn by itself, and from the first prompt to the last by bridges alone, each over the one before."""
     renderer = subject.renderer
-    messages, options = conversation(subject, source)
-    for case in rendered_or_reject(lambda: list(extensions(renderer, messages, options))):
-        bridge = bridged(renderer, messages, options, case, case.prompt)
-        if not subject.accepts(bridge):
-            continue
-        assert bridge is not None
-        base = len(case.prompt) + len(case.completion)
-        assert bridge.token_ids[:base] == case.prompt.token_ids + case.completion
-        assert_tail_equals(bridge, case.full, base, case.turn + 1)
-        if renderer.template_profile(**_arguments(options)).prefix_stable and not case.full.rewritten:
-            assert_same_rendering(bridge, case.full)
+    messages, options = conversation(subject, source, turns=4)
+    cases = rendered_or_reject(lambda: list(extensions(renderer, messages, options)))
+    current = cases[0].prompt if cases else None
+    is_stable = renderer.template_profile(**_arguments(options)).prefix_stable
+    for case in cases:
+        alone = _extended(subject, messages, options, case, case.prompt)
+        if alone is not None and is_stable and not case.full.rewritten:
+            assert_same_rendering(alone, case.full)
+        if current is not None:
+            current = (
+                alone if current is case.prompt else _extended(subject, messages, options, case, current)
+            )
+    adjacent = all(first.stop == second.turn for first, second in pairwise(cases))
+    if current is not None and is_stable and not cases[-1].full.rewritten and adjacent:
+        assert_same_rendering(current, cases[-1].full)
+
+
+def _extended(
+    subject: Subject,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    case: Extension,
+    base: RenderedTokens,
+) -> RenderedTokens | None:
+    """The bridge over one extension, if there may be one. Its tail equals the rendering."""
+    bridge = bridged(subject.renderer, messages, options, case, base)
+    if not subject.accepts(bridge):
+        return None
+    assert bridge is not None
+    length = len(base) + len(case.completion)
+    assert bridge.token_ids[:length] == base.token_ids + case.completion
+    assert_tail_equals(bridge, case.full, length, case.turn + 1)
+    return bridge
 
 
 def _arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "tools"}
-
-
-@settings(max_examples=8)
-@given(source=st.randoms(use_true_random=False))
-def test_chain_of_bridges_equals_rendering(subject: Subject, source: random.Random) -> None:
-    """From the first prompt to the last by bridges alone, each over the one before."""
-    renderer = subject.renderer
-    messages, options = conversation(subject, source, turns=5)
-    cases = rendered_or_reject(lambda: list(extensions(renderer, messages, options)))
-    assume(cases)
-    current: RenderedTokens = cases[0].prompt
-    ends = []
-    for case in cases:
-        bridge = bridged(renderer, messages, options, case, current)
-        if not subject.accepts(bridge):
-            return
-        assert bridge is not None
-        base = len(current) + len(case.completion)
-        assert bridge.token_ids[:base] == current.token_ids + case.completion
-        assert_tail_equals(bridge, case.full, base, case.turn + 1)
-        ends.append(base)
-        current = bridge
-    whole = cases[-1].full
-    adjacent = all(first.stop == second.turn for first, second in pairwise(cases))
-    if renderer.template_profile(**_arguments(options)).prefix_stable and not whole.rewritten and adjacent:
-        assert_same_rendering(current, whole)
 
 
 @settings(max_examples=12)
@@ -183,7 +184,7 @@ def _picture_and_text(renderer: Renderer) -> Any:
 
 
 @settings(max_examples=10)
-@given(source=st.randoms(use_true_random=False))
+@given(source=sources())
 def test_sampled_is_full_minus_prompt(subject: Subject, source: random.Random) -> None:
     renderer = subject.renderer
     messages, options = conversation(subject, source, with_stops=True)

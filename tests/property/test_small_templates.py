@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import chat_template_utils
 
+from kit import conversations
 from mmrender.errors import MessageError, MMRenderError, PlaceholderError, RenderError, TemplateError
 from mmrender.sidecar import Repeat
-from mmrender.testing.conversations import conversations, sample_images
+from mmrender.testing.conversations import sample_images
 from mmrender.tokens.rendered import CONTENT_KINDS
 from small_models import MODELS, NOW, TEMPLATES
 
@@ -103,27 +104,39 @@ def test_every_template_has_a_model():
 
 
 @every_model
-def test_text_and_ids_equal_those_of_the_reference(name):
+def test_text_and_ids_equal_those_of_the_reference_and_spans_cover_every_token_once(name):
     @settings(max_examples=40)
-    @given(conversations_of(name, literals=True))
-    def check(case):
+    @given(conversations_of(name, literals=True), st.sampled_from(["parse", "text"]))
+    def check(case, rule):
         messages, options = case
         expected = reference_text(name, messages, options)
         ours = render(name, messages, options)
         if expected is None or isinstance(ours, MMRenderError):
-            # Where the template drops an image, the reference renders and ours refuses by name.
+            # If the template drops an image, the reference renders and ours refuses by name.
             assert isinstance(ours, PlaceholderError) or (expected is None) == isinstance(ours, TemplateError)
             return
         assert ours.text == expected
         items = ours.multi_modal_data.mm_items.get("image", [])
         assert ours.token_ids == reference_ids(name, expected, items)
+        assert_covered(messages, ours if rule == "parse" else render(name, messages, options, rule))
 
     check()
 
 
-def parts_of(message):
-    content = message["content"]
-    return [part for part in content if part["type"] == "text"] if isinstance(content, list) else [content]
+def assert_covered(messages, ours):
+    position = 0
+    for span in ours.spans:
+        assert span.start == position < span.stop
+        assert -1 <= span.message < len(messages)
+        assert not span.sampled or messages[span.message]["role"] == "assistant"
+        position = span.stop
+    assert position == len(ours.token_ids)
+    for array in (ours.message_indices, ours.sampled_mask, ours.is_content, ours.loss_mask()):
+        assert len(array) == len(ours)
+    placed = [place for places in ours.multi_modal_data.mm_placeholders.values() for place in places]
+    assert all(place.offset >= 0 and place.offset + place.length <= len(ours) for place in placed)
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    assert len(placed) == sum(part["type"] == "image" for content in contents for part in content)
 
 
 def with_marks(messages):
@@ -154,61 +167,18 @@ def with_marks(messages):
     return marked, words
 
 
-@every_model
-def test_content_is_attributed_wherever_it_is_printed(name):
-    @settings(max_examples=30)
-    @given(conversations_of(name))
-    def check(case):
-        messages, words = with_marks(case[0])
-        options = case[1]
-        try:
-            text = renderer_of(name).render_text(messages, **options)
-        except TemplateError:
-            return
-        for word, message, kind in words:
-            start = text.find(word)
-            while start >= 0:
-                origins = [o for low, high, o in text.spans if low < start + len(word) and high > start]
-                assert {(o.message, o.kind) for o in origins} == {(message, kind)}, (word, origins)
-                assert sum(
-                    min(high, start + len(word)) - max(low, start)
-                    for low, high, _ in text.spans
-                    if low < start + len(word) and high > start
-                ) == len(word)
-                start = text.find(word, start + 1)
-
-    check()
-
-
-@every_model
-def test_spans_cover_every_token_once(name):
-    @settings(max_examples=25)
-    @given(conversations_of(name, literals=True, rule="text"), st.booleans())
-    def check(case, text_rule):
-        messages, options = case
-        ours = render(name, messages, options, "text" if text_rule else "parse")
-        if isinstance(ours, MMRenderError):
-            return
-        position = 0
-        for span in ours.spans:
-            assert span.start == position < span.stop
-            assert -1 <= span.message < len(messages)
-            assert not span.sampled or messages[span.message]["role"] == "assistant"
-            position = span.stop
-        assert position == len(ours.token_ids)
-        for array in (ours.message_indices, ours.sampled_mask, ours.is_content, ours.loss_mask()):
-            assert len(array) == len(ours)
-        placed = sum((list(r) for r in ours.multi_modal_data.mm_placeholders.values()), [])
-        assert all(where.offset >= 0 and where.offset + where.length <= len(ours) for where in placed)
-        images = sum(
-            part["type"] == "image"
-            for m in messages
-            if isinstance(m["content"], list)
-            for part in m["content"]
-        )
-        assert len(placed) == images
-
-    check()
+def assert_attributed(text, words):
+    for word, message, kind in words:
+        start = text.find(word)
+        while start >= 0:
+            stop = start + len(word)
+            spans = [span for span in text.spans if span[0] < stop and span[1] > start]
+            assert {(origin.message, origin.kind) for _, _, origin in spans} == {(message, kind)}, (
+                word,
+                spans,
+            )
+            assert sum(min(high, stop) - max(low, start) for low, high, _ in spans) == len(word)
+            start = text.find(word, start + 1)
 
 
 def counts(name, ids):
@@ -293,14 +263,19 @@ def test_no_text_in_any_role_becomes_a_placeholder(name):
 
 
 @every_model
-def test_sampled_is_full_minus_prompt(name):
+def test_content_is_attributed_wherever_it_is_printed_and_sampled_is_full_minus_prompt(name):
     """Against the definition, slowly: the prompt of each assistant turn rendered by itself."""
     stops = {MODELS[name].tokenizer.added_ids[token] for token in MODELS[name].spec.stop}
 
     @settings(max_examples=30)
     @given(conversations_of(name))
     def check(case):
-        messages, options = case
+        messages, words = with_marks(case[0])
+        options = case[1]
+        try:
+            assert_attributed(renderer_of(name).render_text(messages, **options), words)
+        except TemplateError:
+            return
         full = render(name, messages, options)
         if isinstance(full, MMRenderError):
             return

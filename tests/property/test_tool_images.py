@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bridge_cases import assert_tail_equals, bridged, extensions
+from kit import sources
 from mmrender.errors import MMRenderError, PlaceholderError, RenderError
 from mmrender.renderer import Renderer
 from mmrender.template.known import TemplateSet
@@ -73,7 +74,7 @@ def conversation(renderer: Renderer, source: random.Random) -> tuple[list[dict[s
 
 
 @settings(max_examples=12)
-@given(source=st.randoms(use_true_random=False), prompted=st.booleans())
+@given(source=sources(), prompted=st.booleans())
 def test_moved_images_render_as_a_user_turn_written_by_hand(
     pair: tuple[Renderer, Renderer], source: random.Random, prompted: bool
 ) -> None:
@@ -103,7 +104,7 @@ def test_moved_images_render_as_a_user_turn_written_by_hand(
 
 
 @settings(max_examples=12)
-@given(source=st.randoms(use_true_random=False))
+@given(source=sources())
 def test_bridge_over_moved_images_equals_rendering(
     pair: tuple[Renderer, Renderer], source: random.Random
 ) -> None:
