@@ -1,14 +1,14 @@
 """`DynamoBackend`: token ids to a Dynamo frontend, by its chat route and, for images, by vLLM's.
 
-The chat route takes a prompt of tokens beside a placeholder message, in the extension `nvext`. It takes no
+The chat route takes a prompt of tokens in the extension `nvext`, with a placeholder message. It refuses
 tensors, so a prompt with images goes by `/inference/v1/generate`, which a frontend passes on to vLLM workers
 unchanged. Verified with Dynamo 1.6.1.
 
 Tokens and logprobs of a chat reply come by several channels, some of which a worker or a frontend may omit:
 
-1. `nvext.engine_data`: what the worker gathered. It comes with the worker's last chunk, and so not at all
-   where the frontend itself ended the completion, at a stop string.
-2. `nvext.completion_token_ids`: what passed through the frontend.
+1. `nvext.engine_data`: gathered by the worker. It comes with the worker's last chunk, and so not at all
+   if the frontend itself ended the completion, at a stop string.
+2. `nvext.completion_token_ids`: passed through the frontend.
 3. `choices[0].logprobs.content`: a logprob for each token, and since 1.6 the token's id.
 
 Tokens are taken from the first that has them, logprobs from `engine_data` if the tokens are, and otherwise
@@ -52,17 +52,17 @@ class DynamoBackend(HTTPBackend):
     """A Dynamo frontend.
 
     It drops the text of a worker's error, so an overflow is recognised only before sending. A call that is
-    cancelled closes its connection, which stops the worker. It reports `stop` also for an aborted completion;
-    the last token distinguishes an end from an abort.
+    cancelled closes its connection, which stops the worker. It reports `stop` also for an aborted completion.
+    The last token distinguishes an end from an abort.
 
     Attributes:
         nvext: Members of the request's `nvext`, such as `{"annotations": ["llm_metrics"]}`. `extra_fields`
             are merged with those that are needed, `agent_hints` with the priority.
-        pixels: Which pixels the vLLM workers take: `"uint8"` where they normalise, as vLLM does by default
-            since 0.28 or 0.32, `"float32"` where they run with `--no-mm-device-do-normalize`. A frontend
+        pixels: Pixels that the vLLM workers take: `"uint8"` if they normalise, as vLLM does by default since
+            0.28 or 0.32, `"float32"` if they run with `--no-mm-device-do-normalize`. A frontend
             renders nothing, so this cannot be asked for.
         eos_token_ids: Tokens on which the model ends a completion, for requests that do not name them.
-        max_body_bytes: The largest body; the frontend's `DYN_HTTP_BODY_LIMIT_MB`.
+        max_body_bytes: The largest body. The frontend's `DYN_HTTP_BODY_LIMIT_MB`.
         max_image_bytes: The largest body with images, which the frontend passes on in one message.
     """
 
@@ -76,7 +76,7 @@ class DynamoBackend(HTTPBackend):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; `on_tokens` is called once, at the end.
+        """Sample one completion. `on_tokens` is called once, at the end.
 
         Raises:
             EngineUnsupportedError: The request is too large, the frontend cannot take images, or it is not
@@ -98,7 +98,7 @@ class DynamoBackend(HTTPBackend):
             return await post(request, transport, CHAT_PATH, body, read, on_tokens=on_tokens)
         except EngineStatusError as error:
             if error.status == 400 and error.remedy is None:
-                error.remedy = "A frontend withholds the worker's message; the worker's log has it"
+                error.remedy = "A frontend withholds the worker's message. The worker's log has it"
             raise
 
     def _ends(self, request: EngineRequest) -> frozenset[int]:
@@ -111,7 +111,7 @@ class DynamoBackend(HTTPBackend):
             raise EngineUnsupportedError(
                 "a Dynamo frontend calls an abort `stop` too, so the ends of a completion must be known",
                 where="eos_token_ids",
-                remedy="Give a renderer, or DynamoBackend(eos_token_ids=...)",
+                remedy="Pass a renderer, or DynamoBackend(eos_token_ids=...)",
             )
         return frozenset((*eos_ids, *named))
 
@@ -133,7 +133,7 @@ class DynamoBackend(HTTPBackend):
         check_size(len(ids), texts, self.max_image_bytes, where=GENERATE_PATH, setting=setting)
         prompt["token_ids"] = ids.tolist()
         try:
-            # The frontend has no route that aborts; closing the connection does.
+            # A frontend aborts when the connection is closed.
             return await sample_tokens(request, transport, prompt, aborts=False)
         except EngineUnsupportedError as error:
             if not isinstance(error.__cause__, EngineStatusError):
@@ -143,7 +143,7 @@ class DynamoBackend(HTTPBackend):
                 where=error.where,
                 got=str(error.__cause__),
                 remedy="Start the frontend with DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1, and vLLM workers, "
-                "which advertise the route; GET /v1/models lists the models that are served at all",
+                "which advertise the route. GET /v1/models lists the models that are served at all",
             ) from error
 
 
@@ -170,7 +170,7 @@ def chat_body(request: EngineRequest, nvext: Mapping[str, Any]) -> dict[str, Any
         merged["agent_hints"] = {**nvext.get("agent_hints", {}), "priority": -request.priority}
     return {
         "model": request.model,
-        # Ignored where there is `token_data`, but a request without messages is refused.
+        # Ignored if there is `token_data`, but a request without messages is refused.
         "messages": [{"role": "user", "content": ""}],
         "stream": False,
         "logprobs": True,
@@ -214,7 +214,7 @@ class _Reply(msgspec.Struct):
 
 
 def read_reply(request: EngineRequest, ends: frozenset[int], body: bytes, where: str) -> EngineResponse:
-    """Read a chat reply of status 200; `ends` are the tokens that can end a completion."""
+    """Read a chat reply of status 200. `ends` are the tokens that can end a completion."""
     reply = decode_as(body, _Reply, where=where)
     if len(reply.choices) != 1:
         raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
@@ -235,7 +235,7 @@ def read_reply(request: EngineRequest, ends: frozenset[int], body: bytes, where:
             add_alternatives(entries, [entry.top_logprobs for entry in content], where=where)
     reason = choice.finish_reason
     ended = bool(ids) and ids[-1] in ends
-    # A frontend says `stop` also of a completion that was aborted; a stop string may end it at any token.
+    # A frontend says `stop` also of a completion that was aborted. A stop string may end it at any token.
     if reason in ("stop", "tool_calls") and not ended and not request.sampling_params.get("stop"):
         reason = "abort"
     return response_of(
@@ -259,12 +259,12 @@ def _completion_ids(data: _EngineData, nvext: _Nvext, choice: _Choice, where: st
             return ids
     if choice.logprobs is not None and choice.logprobs.content is not None:
         named = [entry.token_id for entry in choice.logprobs.content if entry.token_id is not None]
-        # Frontends before 1.6 give the text of each token only.
+        # Frontends before 1.6 send the text of each token only.
         if len(named) == len(choice.logprobs.content):
             return named
     raise EngineReplyError(
-        "the reply holds no token ids",
+        "the reply lacks token ids",
         where=f"{where} nvext",
         expected="engine_data or completion_token_ids",
-        remedy="Retokenizing its text would train on other tokens; use a frontend that gives them",
+        remedy="Retokenizing its text would train on other tokens. Use a frontend that sends them",
     )

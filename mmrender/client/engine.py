@@ -41,9 +41,9 @@ class Engine:
             object.
         server: The server, as for `as_transport`. None for a backend with a transport of its own, such as a
             model in this process.
-        model: Name under which the server knows the model; for `"local"` its directory.
+        model: Name under which the server knows the model. For `"local"` its directory.
         renderer: Knows the model's tokens, and parses completions.
-        max_prompt_len: The longest prompt; by default the server's limit.
+        max_prompt_len: The longest prompt, by default the server's limit.
 
     Attributes:
         backend: The engine's wire.
@@ -77,7 +77,7 @@ class Engine:
         return ModelTokens(self.renderer)
 
     async def max_prompt_len(self) -> int | None:
-        """Return the maximum length of a prompt; None if the server does not say."""
+        """Return the maximum length of a prompt. None if the server does not say."""
         return await prompt_limit(self.backend, self.model, self.transport)
 
     async def sample(
@@ -92,8 +92,8 @@ class Engine:
 
         Args:
             prompt: The prompt.
-            sampling_params: In vLLM's names; see `generate`.
-            on_tokens: Called with tokens as they arrive; see `OnTokens`.
+            sampling_params: In vLLM's names. See `generate`.
+            on_tokens: Called with tokens as they arrive. See `OnTokens`.
             **options: Options of the request.
 
         Raises:
@@ -145,14 +145,14 @@ class Engine:
         on_tokens: OnTokens | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Sample one completion and parse it, as `sample`; the engine needs a renderer.
+        """Sample one completion and parse it, as `sample`. The engine needs a renderer.
 
         Args:
             prompt: The prompt.
-            sampling_params: In vLLM's names; see `generate`.
+            sampling_params: In vLLM's names. See `generate`.
             tools: Tools that the model is offered.
             template_arguments: Template variables that the prompt was rendered with.
-            on_tokens: Called with tokens as they arrive; see `OnTokens`.
+            on_tokens: Called with tokens as they arrive. See `OnTokens`.
             **options: Options of the request.
         """
         renderer = self.renderer
@@ -198,7 +198,7 @@ class Engine:
 
         Raises:
             InputError: The attribution belongs to other tokens than `ids`.
-            PlaceholderError: The tokens contain media, and there is no sidecar.
+            PlaceholderError: The tokens contain media, and the sidecar is missing.
         """
         if attribution is not None:
             # A rendering may be memoised, and the prompt's list is the caller's to change.
@@ -222,12 +222,12 @@ class Engine:
                     where=f"prompt_ids[{position}]",
                     expected="multi_modal_data",
                     got=f"the token {token_ids[position]}",
-                    remedy="Pass the sidecar; an empty MultiModalData() says that the model itself "
+                    remedy="Pass the sidecar. An empty MultiModalData() says that the model itself "
                     "sampled them",
                 )
         return Prompt(token_ids, MultiModalData() if data is None else data, None)
 
 
 def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
-    """Whether a renderer works off the event loop; `isinstance` of a protocol takes far longer."""
+    """Whether a renderer works off the event loop. `isinstance` of a protocol takes far longer."""
     return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")

@@ -1,6 +1,6 @@
 """One request for a completion and its answer, as the backends of all servers make it over HTTP.
 
-`HTTPBackend` is their base. `post` sends a request once, tells the server to stop if the caller gives up,
+`HTTPBackend` is their base. `post` sends a request once, tells the server to stop if the caller is cancelled,
 recognises a prompt that is too long by each server's words, and reads a large answer off the event loop.
 """
 
@@ -75,7 +75,7 @@ class HTTPBackend:
         """Ask `/v1/models`: the context less one token, since a prompt that fills it is refused."""
         cards = await model_cards(transport)
         card = cards.get(model)
-        # An adapter's own entry has no length; its base model's does.
+        # An adapter's own entry lacks the length. Its base model's has it.
         base = card and cards.get(card.parent or "")
         length = (card and card.length) or (base and base.length)
         return length - 1 if length and length > 1 else None
@@ -105,8 +105,8 @@ async def post(
         transport: The server.
         path: The server's route.
         body: The request as the server takes it.
-        read: Reads the body of the answer; its second argument is the call in errors.
-        abort: Path and body that tell the server to stop; None if the closed connection does.
+        read: Reads the body of the answer. Its second argument is the call in errors.
+        abort: Path and body that tell the server to stop. None if the closed connection does.
         on_tokens: Called at the end, unless the answer is a stream.
         read_stream: Reads an answer that comes as lines instead, and reports its tokens.
     """
@@ -144,7 +144,7 @@ async def post(
 
 
 def _max_reply_bytes(request: EngineRequest) -> int | None:
-    """Bound the reply's size; None if it may have members of any size."""
+    """Bound the reply's size. None if it may have members of any size."""
     params = request.sampling_params
     if request.routed_experts or request.extra_body or params.get("extra"):
         return None
@@ -158,7 +158,7 @@ def _max_reply_bytes(request: EngineRequest) -> int | None:
 def _overflow_error(
     error: EngineStatusError, max_tokens: int, where: str
 ) -> PromptTooLongError | SamplingParameterError | None:
-    """Translate a refusal of a request that is too long; None for other refusals."""
+    """Translate a refusal of a request that is too long. None for other refusals."""
     texts = (*_TOO_LONG, _NO_ROOM) if error.status == 400 else ()
     match = next((match for text in texts if (match := text.search(error.body))), None)
     if match is None:
@@ -202,7 +202,7 @@ _texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=len)
 
 
 def encoded_once(item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[], bytes]) -> JSONText:
-    """Return an item as JSON text; each item and form is encoded once while it is remembered.
+    """Return an item as JSON text. Each item and form is encoded once while it is remembered.
 
     All requests, servers and event loops share the last 256 MiB.
     """
@@ -210,7 +210,7 @@ def encoded_once(item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[
 
 
 def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
-    """Encode images as `data:` URLs; tens of milliseconds for each that was not sent before.
+    """Encode images as `data:` URLs. Tens of milliseconds for each that was not sent before.
 
     A server would open any other text as a file of its own.
     """

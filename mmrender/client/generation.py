@@ -40,10 +40,10 @@ async def generate(
 
     Args:
         client: Base URL of the server, a transport, or an object with `base_url` and `api_key` such as
-            `openai.AsyncOpenAI`. A `LocalBackend` needs none.
+            `openai.AsyncOpenAI`. A `LocalBackend` needs no server.
         renderer: A renderer, or a pool of them.
-        messages: The conversation; ignored if a prompt is passed.
-        model: Name under which the server knows the model; for `"local"` its directory.
+        messages: The conversation. Ignored if a prompt is passed.
+        model: Name under which the server knows the model. For `"local"` its directory.
         backend: The engine: `"vllm"` (default), `"sglang"`, `"dynamo"`, `"local"`, or a backend object.
         prompt_ids: The prompt, placeholders widened, such as a bridge returns it.
         multi_modal_data: Its sidecar.
@@ -52,15 +52,15 @@ async def generate(
         tools: Tools that the model is offered.
         documents: Documents for templates that take them.
         continue_final_message: Whether the model goes on with the text of the last message instead of opening
-            a turn, or the name of the field to go on with. The completion is what follows that text.
+            a turn, or the name of the field to go on with. The completion follows that text.
         sampling_params: In vLLM's names, whatever the engine. Without `max_tokens` a completion may fill the
             engine's context, or have `DEFAULT_MAX_TOKENS` if its length is unknown. The model's stop tokens
             are added. Other recommendations of its files are `renderer.sampling_defaults`, and are not
             applied. The member `extra` is a mapping of parameters that are sent unchecked.
-        max_prompt_len: The longest prompt; by default the engine's limit, asked once for each server.
+        max_prompt_len: The longest prompt, by default the engine's limit, asked once for each server.
         template_arguments: Further template variables, such as `{"enable_thinking": False}`.
-        on_tokens: Called with tokens as they arrive; see `OnTokens`.
-        **options: Options of the request; see `RequestOptions`.
+        on_tokens: Called with tokens as they arrive. See `OnTokens`.
+        **options: Options of the request. See `RequestOptions`.
 
     Raises:
         PromptTooLongError: The prompt is too long: seen before sending, or reported by the engine.
@@ -68,7 +68,7 @@ async def generate(
         PlaceholderError: Tokens, ranges and items do not fit together.
         EngineError: The server could not be reached, refused, or returned an unusable answer.
         InputError: Another argument cannot be used.
-        MMRenderError: The conversation cannot be rendered; see `Renderer.render`.
+        MMRenderError: The conversation cannot be rendered. See `Renderer.render`.
     """
     engine = Engine(backend, client, model=model, renderer=renderer, max_prompt_len=max_prompt_len)
     if prompt_ids is None and prompt_attribution is None:
@@ -100,10 +100,10 @@ async def render_prompt(
     """Render a prompt: with the generation prompt, unless the last message is to be continued.
 
     Args:
-        renderer: A renderer; one with `arender` leaves the event loop free.
+        renderer: A renderer. With `arender` it leaves the event loop free.
         messages: The conversation.
         in_thread: Whether a renderer without `arender`, too, leaves the event loop free.
-        **options: Those of `Renderer.render`.
+        **options: Options of `Renderer.render`.
     """
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")

@@ -40,7 +40,7 @@ class RequestEvent:
 
 
 class ClientHooks:
-    """Base of all hooks; does nothing.
+    """Base of all hooks. Does nothing.
 
     A call reports `on_request` once, `on_retry` for each further attempt, and at its end either `on_response`
     or `on_error`.
@@ -51,7 +51,7 @@ class ClientHooks:
         return None
 
     def on_retry(self, event: RequestEvent) -> None:
-        """Called when a further attempt begins; `event.error` is the reason."""
+        """Called when a further attempt begins. `event.error` is the reason."""
 
     def on_response(self, event: RequestEvent) -> None:
         """Called when a reply of status 2xx was read."""

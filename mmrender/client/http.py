@@ -78,7 +78,7 @@ class _Body(aiohttp.Payload):
 
 
 async def _send_file(writer: Any, text: JSONText) -> bool:
-    """Send a text from its file; return False if it has none or the socket has TLS, and nothing was sent.
+    """Send a text from its file. False: it is not in a file, or the socket has TLS, and nothing was sent.
 
     `loop.sendfile` would stop reading meanwhile, and so miss the reply of a server that refuses a long body.
     """
@@ -135,7 +135,7 @@ def encode_json(value: Any) -> list[bytes | JSONText]:
 
 
 class _Call:
-    """One call: its request, its progress, and the hooks that are told of it."""
+    """One call: its request, its progress, and its hooks."""
 
     def __init__(self, method: str, target: str, json: Any, hooks: Sequence[ClientHooks]) -> None:
         self.method = method
@@ -156,7 +156,7 @@ class _Call:
     def report(
         self, moment: Moment, *, error: BaseException | None = None, reply_bytes: int | None = None
     ) -> dict[str, str]:
-        """Call every hook; return the headers that they want to send."""
+        """Call every hook. Return the headers that they want to send."""
         headers: dict[str, str] = {}
         if not self._hooks:
             return headers
@@ -172,7 +172,7 @@ class _Call:
         return headers
 
     def may_repeat(self, error: EngineConnectionError | EngineStatusError, idempotent: bool | None) -> bool:
-        """Whether the attempt that failed may be made again: the one decision for all calls and streams.
+        """Whether the attempt that failed may be made again. It decides for all calls and streams.
 
         - A connection that was never made: always.
         - A kept connection that breaks before any answer: unless the call is not idempotent. It was closed,
@@ -224,7 +224,7 @@ class HTTPTransport:
         return f"HTTPTransport({self.base_url!r})"
 
     async def aclose(self) -> None:
-        """Close the connections of the running event loop; a later call opens new ones."""
+        """Close the connections of the running event loop. A later call opens new ones."""
         entry = self._sessions.pop(asyncio.get_running_loop(), None)
         if entry is not None:
             await entry[1].aclose()
@@ -240,7 +240,7 @@ class HTTPTransport:
         idempotent: bool | None = None,
         max_reply_bytes: int | None = None,
     ) -> Reply:
-        """Send a request and read the whole reply; see `Transport.request`.
+        """Send a request and read the whole reply. See `Transport.request`.
 
         Raises:
             EngineConnectionError: The server was not reached, or the connection broke.
@@ -278,7 +278,7 @@ class HTTPTransport:
         """Send a request and yield the lines of the reply as they come, without line ends.
 
         The connection is closed when the iterator is. `timeout` of the configuration bounds the wait for each
-        piece, not the whole. A request that was not taken is sent again, as by `request`; an answer that has
+        piece, not the whole. A request that was not taken is sent again, as by `request`. An answer that has
         begun is not asked for again.
 
         Raises:
@@ -309,7 +309,7 @@ class HTTPTransport:
         call.report("on_response", reply_bytes=total)
 
     def _begin(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> _Call:
-        """Encode and report a call; the caller's headers override those of hooks."""
+        """Encode and report a call. The caller's headers override the hooks' headers."""
         call = _Call(method, self.base_url + path, json, self.hooks)
         call.headers = {**call.report("on_request"), **call.headers, **(headers or {})}
         return call
@@ -317,7 +317,7 @@ class HTTPTransport:
     async def _prepare_retry(
         self, call: _Call, error: EngineConnectionError | EngineStatusError, idempotent: bool | None
     ) -> None:
-        """Wait before the next attempt of a call; raise the error of the last one if there is to be none."""
+        """Wait before the next attempt of a call. Raise the error of the last one if there is to be none."""
         policy = self.config.retries
         if call.attempt >= policy.attempts or not call.may_repeat(error, idempotent):
             raise error
@@ -344,7 +344,7 @@ class HTTPTransport:
     async def _attempt(
         self, call: _Call, *, read_timeout: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one attempt and yield its reply, of status 2xx; errors of aiohttp become ours."""
+        """Send one attempt and yield its reply, of status 2xx. Errors of aiohttp become ours."""
         # aiohttp writes bytes with the headers in one piece.
         data = joined(call.body) if call.size <= _SLICE else _Body(call.body)
         timeout = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=read_timeout)

@@ -21,14 +21,14 @@ _MAX_FORBIDDEN: Final = math.log(0.999)
 
 
 class Limit(NamedTuple):
-    """Allowed token ids of a completion; forbidden ones if `forbids`."""
+    """Allowed token ids of a completion. Forbidden ones if `forbids`."""
 
     token_ids: tuple[int, ...]
     forbids: bool
 
 
 def limit_of(request: EngineRequest) -> Limit | None:
-    """Return the limit of a request; None without one, or if the log-probabilities stay the engine's.
+    """Return the limit of a request. None without one, or if the log-probabilities stay the engine's.
 
     They do under a grammar, whose mask engines do not report, if the caller asks for alternatives itself, and
     if the set is larger than vLLM reports by default.
@@ -55,7 +55,7 @@ def reporting(request: EngineRequest, limit: Limit) -> EngineRequest:
 def renormalised(response: EngineResponse, limit: Limit) -> EngineResponse:
     """Renormalise the response's log-probabilities over the tokens that the limit allows.
 
-    It stays as it is, `allowed` empty, if the server does not report those of the limit, as before vLLM 0.31,
+    It stays as it is, `allowed` empty, if the server does not report the limit's tokens, as before vLLM 0.31,
     or if the forbidden tokens leave too little probability to be known from them. With a sampling mask the
     log-probabilities are renormalised already.
     """

@@ -30,7 +30,7 @@ def check_request(
         takes_sparse: Whether the engine keeps which tokens of a range hold features, if some do not.
 
     Raises:
-        InputError: The prompt is empty, or has an element that is no id of the vocabulary.
+        InputError: The prompt is empty, or has an element outside the vocabulary.
         EngineUnsupportedError: A video, or a range that the engine cannot keep.
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
@@ -99,7 +99,7 @@ def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
 def _expected_tokens(
     span: MediaSpan, ids: Ids, token_ids: Mapping[str, int], pads: dict[str, int]
 ) -> npt.NDArray[Any]:
-    """Return the tokens that a range must hold: those of its expansion, or its runs of pads if unknown."""
+    """Return the tokens that a range must hold: its expansion's, or its runs of pads if unknown."""
     runs = span.range.embed_spans or ((0, span.range.length),)
     pad = pads.setdefault(span.modality, int(ids[span.start + runs[0][0]]))
     pieces = span.item.expansion
@@ -138,7 +138,7 @@ def _check_edges(own: Sequence[MediaSpan], spans: Sequence[MediaSpan], ids: Ids,
         before, after = frame = int(padded[start]), int(padded[stop + 1])
         if frames == {frame}:
             raise PlaceholderError(
-                "an image of the prompt has no placeholder range",
+                "an image of the prompt lacks a placeholder range",
                 where=f"prompt_ids[{start}:{stop}]",
                 expected="a range and an item for each image",
                 got=f"a run of the token {pad} between {before} and {after}, as images have it",
@@ -147,7 +147,7 @@ def _check_edges(own: Sequence[MediaSpan], spans: Sequence[MediaSpan], ids: Ids,
 
 
 def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str) -> None:
-    """Require that the prompt that a server widened is the request's; `where` is the field in errors."""
+    """Require that the prompt that a server widened is the request's. `where` is the field in errors."""
     theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
     if np.array_equal(theirs, ours):
         return
@@ -182,7 +182,7 @@ class KnownTokens(TypedDict):
 
 
 class ModelTokens:
-    """The model's tokens, as far as a renderer, or None, knows them; each is looked up once."""
+    """The model's tokens, as far as a renderer, or None, knows them. Each is looked up once."""
 
     def __init__(self, renderer: Any) -> None:
         media: Any = getattr(renderer, "media", None)
@@ -199,7 +199,7 @@ class ModelTokens:
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
-        """Tokens that stand for media."""
+        """Tokens of media."""
         return frozenset(self._known(self._processor.placeholder_tokens if self._processor else ()).values())
 
     @cached_property

@@ -136,7 +136,7 @@ def response_of(
     masks: Sequence[Sequence[int]] | None = None,
     request_id: str | None = None,
 ) -> EngineResponse:
-    """Check a server's account of one completion; `where` is the call in errors.
+    """Check a server's account of one completion. `where` is the call in errors.
 
     `named` says whether each logprob must name its token, `seen` is the prompt that the server used, and
     `experts_shape` is `(layers, experts of a token)`, for router choices without a shape.
@@ -214,7 +214,7 @@ def check_completion(
     if not usable.all():
         index = int(usable.argmin())
         raise EngineReplyError(
-            f"the engine has no usable logprob for the token {ids[index]}",
+            f"the engine returned an unusable logprob for the token {ids[index]}",
             where=f"{where} logprobs[{index}]",
             expected="a finite number of at most 0",
             got=repr(entries[index].logprob),
@@ -336,8 +336,8 @@ def routed_experts(
     view.
 
     Args:
-        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`; SGLang's base64 of
-            little-endian int32 in C order; or Dynamo's struct.
+        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`. SGLang's base64 of
+            little-endian int32 in C order, or Dynamo's struct.
         request: The request.
         completion: Number of sampled tokens.
         shape: `(layers, top_k)` of SGLang's rows.

@@ -17,7 +17,7 @@ _BACKENDS: Final = get_args(BackendName)
 
 
 def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -> RendererBackend:
-    """Return a backend by itself or by its name; vLLM's by default.
+    """Return a backend by itself or by its name, vLLM's by default.
 
     All that name one directory share a model. It is freed when none of them holds it and another is named.
 
@@ -82,13 +82,13 @@ _SDK_HEADERS: Final = ("accept", "authorization", "content-type", "user-agent", 
 
 
 def as_transport(client: Server | None) -> Transport:
-    """Return the transport to a server; equal configurations share one and its connections.
+    """Return the transport to a server. Equal configurations share one and its connections.
 
     Args:
-        client: A transport; a `TransportConfig`; a base URL; or an object with `base_url` and `api_key`, such
+        client: A transport, a `TransportConfig`, a base URL, or an object with `base_url` and `api_key`, such
             as `openai.AsyncOpenAI`, whose `default_headers` are sent too. A trailing `/v1` of the URL is left
-            out, since engines serve their own routes beside it. Timeouts and retries are those of
-            `TransportConfig`, not the object's.
+            out, since engines serve further routes at the root. The object's timeouts and retries are not
+            taken.
 
     Raises:
         InputError: `client` is something else, or its URL cannot be used.

@@ -1,9 +1,9 @@
 """Sampling parameters: named once, as in vLLM's `SamplingParams`, checked and spelled for each engine.
 
 Engines ignore or refuse a name that they do not know, each in its own way, so names and values are checked
-before sending. `PARAMETERS` is the one table: the type of each, and how SGLang and Dynamo spell it. Types and
+before sending. `PARAMETERS` is the table for all engines. Types and
 ranges were read from vLLM 0.32's `sampling_params.py`, SGLang's names from its 0.5.23, Dynamo's from 1.6.1.
-What this version does not know goes into the parameter `extra`, a mapping that is sent unchecked.
+Parameters that this version does not know go into `extra`, a mapping that is sent unchecked.
 """
 
 import math
@@ -31,7 +31,7 @@ _WITHOUT_BUDGET: Final = {
     "sglang": "SGLang would stop after 128 tokens",
     "dynamo": "how long a completion may be is then the worker's choice",
 }
-_MOST: Final = 2**31 - 1  # what every engine can hold
+_MOST: Final = 2**31 - 1  # fits every engine's integers
 _Count = Annotated[int, Meta(ge=0, le=_MOST)]
 _Positive = Annotated[int, Meta(ge=1, le=_MOST)]
 _CountOrAll = Annotated[int, Meta(ge=-1, le=_MOST)]
@@ -64,7 +64,7 @@ class Parameter:
     top_level: bool = False
 
     def spelling(self, engine: EngineName) -> Spelling:
-        """Return an engine's spelling; vLLM has every parameter under its own name."""
+        """Return an engine's spelling. Every parameter has vLLM's name."""
         return True if engine == "vllm" else self.sglang if engine == "sglang" else self.dynamo
 
 
@@ -81,7 +81,7 @@ def _json_text(value: Any) -> str:
 
 
 STRUCTURES: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""Kinds of `structured_outputs`; a request has one of them."""
+"""Kinds of `structured_outputs`. A request has one of them."""
 
 _Structures: TypeAlias = Mapping[str, Callable[[Any], dict[str, Any]]]
 _SGLANG_STRUCTURES: Final[_Structures] = {
@@ -102,7 +102,7 @@ _DYNAMO_STRUCTURES: Final[_Structures] = {
 
 
 def _structure(engine: str, kinds: _Structures) -> Callable[[Any], dict[str, Any]]:
-    """Spell the one structure that is asked for; engines other than vLLM take no options beside it."""
+    """Spell the structure that is asked for. Engines other than vLLM refuse its options."""
 
     def spell(value: Mapping[str, Any]) -> dict[str, Any]:
         spelled: dict[str, Any] = {}
@@ -111,9 +111,9 @@ def _structure(engine: str, kinds: _Structures) -> Callable[[Any], dict[str, Any
                 spelled |= kinds[name](wish) if wish is not None else {}
             elif wish:
                 raise SamplingParameterError(
-                    f"{engine} has no such structured output",
+                    f"{engine} does not know this structured output",
                     where=f"{where('structured_outputs')}[{name!r}]",
-                    remedy=f"It has: {', '.join(kinds)}",
+                    remedy=f"It knows: {', '.join(kinds)}",
                 )
         return spelled
 
@@ -132,7 +132,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
     "min_p": Parameter(Annotated[float, Meta(ge=0, le=1)], True,  True,  True,  True),
     "presence_penalty": Parameter(_Penalty,                True,  True,  True),
     "frequency_penalty": Parameter(_Penalty,               True,  True,  True),
-    # It applies to prompt and output alike, so a longer prompt changes nothing.
+    # It applies to prompt and output, so a longer prompt changes nothing.
     "repetition_penalty": Parameter(_AboveZero,            True,  True,  True,  True),
     "seed": Parameter(Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)], "sampling_seed", True, True, True),
     "max_tokens": Parameter(_Positive, "max_new_tokens", "max_completion_tokens", True, True),
@@ -163,7 +163,7 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
         _structure("dynamo", _DYNAMO_STRUCTURES),
         True,
     ),
-    # JSON has no integer keys, so the tokens may be text.
+    # Keys of JSON are text, so the tokens may be.
     "logit_bias": Parameter(dict[_Count | _Digits, float], _logit_bias, _logit_bias, True, True),
     "allowed_token_ids": Parameter(Annotated[list[_Count], Meta(min_length=1)], False, True, True, True),
     "bad_words": Parameter(_Texts),
@@ -202,7 +202,7 @@ def where(name: str) -> str:
 
 
 def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are set; a value of None means that one is not set."""
+    """Return the parameters that are set. A value of None means that one is not set."""
     checked: dict[str, Any] = {}
     for name, value in params.items():
         if name == "extra" and isinstance(value, Mapping):
@@ -256,7 +256,7 @@ def _unknown(name: str) -> SamplingParameterError:
     if name in _ARGUMENTS:
         remedy = f"It is an argument of generate: {name}=..."
     elif name in _OTHER_NAMES:
-        remedy = "Sampling parameters have vLLM's names for every engine; this one is " + _OTHER_NAMES[name]
+        remedy = "Sampling parameters have vLLM's names for every engine. This one is " + _OTHER_NAMES[name]
     else:
         remedy = (
             f"Known are: {', '.join(sorted(PARAMETERS))}. To send another, put it into "
@@ -266,7 +266,7 @@ def _unknown(name: str) -> SamplingParameterError:
 
 
 def token_budget(params: Mapping[str, Any], engine: str | None = None) -> int:
-    """Return `max_tokens`: the one check of the tokens that a completion may have.
+    """Return `max_tokens`, checked for all engines.
 
     Raises:
         SamplingParameterError: It is missing or not a positive integer, or `n` asks for several completions.
@@ -296,7 +296,7 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
     """Check sampling parameters, given in vLLM's names, and spell them as an engine does.
 
     Returns:
-        Members of the request's `sampling_params` (for Dynamo, which has none, of the request), and members
+        Members of the request's `sampling_params` (Dynamo's: of the request), and members
         of the top level of the request.
     """
     checked = check_sampling_params(params)
@@ -309,9 +309,9 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
         if spelling is False:
             known = sorted(other for other, row in PARAMETERS.items() if row.spelling(engine) is not False)
             raise SamplingParameterError(
-                f"{engine} has no such sampling parameter",
+                f"{engine} does not know this sampling parameter",
                 where=where(name),
-                remedy=f"It has: {', '.join(known)}. sampling_params['extra'] sends others unchecked",
+                remedy=f"It knows: {', '.join(known)}. sampling_params['extra'] sends others unchecked",
             )
         target = request if engine == "sglang" and PARAMETERS[name].top_level else sampling
         if callable(spelling):
@@ -333,8 +333,8 @@ def complete_sampling(
     """Add `max_tokens` if it is missing, stop tokens unless `ignore_eos` is set, and a bias against tokens.
 
     Args:
-        params: Unchecked parameters; backends check them.
-        room: Tokens that fit behind the prompt; None if unknown.
+        params: Unchecked parameters. Backends check them.
+        room: Tokens that fit behind the prompt. None if unknown.
         stop_token_ids: Added to the caller's stop tokens.
         forbidden: Tokens that are never sampled. Every engine follows the bias.
     """

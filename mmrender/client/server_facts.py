@@ -33,7 +33,7 @@ _PAUSE: Final = 10.0
 _IDLE: Final = 60.0
 """Seconds without a call after which facts are dropped."""
 _PROCESS_PATH: Final = "/metrics/?name[]=process_start_time_seconds"
-"""One metric alone, as Prometheus' own application takes the question; vLLM needs the slash."""
+"""One metric alone, as Prometheus' own application takes the question, with the slash that vLLM needs."""
 _MAX_TRIES: Final = 4
 """Bounds the repetitions of a question while the answering process changes."""
 
@@ -43,7 +43,7 @@ class ServerFacts:
     """Answers of one server, or of one process of it.
 
     Attributes:
-        name: The process's name; empty for the whole server.
+        name: The process's name. Empty for the whole server.
         answers: Answers by question.
         asking: Questions in flight.
         hashes: Hashes of the images whose data the server has been sent.
@@ -86,7 +86,7 @@ def forget(transport: Transport) -> None:
 
 
 async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Return a server's answer to a question. Concurrent callers share one request; errors are not kept."""
+    """Return a server's answer to a question. Concurrent callers share one request. Errors are not kept."""
     facts = facts_of(transport)
     if key not in facts.answers:
         facts.answers[key] = await _shared(transport, key, ask)
@@ -162,7 +162,7 @@ class Process(NamedTuple):
                     where=self.transport.base_url,
                     expected=str(answers[0])[:300],
                     got=str(answers[-1])[:300],
-                    remedy="Start them with the same settings; if one has just replaced the other, ask again",
+                    remedy="Start them with the same settings. If one has just replaced another, ask again",
                 )
             # Three times, so that servers that answer in turn do not come round to the same questions.
             after = [(await self.answering(self.transport)).facts for _ in range(3)]
@@ -175,7 +175,7 @@ class Process(NamedTuple):
 
 
 async def prompt_limit(backend: RendererBackend, model: str, transport: Transport) -> int | None:
-    """Return the maximum length of a prompt, asked once; None if unknown.
+    """Return the maximum length of a prompt, asked once. None if unknown.
 
     A server that cannot say is asked again after a pause, and refuses long prompts itself meanwhile.
     """

@@ -50,14 +50,14 @@ class SGLangBackend(HTTPBackend):
 
     Attributes:
         routed_experts_shape: `(layers, experts of a token)` of the model, which SGLang does not say. Needed
-            where router choices are asked for.
+            if router choices are asked for.
         deterministic: The server runs with `--enable-deterministic-inference`. Others ignore seeds, so a seed
             is then refused.
-        sampling_masks: Ask for the tokens that `top_p`, `top_k`, `min_p` and a grammar kept; logprobs are
+        sampling_masks: Ask for the tokens that `top_p`, `top_k`, `min_p` and a grammar kept. Logprobs are
             then of these. Each request that limits its tokens needs a `top_k`, below the server's
             `--sampling-mask-max-tokens` (4,096), beyond which it aborts. Takes SGLang 0.5.23.
         low_priority_values_first: The server runs with `--schedule-low-priority-values-first`. By default
-            SGLang serves high values first, and the sign of a priority is turned.
+            SGLang serves high values first, so the priority is negated.
     """
 
     name: ClassVar[str] = "sglang"
@@ -69,13 +69,13 @@ class SGLangBackend(HTTPBackend):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; `on_tokens` is called once, at the end.
+        """Sample one completion. `on_tokens` is called once, at the end.
 
         A call that is cancelled or times out is aborted on the server, by its `request_id`.
 
         Raises:
             EngineMismatchError: The server's prompt differs from the renderer's.
-            EngineUnsupportedError: A video, or router choices that the server does not give.
+            EngineUnsupportedError: A video, or router choices that the server does not send.
             MMRenderError: As for `RendererBackend.generate`.
         """
         return await post(
@@ -105,7 +105,7 @@ class SGLangBackend(HTTPBackend):
             raise SamplingParameterError(
                 "SGLang ignores seeds unless it runs with --enable-deterministic-inference",
                 where=parameter("seed"),
-                remedy="Start it so, and say it with SGLangBackend(deterministic=True)",
+                remedy="Start it with that flag, and set SGLangBackend(deterministic=True)",
             )
         if (params.get("logprobs") or 0) < 0:
             raise SamplingParameterError(
@@ -133,7 +133,7 @@ class SGLangBackend(HTTPBackend):
         if request.routed_experts:
             if self.routed_experts_shape is None:
                 raise EngineUnsupportedError(
-                    "SGLang gives router choices without their shape",
+                    "SGLang sends router choices without their shape",
                     where="routed_experts",
                     remedy="Name it with SGLangBackend(routed_experts_shape=(layers, experts of a token))",
                 )
@@ -142,7 +142,7 @@ class SGLangBackend(HTTPBackend):
         if self.sampling_masks and truncates(params):
             if (params.get("top_k") or 0) <= 0:
                 raise SamplingParameterError(
-                    "sampling masks have no bound", where=parameter("top_k"), expected="1 or more"
+                    "sampling masks need a bound", where=parameter("top_k"), expected="1 or more"
                 )
             body["return_sampling_mask"] = True
         if spans:
@@ -207,7 +207,7 @@ def read_reply(
     *,
     masked: bool = False,
 ) -> EngineResponse:
-    """Read a reply of status 200; `masked` says that sampling masks were asked for."""
+    """Read a reply of status 200. `masked` says that sampling masks were asked for."""
     found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
     if isinstance(found, list):
         if len(found) != 1:
@@ -229,11 +229,11 @@ def read_reply(
         masks, kept = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
         if masks is None or kept is None:
             raise EngineUnsupportedError(
-                "sampling masks were asked for, and the server gives none",
+                "sampling masks were asked for, and the server sends none",
                 where=f"{where} meta_info.output_token_sampling_mask",
-                remedy="It takes SGLang 0.5.23 or later; leave out SGLangBackend(sampling_masks=True)",
+                remedy="Use SGLang 0.5.23 or later, or leave out SGLangBackend(sampling_masks=True)",
             )
-        # Of the kept tokens, where the others are of all.
+        # Renormalised over the kept tokens.
         entries = [LogprobEntry(value, token) for value, token in zip(kept, ids, strict=False)]
     if request.sampling_params.get("logprobs"):
         rows = [

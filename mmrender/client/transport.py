@@ -1,4 +1,4 @@
-"""`Transport`: requests to one server, as backends see it; its configuration, and what may be repeated.
+"""`Transport`: requests to one server, its configuration, and the rule of repetition.
 
 Needs no HTTP library.
 """
@@ -46,7 +46,7 @@ class Reply:
 
 
 class JSONText:
-    """A member of a request that is JSON text, such as base64 in quotes; neither checked nor copied.
+    """A member of a request that is JSON text, such as base64 in quotes. Neither checked nor copied.
 
     Long text is kept in an unnamed file in memory, if the system has them. Sockets send it without a copy.
     """
@@ -103,9 +103,9 @@ class Transport(Protocol):
         Args:
             method: HTTP method.
             path: Path below `base_url`, query included.
-            json: Body, encoded by msgspec; `JSONText` members are sent as they are.
+            json: Body, encoded by msgspec. `JSONText` members are sent as they are.
             headers: Besides the transport's own.
-            timeout: Seconds for the whole call; None takes the transport's setting.
+            timeout: Seconds for the whole call. None takes the transport's setting.
             idempotent: Whether the call may be repeated after it may have reached the server. By default GET
                 may, and any call whose kept connection turns out to be closed. A connection that was never
                 made is always tried again.
@@ -139,7 +139,7 @@ Server: TypeAlias = str | NamedServer
 
 
 def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite number above `above`, or not below `least`."""
+    """Require a finite number above `above`, or of `least` or more."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (above is not None and value <= above) or (least is not None and value < least):
         bound = f"more than {above:g}" if above is not None else f"{least:g} or more"
@@ -151,8 +151,8 @@ class RetryPolicy:
     """Number and delay of repeated attempts.
 
     Attributes:
-        attempts: Attempts in all; 1 turns retries off.
-        wait_initial: Seconds before the second attempt; doubled for each further one.
+        attempts: Attempts in all. 1 turns retries off.
+        wait_initial: Seconds before the second attempt. Doubled for each further one.
         wait_jitter: Maximum of the random seconds that are added to each wait.
         wait_max: The longest wait in seconds, also for a wait that the server names by `Retry-After`.
 
@@ -179,17 +179,17 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
-    """Settings of the connection to one server; picklable.
+    """Settings of the connection to one server. Picklable.
 
     Attributes:
-        base_url: Root of the server; `http` or `https`, perhaps with a path.
-        api_key: Sent as `Authorization: Bearer ...`; never printed.
+        base_url: Root of the server. `http` or `https`, perhaps with a path.
+        api_key: Sent as `Authorization: Bearer ...`. Never printed.
         headers: Sent with every request.
-        timeout: Seconds for a whole call, its retries included; None waits for ever.
+        timeout: Seconds for a whole call, its retries included. None waits for ever.
         connect_timeout: Seconds for making one connection.
-        retries: How often and when failed attempts are repeated; the transport decides which ones.
-        max_connections: Open connections of one event loop; 0 for no bound. Calls beyond it wait.
-        keepalive: Seconds that an idle connection is kept; less than the server's. Uvicorn, under vLLM and
+        retries: How often and when failed attempts are repeated. The transport decides which ones.
+        max_connections: Open connections of one event loop. 0 turns the bound off. Calls beyond it wait.
+        keepalive: Seconds that an idle connection is kept. Less than the server's. Uvicorn, under vLLM and
             SGLang, closes one after 5, and a request that meets the closing is lost.
         max_reply_bytes: A longer reply, decompressed, is an error and is not read to its end.
 
@@ -242,7 +242,7 @@ class TransportConfig:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Hashable form; configurations with equal keys may share connections."""
+        """Hashable form. Configurations with equal keys may share connections."""
         values = (getattr(self, name) for name in self.__slots__ if name != "headers")
         return (*values, tuple(sorted(self.headers.items())))
 
@@ -254,7 +254,7 @@ def may_repeat_status(error: EngineStatusError, method: str, idempotent: bool | 
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a completion may succeed at another server, or later, if it is asked for anew."""
+    """Whether a completion may succeed at another server, or later, if the request is sent again."""
     if isinstance(error, EngineStatusError):
         return error.status in _TRANSIENT_STATUSES
     return isinstance(
@@ -265,7 +265,7 @@ def is_transient(error: BaseException) -> bool:
 def status_error(
     method: str, url: str, status: int, body: bytes, headers: Mapping[str, str] | None = None
 ) -> EngineStatusError:
-    """Build the error of a reply whose status is outside 2xx; only the start of `body` is kept."""
+    """Build the error of a reply whose status is outside 2xx. Only the start of `body` is kept."""
     text = body[:MAX_ERROR_BYTES].decode("utf-8", "replace")
     excerpt = " ".join(text.split())[:300]
     phrase = next((known.phrase for known in http.HTTPStatus if known == status), "")

@@ -1,6 +1,6 @@
 """Types between `generate`, a backend and an engine: requests, responses, and one sampled turn.
 
-A backend knows one engine's wire and nothing else; a `Transport` carries its requests. Backends are plain
+A backend knows one engine's wire and nothing else. A `Transport` carries its requests. Backends are plain
 values: frozen, picklable, shared by all calls.
 """
 
@@ -37,9 +37,9 @@ class Prompt:
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of a request besides its prompt and its sampling parameters; see `EngineRequest`.
+    """Options of a request besides its prompt and its sampling parameters. See `EngineRequest`.
 
-    `forbid_media_tokens`: never sample a token that stands for media, such as `<|image_pad|>`. Only untrained
+    `forbid_media_tokens`: never sample a token of media, such as `<|image_pad|>`. Only untrained
     models sample them, and a trainer cannot take them.
     """
 
@@ -59,21 +59,21 @@ class EngineRequest:
     Attributes:
         model: Name under which the server knows the model.
         prompt_ids: The prompt, placeholders widened.
-        sampling_params: In vLLM's names; `max_tokens` is required.
-        request_id: Unique for each call; an abort names it.
+        sampling_params: In vLLM's names. `max_tokens` is required.
+        request_id: Unique for each call. An abort names it.
         multi_modal_data: Items and ranges within `prompt_ids`.
         cache_salt: Separates the prefix caches of requests that must not share one.
         priority: Lower is served first, if the engine schedules by priority.
         extra_headers: HTTP headers besides the transport's.
-        extra_body: Members of the request body that this version does not know; sent unchecked.
+        extra_body: Members of the request body that this version does not know. Sent unchecked.
         routed_experts: Whether to ask for router choices.
-        routed_experts_prompt_start: Ask for router choices from this position of the prompt on; None asks for
+        routed_experts_prompt_start: Ask for router choices from this position of the prompt on. None asks for
             all.
-        vocab_size: Ids at or above it are refused before sending; None if unknown.
+        vocab_size: Ids at or above it are refused before sending. None if unknown.
         placeholder_ids: Token that the template writes for an item, by modality, for engines that widen
             placeholders themselves.
         media_token_ids: Ids of the tokens that expansions consist of, by their text, to check ranges against.
-        eos_token_ids: Tokens on which the model itself ends a completion; None if unknown. They distinguish
+        eos_token_ids: Tokens on which the model itself ends a completion. None if unknown. They distinguish
             an end from an abort if the server does not.
         forbidden_token_ids: Tokens that are never sampled.
     """
@@ -121,7 +121,7 @@ class EngineResponse:
         usage: Token counts.
         stop_reason: The stop token or string that was met, if the engine reports it.
         routed_experts: Router choices, if asked for.
-        weight_versions: Weights that sampled each span of the completion; empty if not reported.
+        weight_versions: Weights that sampled each span of the completion. Empty if not reported.
         allowed: Allowed or forbidden tokens of spans of the completion, if they were limited and are known.
             `logprobs` are then renormalised over the allowed tokens.
         request_id: The engine's own name of the request.
@@ -143,14 +143,14 @@ class EngineResponse:
 class OnTokens(Protocol):
     """Callback for sampled tokens as they arrive, each token once and in order.
 
-    The last call of a completed request carries its finish reason; its tokens may be empty. An engine that
+    The last call of a completed request carries its finish reason. Its tokens may be empty. An engine that
     does not stream makes one call, at the end.
     """
 
     def __call__(
         self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: FinishReason | None, /
     ) -> None:
-        """Take checked tokens and as many logprobs. It runs on the event loop, so it must be quick."""
+        """Take checked tokens and a logprob for each. It runs on the event loop, so it must be quick."""
         ...
 
 
@@ -179,7 +179,7 @@ class RendererBackend(Protocol):
         ...
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport) -> int | None:
-        """Ask the server for the maximum length of a prompt of `model`; None if it does not say.
+        """Ask the server for the maximum length of a prompt of `model`. None if it does not say.
 
         Raises:
             EngineError: The server could not be asked. Nothing about it is remembered.
@@ -199,12 +199,12 @@ class Generation:
         prompt_ids: The prompt, placeholders widened.
         completion_ids: The sampled tokens, with the stop token if the model sampled one.
         logprobs: One finite number for each of `completion_ids`.
-        finish_reason: `tool_calls` if a well-formed call ended in a stop; else why sampling ended.
+        finish_reason: Why sampling ended, or `tool_calls` if a well-formed call ended in a stop.
         usage: Token counts.
         parsed: The parsed completion.
         message: The assistant message, ready to be appended to the conversation.
         multi_modal_data: The sidecar of the prompt.
-        prompt_attribution: Attribution of the prompt's tokens; None if only ids were given.
+        prompt_attribution: Attribution of the prompt's tokens. None if only ids were given.
         response: The engine's response.
         restricted: Kinds of grammar or choices that limited the completion, such as `json`, if the engine
             does not report the tokens that they allowed. Log-probabilities are then of these alone.
@@ -234,7 +234,7 @@ class Generation:
 
     @property
     def tool_calls(self) -> "tuple[ToolCallAttempt, ...]":
-        """Every attempted call with its status; `message` holds the well-formed ones."""
+        """Every attempted call with its status. `message` holds the well-formed ones."""
         return self.parsed.tool_calls
 
     @property
@@ -244,10 +244,10 @@ class Generation:
 
     @property
     def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """Weights that sampled each span of the completion; empty if not reported."""
+        """Weights that sampled each span of the completion. Empty if not reported."""
         return self.response.weight_versions
 
     @property
     def allowed(self) -> tuple[AllowedTokens, ...]:
-        """Allowed or forbidden tokens of spans of the completion; `logprobs` are renormalised over them."""
+        """Allowed or forbidden tokens of spans of the completion. `logprobs` are renormalised over them."""
         return self.response.allowed

@@ -2,9 +2,9 @@
 
 Images go in one of three ways:
 
-- `features`: tensors of our own encoding, after a handshake that shows which pixels the server takes;
-- `hash_only`: the same, without the data of images that the server has seen;
-- `content_parts`: encoded images, which the server processes; its prompt is then compared with ours.
+- `features`: tensors of our own encoding, after a handshake that shows which pixels the server takes.
+- `hash_only`: the same, without the data of images that the server has seen.
+- `content_parts`: encoded images, which the server processes. Its prompt is then compared with ours.
 
 `auto` takes the second if the server's cache is proved safe, else the first, and the third if server or items
 allow neither.
@@ -70,17 +70,17 @@ ImageMode: TypeAlias = Literal["auto", "features", "hash_only", "content_parts"]
 
 @dataclass(frozen=True, slots=True)
 class VLLMBackend(HTTPBackend):
-    """vLLM's wire. Frozen and picklable; facts about a server are kept with the transport.
+    """vLLM's wire. Frozen and picklable. Facts about a server are kept with the transport.
 
     Attributes:
-        images: How images are sent: `"auto"`, `"features"`, `"hash_only"` or `"content_parts"`; see the
-            module.
-        pixels: Pixels that the server takes; `"ask"` finds out by a handshake. `"uint8"` are levels that the
-            server normalises, the others normalised values.
+        images: How images are sent: `"auto"`, `"features"`, `"hash_only"` or `"content_parts"`, as the
+            module says.
+        pixels: Pixels that the server takes. `"ask"` finds out by a handshake. `"uint8"` are levels that the
+            server normalises. All others are normalised values.
         trust_cache: Send hashes alone although the server does not say how it caches images. It kills the
             engine if the cache is not `lru`, in one API process and one data-parallel rank.
-        max_body_bytes: The longest body that the server's frontend takes; None for no bound. If hashes are
-            sent, longer requests are split; else they are refused before they are sent.
+        max_body_bytes: The longest body that the server's frontend takes. None for no bound. If hashes are
+            sent, longer requests are split, and otherwise refused before they are sent.
         abort_on_cancel: Tell the server to stop when a call is cancelled or times out. Closing the connection
             stops it too, unless a proxy keeps it open.
 
@@ -102,7 +102,7 @@ class VLLMBackend(HTTPBackend):
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
-        """Sample one completion; tokens are streamed if `on_tokens` is given, unless a limit holds for them.
+        """Sample one completion. Tokens are streamed if `on_tokens` is given, unless a limit holds for them.
 
         Log-probabilities under `allowed_token_ids` or `forbidden_token_ids` are renormalised over the tokens
         that are left. A server with `--return-sampling-mask` names the tokens that `top_p`, `top_k`, `min_p`
@@ -149,7 +149,7 @@ class VLLMBackend(HTTPBackend):
     async def _plan(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
     ) -> tuple[ImagePlan, list[dict[str, Any]]] | None:
-        """Negotiate the form of the images, and encode those that the server lacks; nothing is sampled.
+        """Negotiate the form of the images, and encode those that the server lacks. Nothing is sampled.
 
         None if `auto` sends encoded images instead.
         """
@@ -180,12 +180,12 @@ class VLLMBackend(HTTPBackend):
     async def _send_tensors(
         self, send: Send, request: EngineRequest, plan: ImagePlan, prompts: list[dict[str, Any]]
     ) -> EngineResponse:
-        """Send the requests of a plan; verify that no other server replaced the one that was asked."""
+        """Send the requests of a plan. Verify that the server was not replaced meanwhile."""
         process = plan.process
         try:
             response = await self._send_all(send, request, process.transport, prompts)
         except (EngineStatusError, FailedInEngineError) as error:
-            # A cache miss has no text of its own: status 500, or on older servers an empty completion.
+            # A cache miss is a status 500 like any failure, or on older servers an empty completion.
             may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
             if not may_be_miss or not any(map(leaves_out_data, prompts)):
                 raise
@@ -203,7 +203,7 @@ class VLLMBackend(HTTPBackend):
             raise EngineMismatchError(
                 "a server that takes other pixels replaced the server that was asked",
                 where=process.transport.base_url,
-                remedy="Ask again; it is not known which of the two answered",
+                remedy="Ask again. It is not known which of the two answered",
             )
         return response
 
@@ -237,9 +237,9 @@ async def sample_tokens(
     aborts: bool,
     on_tokens: OnTokens | None = None,
 ) -> EngineResponse:
-    """Sample by vLLM's generate route, which a Dynamo frontend has too; streamed if `on_tokens` is given.
+    """Sample by vLLM's generate route, which a Dynamo frontend has too. Streamed if `on_tokens` is given.
 
-    `prompt` has the members of the body for tokens and images. With `aborts` the server is told to stop when
+    `prompt` has the members of the body for tokens and images. With `aborts` the server is asked to stop when
     the call is cancelled or times out.
     """
     spelled, _ = spell(request.sampling_params, "vllm")
@@ -284,7 +284,7 @@ async def sample_tokens(
             error.remedy = "Name the bound of its frontend: VLLMBackend(max_body_bytes=...)"
         if error.status == 404 and "does not exist" not in error.body:
             raise EngineUnsupportedError(
-                "the server has no generate route for tokens",
+                "the server lacks the generate route for tokens",
                 where=where,
                 got="status 404",
                 remedy="It takes vLLM 0.20 or later, or a Dynamo frontend with "
@@ -319,7 +319,7 @@ class _Reply(msgspec.Struct):
 
 
 def read_reply(request: EngineRequest, body: bytes, where: str, *, widened: bool = False) -> EngineResponse:
-    """Read a whole answer; `widened` says that the server widened placeholders, as the renderer must have."""
+    """Read a whole answer. `widened` says that the server widened placeholders, as the renderer must have."""
     return _response(request, decode_as(body, _Reply, where=where), where, widened)
 
 
@@ -369,7 +369,7 @@ def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) 
 def _warn_of_truncation(where: str) -> None:
     """Warn once for each server."""
     _log.warning(
-        "%s: the server does not say which tokens top_p, top_k or min_p kept; log-probabilities are of the "
+        "%s: the server does not say which tokens top_p, top_k or min_p kept. Log-probabilities are of the "
         "whole vocabulary, and importance weights of a trainer are biased. Start vLLM with "
         "--return-sampling-mask --logprobs-mode processed_logprobs",
         where,
@@ -393,7 +393,7 @@ class _Stream:
         self._has_masks = False
 
     async def read(self, lines: AsyncIterator[bytes]) -> EngineResponse:
-        """Return the whole answer; a break behind the last token loses nothing."""
+        """Return the whole answer. A break behind the last token loses nothing."""
         try:
             async for chunk in read_events(lines, where=self._where):
                 self._take(chunk)

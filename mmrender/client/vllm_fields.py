@@ -1,7 +1,7 @@
 """Field layouts by which vLLM joins the tensors of each model family, and the items made by them.
 
 The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files, for images and videos. A layout is
-found by the model's architecture, which is what vLLM dispatches on. Keys that an output lacks are skipped,
+found by the model's architecture, as in vLLM. Keys that an output lacks are skipped,
 and keys that a layout lacks are an error: vLLM would drop them.
 """
 
@@ -32,10 +32,10 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """The items' rows are concatenated; `sizes` names the key with the number of rows of each.
+    """The items' rows are concatenated. `sizes` names the key with the number of rows of each.
 
-    With `unit="value"` that key holds the numbers; with `"grid"` it holds grids, whose product is the number;
-    with `"merged grid"` the product is divided by the square of the model's spatial merge size.
+    With `unit="value"` that key holds the numbers. With `"grid"` it holds grids, whose product is the number.
+    With `"merged grid"` the product is divided by the square of the model's spatial merge size.
     """
 
     modality: str
@@ -46,7 +46,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Every item holds the whole; `sizes` names a key with one element per item."""
+    """Every item holds the whole. `sizes` names a key with one element per item."""
 
     modality: str
     sizes: str
@@ -157,7 +157,7 @@ def layout_of(architecture: str) -> Layout:
     """Return the layout of a model by its architecture, as `config.json` names it.
 
     Raises:
-        EncodeError: There is no layout for it.
+        EncodeError: Its layout is unknown.
     """
     layout = _BY_ARCHITECTURE.get(architecture)
     if layout is None:
@@ -180,7 +180,7 @@ def collate_items(
     Args:
         layout: How the model's fields are joined.
         outputs: One for each image or video, all with the same fields.
-        spatial_merge_size: Of the model; needed for image or video embeddings of the Qwen kind only.
+        spatial_merge_size: Of the model. Needed for image or video embeddings of the Qwen kind only.
 
     Raises:
         EncodeError: The layout lacks a key, a key that it needs is missing, numbers of rows do not add up, or
@@ -213,11 +213,11 @@ def collate_items(
 
 
 def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
-    """Give the data of one field of one item, and check that the output holds one item."""
+    """Return the data of one field of one item, and check that the output holds one item."""
     value, spec, where = output[key], layout.fields.get(key), f"$.{key}"
     if spec is None:
         raise EncodeError(
-            f"the layout {layout.name} has no such field, and vLLM would drop it",
+            f"the layout {layout.name} lacks this field, and vLLM would drop it",
             where=where,
             expected=f"some of {', '.join(layout.fields)}",
         )
@@ -243,7 +243,7 @@ def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
         return value
     if isinstance(value, RawTensor):
         return RawTensor(value.dtype, np.asarray(value.bits[0]))
-    # numpy makes a scalar of a vector's element; vLLM has a tensor without dimensions there.
+    # numpy returns a scalar for a vector's element, and vLLM a tensor without dimensions.
     return np.asarray(value[0]) if isinstance(value[0], np.generic) else value[0]
 
 

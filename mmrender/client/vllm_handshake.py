@@ -108,7 +108,7 @@ async def render_image(transport: Transport, model: str, data_url: str) -> Serve
     return ServedImage(tuple(rendered.token_ids[offset : offset + length]), item or "", mm_hash)
 
 
-# How far values may differ. Back ends round differently; another mean or deviation differs by much more.
+# How far values may differ. Back ends round differently. Another mean or deviation differs by much more.
 _TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
@@ -158,7 +158,7 @@ async def _ask_form(
         theirs = decode_mm_kwargs_item(served.item)
     except EngineUnsupportedError as error:
         error.remedy = (
-            f"{error.remedy}; or name the pixels that it takes: VLLMBackend(pixels='uint8'), or 'float32' "
+            f"{error.remedy}, or name the pixels that it takes: VLLMBackend(pixels='uint8'), or 'float32' "
             "if it runs with --no-mm-device-do-normalize"
         )
         raise
@@ -182,10 +182,10 @@ async def _ask_form(
 
 @lru_cache(1024)
 def _warn_of_normalisation(url: str) -> None:
-    """Warn once for each server; the handshake is repeated after pauses and behind load balancers."""
+    """Warn once for each server. The handshake is repeated after pauses and behind load balancers."""
     _log.warning(
-        "%s: the server normalises pixels by a mean and deviation that it does not show; those of its "
-        "preprocessor_config.json must be the ones used here, which mmrender cannot check",
+        "%s: the server normalises pixels by a mean and deviation that it does not show. They must be "
+        "equal to ours, which mmrender cannot check: compare preprocessor_config.json",
         url,
     )
 
@@ -229,7 +229,7 @@ def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, whe
 
 
 def _known_dtype(dtypes: set[str], where: str) -> PixelDtype:
-    """Return the one dtype of the served pixels."""
+    """Return the dtype of the served pixels."""
     dtype = next((known for known in PIXEL_DTYPES if dtypes == {known}), None)
     if dtype is None:
         expected = f"one of {', '.join(PIXEL_DTYPES)}"
@@ -282,7 +282,7 @@ class _Info(msgspec.Struct):
 
 
 async def require_safe_cache(process: Process, *, trusted: bool) -> None:
-    """Require that a hash without data cannot kill a vLLM engine; asked once.
+    """Require that a hash without data cannot kill a vLLM engine. Asked once.
 
     The hash is found in vLLM's processor cache if the cache is of the kind `lru`, in one API process and one
     data-parallel rank. With the cache off, of kind `shm`, or behind several API processes, the engine exits.

@@ -62,7 +62,7 @@ class ImagePlan:
         spans: Items in prompt order.
         forms: How the server takes each item, by identity.
         by_hash: Whether data that the server has is left out.
-        max_bytes: The longest body that the server's frontend takes; None for no bound.
+        max_bytes: The longest body that the server's frontend takes. None for no bound.
     """
 
     process: Process
@@ -74,7 +74,7 @@ class ImagePlan:
 
     @property
     def known(self) -> set[str] | None:
-        """Hashes whose data the server has; None if no data is left out."""
+        """Hashes whose data the server has. None if no data is left out."""
         hashes = self.process.facts.hashes
         return {name for name in self.names if hashes.get(name)} if self.by_hash else None
 
@@ -84,7 +84,7 @@ class ImagePlan:
         return [self.forms[span.item.identity].mm_hash(span.item) for span in self.spans]
 
     def prompts(self, known: Collection[str] | None) -> list[dict[str, Any]]:
-        """Return the members for tokens and images of one or more requests; the last has the whole prompt.
+        """Return the members for tokens and images of one or more requests. The last has the whole prompt.
 
         If hashes are sent, images that one body cannot hold are split over several: beginnings of the prompt
         go first, each with as many further images as fit. So the server then has the images and, in its
@@ -165,7 +165,7 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
         tensors = item.tensors(pixels)
         if pixels != "bfloat16":
             return tensors
-        # numpy has no bfloat16; its bit patterns are the only uint16 that items hold.
+        # numpy lacks bfloat16. Its bit patterns are the only uint16 that items hold.
         return {
             name: RawTensor("bfloat16", array) if array.dtype == np.uint16 else array
             for name, array in tensors.items()
@@ -199,7 +199,7 @@ def split_video_steps(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
     """Return media with each time step of a video as an image of its own, if text lies between the steps.
 
     vLLM forgets which tokens of a range hold features. Families that write text between time steps attend
-    within each step and number it like an image, so its features are those of an image of one step.
+    within each step and number it like an image, so it has the features of an image of one step.
 
     Raises:
         EngineUnsupportedError: Such a video is not kept as frames.

@@ -46,7 +46,7 @@ class EncodedTextChunk:
 class ImageChunk:
     """An encoded image.
 
-    `expected_tokens` is the number of placeholder tokens that the caller counts on; None takes any number.
+    `expected_tokens` is the number of placeholder tokens that the caller counts on. None takes any number.
     """
 
     data: bytes
@@ -79,10 +79,10 @@ class RenderedModelInput:
 
     Attributes:
         prompt_ids: The text chunks' tokens, with the placeholder tokens of each image in its place.
-        multi_modal_kwargs: By modality, vLLM's base64 item of each image, in prompt order; None without
+        multi_modal_kwargs: By modality, vLLM's base64 item of each image, in prompt order. None without
             images.
-        multi_modal_placeholders: By modality, the range of each image in `prompt_ids`; None without images.
-        mm_hashes: By modality, the server's hash of each image; None without images.
+        multi_modal_placeholders: By modality, the range of each image in `prompt_ids`. None without images.
+        mm_hashes: By modality, the server's hash of each image. None without images.
     """
 
     prompt_ids: list[int]
@@ -98,10 +98,11 @@ class VLLMRenderer:
         client: The server: a base URL, a `Transport`, or an object with `base_url` and `api_key`.
         model_name: The name under which the prompt will be sampled. A LoRA adapter is rendered with its base
             model, which the server's model list names.
-        base_model: Name for the render route, where it is known; saves the look-up.
-        max_concurrency: Most render requests in flight at once, of one event loop.
-        cache_bytes: Bound on the rendered images kept; the least recently used go first. 0 keeps none.
-        media_policy: Bounds what an `ImageAssetPointerChunk` may name.
+        base_model: Name for the render route, if it is known, which saves the look-up.
+        max_concurrency: Bounds the render requests in flight, of one event loop.
+        cache_bytes: Bound on the rendered images kept. The least recently used are dropped first. 0 turns the
+            cache off.
+        media_policy: Bounds the locations of an `ImageAssetPointerChunk`.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class VLLMRenderer:
         """Render prompts, in their order. Prompts of text alone ask nothing of the server.
 
         Raises:
-            InputError: An input or chunk is malformed; nothing is sent.
+            InputError: An input or chunk is malformed. Nothing is sent.
             MediaError: An image cannot be read, or is not of the format that its chunk names.
             EngineMismatchError: An image takes another number of tokens than its chunk expects.
             EngineError: The server could not be reached, refused, or gave an unusable answer.
@@ -170,7 +171,7 @@ class VLLMRenderer:
             self._cache.put(key, served)
         if chunk.expected_tokens is not None and len(served.tokens) != chunk.expected_tokens:
             raise EngineMismatchError(
-                "the server gives the image another number of tokens than expected",
+                "the image has another number of tokens at the server than expected",
                 where=f"{where}.expected_tokens",
                 expected=str(chunk.expected_tokens),
                 got=str(len(served.tokens)),
@@ -188,7 +189,7 @@ class VLLMRenderer:
             return await render_image(self._transport, self._base_model or self._model_name, url)
 
     async def _find_base_model(self) -> str:
-        """Return the name of the model on the render route, which knows no adapters."""
+        """Return the name of the model on the render route, which refuses adapters."""
         cards = await model_cards(self._transport)
         card = cards.get(self._model_name)
         if card is None:

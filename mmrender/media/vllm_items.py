@@ -1,23 +1,24 @@
 """vLLM's multimodal item on the wire, without importing vLLM.
 
-One item is what a model's processor made of one image, video or sound: tensors by keyword, and for each how
-those of several items are joined. vLLM 0.20 to 0.32 write it as
+An item holds the processor's output for one image, video or sound: tensors by keyword, and for each how the
+tensors of several items are joined. vLLM 0.20 to 0.32 write it as
 
     base64(msgpack({key: {"data": NT, "field": [kind, options]}}))
 
 in standard padded base64, where
 
-- NT is a tensor, an integer, a float, a boolean, or an array of NT; at the top also nil, for data that the
-  receiver has cached;
+- NT is a tensor, an integer, a float, a boolean, or an array of NT. At the top also nil, for data that the
+  receiver has cached.
 - a tensor is `[dtype, [dimension, ...], Ext(3, elements)]`, the dtype by torch's name (`"bfloat16"`), the
-  elements little-endian in C order;
+  elements little-endian in C order.
 - the kinds are `["batched", {keep_on_cpu}]`, `["flat", {keep_on_cpu, slices, dim}]` and
-  `["shared", {keep_on_cpu, batch_size}]`; readers take a missing `keep_on_cpu` or `dim` as false or 0;
-- `slices` are those of the whole batch that the item was cut from: one `[start, stop, step]`, or an array of
-  such per item.
+  `["shared", {keep_on_cpu, batch_size}]`. Readers take a missing `keep_on_cpu` or `dim` as false or 0.
+- `slices` are of the whole batch that the item was cut from: one `[start, stop, step]`, or an array of these
+per
+  item.
 
 Extension codes 1 and 2 are pickles, and an integer or map in place of the `Ext` refers to memory outside the
-message; both are refused. The bytes equal vLLM's own, up to the order of the keys.
+message. Both are refused. The bytes equal vLLM's own, up to the order of the keys.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _PIECE: Final = 1 << 18
 
 Slices: TypeAlias = slice | tuple["Slices", ...]
 NestedTensors: TypeAlias = Any
-"""A numpy array, torch tensor or `RawTensor`; an int, float or bool; or a list of these, nested."""
+"""A numpy array, a torch tensor, a `RawTensor`, a number, a bool, or a list of these, nested."""
 
 
 class BatchedField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +63,7 @@ class BatchedField(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FlatField(msgspec.Struct, frozen=True):
-    """The items' data is concatenated along `dim`; `slices` are each item's parts of the whole."""
+    """The items' data is concatenated along `dim`. `slices` are each item's parts of the whole."""
 
     slices: Slices
     dim: int = 0
@@ -81,7 +82,7 @@ _KINDS: Final[dict[type, str]] = {BatchedField: "batched", FlatField: "flat", Sh
 
 
 class FieldElem(msgspec.Struct, frozen=True, eq=False):
-    """One keyword of an item: its data, `None` where the receiver holds it already, and how it is joined."""
+    """One keyword of an item: its data, `None` if the receiver has it already, and how it is joined."""
 
     data: NestedTensors | None
     field: Field
@@ -91,7 +92,7 @@ KwargsItem: TypeAlias = dict[str, FieldElem]
 
 
 def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS) -> str:
-    """Write an item as vLLM's base64 text, arrays of the other byte order in little-endian.
+    """Write an item as vLLM's base64 text, all arrays in little-endian.
 
     Raises:
         UnsupportedTypeError: A value or dtype that the format does not have.
@@ -103,7 +104,7 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
 def encode_mm_kwargs_item_as_bytes(
     item: Mapping[str, FieldElem], *, limits: Limits = DEFAULT_LIMITS
 ) -> bytes:
-    """Write an item as vLLM's base64 text, in ASCII bytes; see `encode_mm_kwargs_item`."""
+    """Write an item as vLLM's base64 text, in ASCII bytes, as `encode_mm_kwargs_item`."""
     return pybase64.b64encode(_message(item, limits).data)
 
 
@@ -146,14 +147,14 @@ def _message(item: Mapping[str, FieldElem], limits: Limits) -> np.ndarray[Any, n
 
 
 class _Tensors(NamedTuple):
-    """The tensors of an item in order, and what marks their place in the message."""
+    """The tensors of an item in order, and the marker of their places in the message."""
 
     marker: bytes
     sources: list[Source]
 
 
 def _nested(value: NestedTensors, tensors: _Tensors, where: str, limits: Limits, depth: int = 0) -> Any:
-    """Give the msgpack form of a tensor, a number, or a list of these."""
+    """Return the msgpack form of a tensor, a number, or a list of these."""
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         return value
     if isinstance(value, list | tuple):
@@ -196,7 +197,7 @@ class _FlatOptions(msgspec.Struct, forbid_unknown_fields=True):
     keep_on_cpu: bool = False
 
 
-# What the options of each kind of field are read as.
+# Types of the options of each kind of field.
 _OPTIONS: Final[dict[str, Any]] = {"batched": BatchedField, "flat": _FlatOptions, "shared": SharedField}
 
 
@@ -211,14 +212,15 @@ def decode_mm_kwargs_item(
 
     Args:
         data: The text, as `str` or as ASCII bytes.
-        framework: `"numpy"` gives arrays, and a `RawTensor` for bfloat16, float8 and other dtypes that numpy
-            lacks; `"torch"` gives tensors.
-        copy: Give each tensor memory of its own, aligned and writable. Otherwise numpy arrays are read-only
-            views of the decoded message, which may be unaligned, and torch tensors are views if aligned.
-        limits: `max_bytes`, `max_values`, `max_depth`, `max_ndim`; `max_head_bytes` for a field's options.
+        framework: `"numpy"` returns arrays, and a `RawTensor` for bfloat16, float8 and other dtypes that
+            numpy lacks. `"torch"` returns tensors.
+        copy: Copy each tensor to memory of its own, aligned and writable. Otherwise numpy arrays are
+            read-only views of the decoded message, which may be unaligned, and torch tensors are views if
+            aligned.
+        limits: `max_bytes`, `max_values`, `max_depth`, `max_ndim`. `max_head_bytes` for a field's options.
 
     Raises:
-        DecodeError: The text is not base64, or does not hold an item; pickles and references to memory
+        DecodeError: The text is not base64, or does not hold an item. Pickles and references to memory
             outside the message are refused, too.
         LimitError: A bound is exceeded.
         MissingPackageError: torch was asked for and is not installed.
@@ -242,7 +244,7 @@ def decode_mm_kwargs_item(
 
 
 def _decoded_base64(text: str | memoryview) -> memoryview:
-    """Decode base64; long text in pieces into huge pages, since small ones cost several times as much."""
+    """Decode base64. Long text in pieces into huge pages, since small ones cost several times as much."""
     if len(text) <= _WHOLE_TEXT:
         return memoryview(pybase64.b64decode_as_bytearray(text, validate=True))
     message = np.empty(len(text) // 4 * 3, np.uint8).data
@@ -260,7 +262,7 @@ class _ItemReader:
     """Read the parts of one decoded message.
 
     `Raw` parts cost nothing until they are read, and the number of elements is checked before an array of
-    them is: ten megabytes of empty arrays take no more memory than they are long.
+    them is: ten megabytes of empty arrays take ten megabytes of memory.
     """
 
     def __init__(self, message: memoryview, framework: Framework, limits: Limits, *, copy: bool) -> None:
@@ -301,7 +303,7 @@ class _ItemReader:
         ext = _converted(parts[2], Any, where)
         if not isinstance(ext, Ext) or ext.code != RAW_VIEW:
             raise DecodeError(
-                "not a tensor's elements; pickles and references to memory outside the message are refused",
+                "not a tensor's elements. Pickles and references to memory outside the message are refused",
                 where=where,
                 expected=f"Ext({RAW_VIEW}, elements)",
                 got=f"Ext code {ext.code}" if isinstance(ext, Ext) else type(ext).__name__,
@@ -350,7 +352,7 @@ def _converted(data: Any, kind: Any, where: str) -> Any:
 
 
 def _array_length(view: memoryview) -> int | None:
-    """Read the length of a msgpack array from its head; None for a value of another type."""
+    """Read the length of a msgpack array from its head. None for a value of another type."""
     first = view[0]
     if 0x90 <= first <= 0x9F:
         return first & 15
@@ -364,11 +366,11 @@ def _is_text(view: memoryview) -> bool:
 def join_items(items: Sequence[Mapping[str, FieldElem]]) -> dict[str, Any]:
     """Join the items of one modality to the model's keyword arguments, as vLLM's engine does.
 
-    Batched tensors of one shape are stacked, of several shapes listed; flat ones are concatenated along their
-    dimension; shared ones are taken from the first item.
+    Batched tensors of one shape are stacked, of several shapes listed. Flat tensors are concatenated along
+    their dimension. Shared tensors are taken from the first item.
 
     Raises:
-        DecodeError: The items differ in their fields, hold no data, or cannot be concatenated.
+        DecodeError: The items differ in their fields, lack data, or cannot be concatenated.
     """
     joined = {}
     for key in items[0] if items else ():

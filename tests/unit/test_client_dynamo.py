@@ -351,7 +351,7 @@ def test_error_replies_are_flat(name, status, says):
     assert caught.value.status == status
     assert says in caught.value.body
     assert not DynamoBackend().is_overflow_error(caught.value)
-    assert ("the worker's log has it" in str(caught.value)) is (status == 400)
+    assert ("worker's log has it" in str(caught.value)) is (status == 400)
 
 
 @pytest.mark.parametrize(

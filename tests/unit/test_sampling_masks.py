@@ -144,7 +144,7 @@ class TestSGLang:
         with pytest.raises(SamplingParameterError) as caught:
             asyncio.run(SGLangBackend(sampling_masks=True).generate(request, MemoryTransport({})))
         assert str(caught.value) == (
-            "sampling_params['top_k']: sampling masks have no bound - expected 1 or more"
+            "sampling_params['top_k']: sampling masks need a bound - expected 1 or more"
         )
 
     def test_they_are_not_asked_for_by_themselves(self):
