@@ -45,7 +45,7 @@ from render_contenders import Peer, Reference  # noqa: E402
 
 from mmrender import Renderer  # noqa: E402
 from mmrender.media.pixels import ImageBackend  # noqa: E402
-from mmrender.pool import RendererPool  # noqa: E402
+from mmrender.renderer import RendererPool  # noqa: E402
 from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
 
 SHARED_MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"

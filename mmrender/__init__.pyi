@@ -24,11 +24,11 @@ from .messages import ThinkingPart as ThinkingPart
 from .messages import ToolCall as ToolCall
 from .messages import VideoPart as VideoPart
 from .parsing.parser import ParsedResponse as ParsedResponse
-from .pool import RendererPool as RendererPool
 from .protocols import MultimodalRenderer as MultimodalRenderer
 from .protocols import RendererProtocol as RendererProtocol
 from .protocols import is_multimodal as is_multimodal
 from .renderer import Renderer as Renderer
+from .renderer import RendererPool as RendererPool
 from .rollout.client import RendererClient as RendererClient
 from .sidecar import MediaItem as MediaItem
 from .sidecar import MediaSpan as MediaSpan

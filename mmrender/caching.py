@@ -1,8 +1,8 @@
-"""The bounded caches in memory and on disk, and the one single-flight.
+"""Bounded caches in memory and on disk, and single-flight for coroutines.
 
-`LRUCache` drops the least recently used entries beyond a bound, and computes an entry once however many
-threads ask for it. `FileCache` keeps small values between processes. `AsyncSingleFlight` computes once for
-coroutines of one or several event loops.
+`LRUCache` drops the least recently used entries beyond a bound, and computes an entry once for all threads.
+`FileCache` keeps small values between processes. `AsyncSingleFlight` computes once for the coroutines of an
+event loop.
 """
 
 import functools
@@ -34,10 +34,10 @@ V = TypeVar("V")
 
 _log = logging.getLogger("mmrender.caching")
 ENVIRONMENT: Final = "MMRENDER_CACHE"
-MOST_FILES: Final = 4096
+MAX_FILES: Final = 4096
 _PARTIAL: Final = ".partial"
 _PARTIAL_SECONDS: Final = 600
-"""Age from which on a file that is not whole counts as left by a crash, in seconds."""
+"""Age in seconds from which on a partial file counts as left by a crash."""
 _OFF: Final = ("", "0", "off", "no", "none")
 
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property(functools.cached_property):  # noqa: N801
-        """Python 3.11's holds a lock while it computes; a fork would leave that locked in the child."""
+        """Without the lock of Python 3.11's class, which a fork during a computation would leave locked."""
 
         def __init__(self, method: Callable[[Any], Any]) -> None:
             super().__init__(method)
@@ -58,12 +58,12 @@ class CacheStats:
     """Counters of a cache since it was made.
 
     Attributes:
-        hits: Look-ups that found their entry, those that waited for another thread's computation included.
+        hits: Look-ups that found their entry or waited for another thread to compute it.
         misses: Entries that were stored.
         evictions: Entries dropped to stay within the bound.
-        entries: Entries held now.
-        size: Sum of the sizes held now.
-        max_size: The bound on that sum.
+        entries: Present number of entries.
+        size: Present sum of their sizes.
+        max_size: Maximum of this sum.
     """
 
     hits: int
@@ -75,13 +75,13 @@ class CacheStats:
 
 
 class LRUCache(Generic[K, V]):
-    """A mapping of bounded size, safe to share between threads; the least recently used entry goes first.
+    """A mapping of bounded size for many threads that drops the least recently used entry first.
 
     An entry that is larger than the bound is not kept.
 
     Args:
-        max_size: Bound on the sum of sizes; 0 keeps nothing.
-        size_of: Size of an entry, such as its bytes; without it every entry counts 1.
+        max_size: Maximum sum of sizes; 0 keeps nothing.
+        size_of: Returns the size of an entry, such as its bytes. By default every entry counts 1.
     """
 
     def __init__(self, max_size: int, *, size_of: Callable[[V], int] | None = None) -> None:
@@ -128,7 +128,7 @@ class LRUCache(Generic[K, V]):
             return entry[0]
 
     def put(self, key: K, value: V) -> V:
-        """Keep `value` unless it alone is larger than the bound, and return it."""
+        """Keep a value unless it is larger than the bound, and return it."""
         size = 1 if self._size_of is None else self._size_of(value)
         with self._lock:
             self._misses += 1
@@ -143,7 +143,7 @@ class LRUCache(Generic[K, V]):
         return value
 
     def pop(self, key: K) -> V | None:
-        """Drop the entry of `key`, and return it if it was held."""
+        """Drop the entry of `key`, and return it or None."""
         with self._lock:
             entry = self._entries.pop(key, None)
             if entry is None:
@@ -152,15 +152,15 @@ class LRUCache(Generic[K, V]):
             return entry[0]
 
     def clear(self) -> None:
-        """Drop all entries; counters stay."""
+        """Drop all entries but keep the counters."""
         with self._lock:
             self._entries.clear()
             self._size = 0
 
     def get_or_compute(self, key: K, compute: Callable[[], V]) -> V:
-        """Return the entry of `key`, computing it unless it is held; one thread computes, others wait.
+        """Return the entry of `key`, which one thread computes if it is missing while others wait.
 
-        Where that thread fails, one of those that waited computes, so that each caller gets its own error.
+        If that thread fails, a waiting thread computes, so that each caller gets its own error.
         """
         while True:
             with self._lock:
@@ -185,7 +185,7 @@ class LRUCache(Generic[K, V]):
         return value
 
     def _end(self, key: K, future: "Future[V]") -> bool:
-        """Take out a computation; False if the process forked during it, so that nobody waits for it."""
+        """Remove a computation; False if the process forked during it, so that no thread waits for it."""
         with self._lock:
             if self._running.get(key) is not future:
                 return False
@@ -194,13 +194,13 @@ class LRUCache(Generic[K, V]):
 
 
 def cache_folder(name: str) -> Path | None:
-    """Return a folder in the one that `MMRENDER_CACHE` names, or in `mmrender` in the user's cache folder.
+    """Return a folder of the cache: `MMRENDER_CACHE`, or `mmrender` in the user's cache folder.
 
-    None where `MMRENDER_CACHE` is `off`, or where the user has no home directory.
+    None if `MMRENDER_CACHE` is `off`, or if the user does not have a home directory.
     """
-    given = os.environ.get(ENVIRONMENT)
-    if given is not None:
-        return None if given.strip().lower() in _OFF else Path(given).expanduser() / name
+    setting = os.environ.get(ENVIRONMENT)
+    if setting is not None:
+        return None if setting.strip().lower() in _OFF else Path(setting).expanduser() / name
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         home = Path(base) if base else Path.home() / ".cache"
@@ -212,7 +212,7 @@ def cache_folder(name: str) -> Path | None:
 
 @functools.cache
 def digest_of_code(patterns: tuple[str, ...]) -> str:
-    """Digest of this library's files of these patterns: a version number does not move with every change."""
+    """Hash of the source files that match `patterns`; the version alone changes too rarely."""
     digest = blake3(__version__.encode())
     root = Path(__file__).parent
     for file in [file for pattern in patterns for file in sorted(root.glob(pattern))]:
@@ -226,12 +226,12 @@ class _Entry(msgspec.Struct):
 
 
 class FileCache:
-    """Small values as JSON files of one folder, for many processes; the least recently used go first.
+    """Small values as JSON files of one folder, for many processes; drops the least recently used first.
 
-    A file that is damaged, or that cannot be read, counts as missing. Without a folder nothing is kept.
+    A damaged or unreadable file counts as missing. Without a folder, nothing is kept.
     """
 
-    def __init__(self, folder: Path | None, max_files: int = MOST_FILES) -> None:
+    def __init__(self, folder: Path | None, max_files: int = MAX_FILES) -> None:
         self.folder = folder
         self._max_files = max_files
 
@@ -243,7 +243,7 @@ class FileCache:
         try:
             entry = msgspec.json.decode(file.read_bytes(), type=_Entry)
             if blake3(entry.value).hexdigest() != entry.digest:
-                raise msgspec.ValidationError("the digest is that of another value")
+                raise msgspec.ValidationError("the digest belongs to another value")
             value = msgspec.json.decode(entry.value, type=kind)
         except FileNotFoundError:
             return None
@@ -255,7 +255,7 @@ class FileCache:
         return value
 
     def put(self, name: str, value: Any) -> None:
-        """Write a value atomically; what no file can hold, or a folder cannot be written to, is ignored."""
+        """Write a value atomically. A value or folder that cannot be written is ignored."""
         if self.folder is None:
             return
         try:
@@ -269,12 +269,12 @@ class FileCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(msgspec.json.encode(entry))
             partial.replace(self.folder / f"{name}.json")
-            for left in self.folder.glob(f"*{_PARTIAL}"):
-                if left.stat().st_mtime < time.time() - _PARTIAL_SECONDS:
-                    left.unlink(missing_ok=True)
+            for crashed in self.folder.glob(f"*{_PARTIAL}"):
+                if crashed.stat().st_mtime < time.time() - _PARTIAL_SECONDS:
+                    crashed.unlink(missing_ok=True)
             files = list(self.folder.glob("*.json"))
             if len(files) > self._max_files:
-                files.sort(key=lambda found: found.stat().st_mtime)
+                files.sort(key=lambda file: file.stat().st_mtime)
                 for stale in files[: len(files) - self._max_files * 9 // 10]:
                     stale.unlink(missing_ok=True)
         except OSError as error:
@@ -285,10 +285,10 @@ class FileCache:
 
 
 class AsyncSingleFlight(Generic[K, V]):
-    """Runs one coroutine for each key at a time; callers that come meanwhile await the same result.
+    """Shares one running coroutine per key among concurrent callers.
 
-    An error reaches all who wait and is not kept. A caller that is cancelled does not cancel the others; when
-    the last of them is cancelled, so is the coroutine.
+    An error reaches all callers and is not kept. Cancelling a caller leaves the coroutine to the other
+    callers; cancelling the last caller cancels it.
     """
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ class AsyncSingleFlight(Generic[K, V]):
 
 @dataclass
 class _Flight(Generic[V]):
-    """One coroutine and how many callers wait for it."""
+    """A coroutine and the number of callers that wait for it."""
 
     task: "asyncio.Future[V]"
     waiting: int = 0

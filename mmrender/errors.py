@@ -1,55 +1,7 @@
-"""Every error that mmrender raises, as one tree.
+"""Every error that mmrender raises, as one tree with the root `MMRenderError`.
 
-```
-MMRenderError
-├── InputError (ValueError)               what the caller passed
-│   ├── MessageError                      a message, part or tool call is malformed
-│   ├── TrajectoryError                   steps, their token ids or sidecars do not fit together
-│   ├── BatchError                        samples do not make a training batch
-│   ├── SamplingParameterError            a sampling parameter the engine does not know, or of a wrong value
-│   ├── PromptTooLongError                a prompt is longer than the engine takes
-│   └── MediaError                        an image or video cannot be used
-│       ├── MediaBlockedError             the media policy forbids this source
-│       ├── MediaLimitError               too many bytes, pixels or frames, or too slow
-│       ├── MediaFetchError               a file or URL could not be read
-│       └── MediaDecodeError              the bytes are not a readable image
-├── ModelError (ValueError)               the model directory
-│   ├── ModelNotFoundError                no such directory or hub repository
-│   ├── TokenizerError                    tokenizer files missing or unusable
-│   ├── ProcessorError                    image settings missing, unusable or unsupported
-│   └── TemplateError                     the chat template
-│       ├── TemplateMissingError          the model has none, or none of that name
-│       ├── TemplateSyntaxError           it does not compile
-│       ├── TemplateRefusedError          its own raise_exception was called
-│       ├── TemplateRuntimeError          it failed on these messages
-│       ├── TemplateSecurityError         it reached for something outside the sandbox
-│       └── TemplateLimitError            it ran too long or wrote too much
-├── RenderError (ValueError)              template, tokens and media do not fit together
-│   ├── PlaceholderError                  placeholders and media parts differ
-│   └── SpecialTokenError                 content holds special tokens that the policy forbids
-├── PoolError (RuntimeError)              a renderer pool cannot take or carry out a call
-│   ├── PoolFullError                     every place in its queue is taken
-│   └── PoolClosedError                   it was closed
-├── EngineError (RuntimeError)            an inference server, or the way to it
-│   ├── EngineConnectionError             it was not reached, or the connection broke
-│   ├── EngineTimeoutError                it did not answer in time
-│   ├── EngineStatusError                 it answered with an error status
-│   ├── EngineReplyError                  it answered with something that cannot be used
-│   ├── EngineMismatchError               it would see other tokens or pixels than the renderer's
-│   ├── EngineUnsupportedError            it lacks this call or feature
-│   ├── EngineUnavailableError            no healthy engine is left to ask
-│   └── EngineStateError                  the call does not fit its state, such as a second pause
-├── ShippingError (RuntimeError)          trajectories on their way to the trainer
-│   ├── ShippingConnectionError           the peer was not reached, or went away
-│   ├── ShippingSecurityError             the peer is not authenticated by TLS
-│   ├── ShippingProtocolError             the peer sent what cannot be understood
-│   └── ShippingClosedError               this side was closed
-├── PluginError (ImportError)             an entry point of another package cannot be used
-└── MissingDependencyError (ImportError)  an extra is not installed
-```
-
-Each carries `where` (such as `messages[2].content[1]`), `expected`, `got` and `remedy`, and prints them in
-that order, so a program can act on the parts and a person can read the sentence.
+Each error has `where` (such as `messages[2].content[1]`), `expected`, `got` and `remedy`, and prints them in
+this order. So a program can act on the parts and a person can read the sentence.
 """
 
 from typing import Self
@@ -58,11 +10,11 @@ from mmcodecs.errors import DetailedError
 
 
 class MMRenderError(DetailedError):
-    """Base of the tree."""
+    """Base of all errors of mmrender."""
 
 
 class InputError(MMRenderError, ValueError):
-    """Something the caller passed cannot be used."""
+    """An argument of the caller cannot be used."""
 
 
 class MessageError(InputError):
@@ -78,15 +30,15 @@ class BatchError(InputError):
 
 
 class SamplingParameterError(InputError):
-    """A sampling parameter is unknown to the engine, or its value is."""
+    """The engine does not support a sampling parameter or its value."""
 
 
 class PromptTooLongError(InputError):
-    """A prompt is longer than the engine takes.
+    """A prompt is longer than the engine accepts.
 
     Attributes:
-        prompt_len: Number of tokens of the prompt; None where only the engine knows.
-        max_prompt_len: The most that the engine takes; None where only the engine knows.
+        prompt_len: Number of tokens of the prompt; None if only the engine knows it.
+        max_prompt_len: Maximum number of tokens; None if only the engine knows it.
     """
 
     def __init__(
@@ -117,7 +69,7 @@ class MediaBlockedError(MediaError):
 
 
 class MediaLimitError(MediaError):
-    """A limit of the media policy is exceeded: bytes, pixels, frames or time."""
+    """A limit of the media policy is exceeded: bytes, items, pixels, frames or time."""
 
 
 class MediaFetchError(MediaError):
@@ -125,7 +77,7 @@ class MediaFetchError(MediaError):
 
 
 class MediaDecodeError(MediaError):
-    """The bytes are not an image that can be read whole."""
+    """The bytes are not a complete, readable image or video."""
 
 
 class ModelError(MMRenderError, ValueError):
@@ -133,7 +85,7 @@ class ModelError(MMRenderError, ValueError):
 
 
 class ModelNotFoundError(ModelError):
-    """There is no such directory or hub repository."""
+    """The directory or hub repository does not exist."""
 
 
 class TokenizerError(ModelError):
@@ -149,7 +101,7 @@ class TemplateError(ModelError):
 
 
 class TemplateMissingError(TemplateError):
-    """The model has no chat template, or none of the name asked for."""
+    """The model lacks a chat template, or a template of this name."""
 
 
 class TemplateSyntaxError(TemplateError):
@@ -157,7 +109,7 @@ class TemplateSyntaxError(TemplateError):
 
 
 class TemplateRefusedError(TemplateError):
-    """The template called its own `raise_exception`; `problem` keeps its text."""
+    """The template called its own `raise_exception`, with the text in `problem`."""
 
 
 class TemplateRuntimeError(TemplateError):
@@ -189,7 +141,7 @@ class PoolError(MMRenderError, RuntimeError):
 
 
 class PoolFullError(PoolError):
-    """Every place in the pool's queue is taken, and the caller does not wait."""
+    """The pool's queue is full and `nowait` is set."""
 
 
 class PoolClosedError(PoolError):
@@ -197,7 +149,7 @@ class PoolClosedError(PoolError):
 
 
 class EngineError(MMRenderError, RuntimeError):
-    """An inference server, or the way to it, failed."""
+    """An inference server or the connection to it failed."""
 
 
 class EngineConnectionError(EngineError):
@@ -213,8 +165,8 @@ class EngineStatusError(EngineError):
 
     Attributes:
         status: The HTTP status.
-        body: The reply as the server wrote it, cut after some thousand bytes.
-        retry_after: Seconds that the server asked to wait, where it gave a number.
+        body: The server's reply, cut after some thousand bytes.
+        retry_after: Seconds that the server asked to wait, or None.
     """
 
     def __init__(
@@ -246,7 +198,7 @@ class EngineUnsupportedError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """No healthy engine is left to ask."""
+    """All engines are down or unhealthy."""
 
 
 class EngineStateError(EngineError):
@@ -274,7 +226,7 @@ class ShippingClosedError(ShippingError):
 
 
 class PluginError(MMRenderError, ImportError):
-    """What another package brings by an entry point cannot be used."""
+    """An entry point of another package cannot be used."""
 
 
 class MissingDependencyError(MMRenderError, ImportError):
@@ -282,7 +234,7 @@ class MissingDependencyError(MMRenderError, ImportError):
 
     @classmethod
     def of_extra(cls, package: str, extra: str, purpose: str, *, otherwise: str | None = None) -> Self:
-        """Build the error for `package`, which `extra` brings and `purpose` needs."""
+        """Build the error for a `package` of an `extra` that a `purpose` needs."""
         remedy = f"Install it with: pip install 'mmrender[{extra}]'"
         return cls(
             f"{purpose} needs {package}, which is not installed",

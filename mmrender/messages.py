@@ -1,7 +1,7 @@
 """Canonical messages, the request to render them, and the shapes that callers may pass as dicts.
 
 Canonical types are frozen and strict. `mmrender.content` builds them from the messages of OpenAI and Hugging
-Face users; nothing after it is tolerant. The typed dicts tell type checkers the usual keys.
+Face users. The typed dicts tell type checkers the usual keys.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ MODALITIES: tuple[Modality, ...] = get_args(Modality)
 
 
 class _UnknownSource:
-    """An image that is known to be there, and whose pixels are not given."""
+    """Marks an image whose pixels are unknown (probes only)."""
 
     def __repr__(self) -> str:
         return "UNKNOWN_SOURCE"
@@ -27,7 +27,7 @@ class _UnknownSource:
 
 
 UNKNOWN_SOURCE: Final = _UnknownSource()
-"""Source of a media part that probes use: it renders as one unexpanded placeholder."""
+"""Source of a media part in probes, which renders as one unexpanded placeholder."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -46,9 +46,9 @@ class MediaPart(msgspec.Struct, frozen=True, tag_field="type"):
 class ImagePart(MediaPart, frozen=True, tag="image"):
     """One image.
 
-    `source` is what the caller gave: a `PIL.Image.Image`, a numpy array, `bytes`, a `pathlib.Path`, or a
-    `str` (a `data:`, `http(s):` or `file:` URL, or a path). `None` waits for a source
-    from `images=`; rendering refuses a part that got none.
+    `source` is a `PIL.Image.Image`, a numpy array, `bytes`, a `pathlib.Path`, or a `str` (a `data:`,
+    `http(s):` or `file:` URL, or a path). `None` takes a source from `images=`. Rendering refuses a part
+    without a source.
     """
 
     modality: ClassVar[Modality] = "image"
@@ -57,17 +57,17 @@ class ImagePart(MediaPart, frozen=True, tag="image"):
 class VideoPart(MediaPart, frozen=True, tag="video"):
     """One video.
 
-    With `times` or `frames_indices` the frames are taken as they are, as sampled already; otherwise the
-    model's own settings say which of them are sampled. An encoded video knows its times itself.
+    Frames with `times` or `frames_indices` are used without further sampling. Otherwise the model's settings
+    decide which frames are sampled. An encoded video contains its times.
 
     Attributes:
-        source: A sequence of frames, each as `ImagePart.source`; a uint8 array or torch tensor
-            `(frames, height, width, 3)`; or an encoded video as `bytes`, a `pathlib.Path` or a `str`.
-        fps: Frames in a second of the video that the frames come from.
-        times: When each frame is shown, in seconds.
-        frames_indices: Number of each frame in the video that it comes from.
-        total_num_frames: Number of frames of that video.
-        duration: Of that video, in seconds.
+        source: A sequence of frames, each as `ImagePart.source`, or a uint8 array or torch tensor
+            `(frames, height, width, 3)`, or an encoded video as `bytes`, a `pathlib.Path` or a `str`.
+        fps: Frame rate of the source video.
+        times: Time of each frame, in seconds.
+        frames_indices: Index of each frame in the source video.
+        total_num_frames: Number of frames of the source video.
+        duration: Duration of the source video, in seconds.
     """
 
     modality: ClassVar[Modality] = "video"
@@ -98,8 +98,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation.
 
-    `content` keeps the shape the caller chose: templates treat a string and a list of parts differently.
-    `extra` holds keys that are not part of any standard; the template sees them under their own names.
+    `content` keeps its shape, since templates treat a string and a list of parts differently. `extra` holds
+    keys that are not part of any standard. The template sees them under their own names.
     """
 
     role: Role
@@ -144,20 +144,15 @@ class RequestMedia(NamedTuple):
     part: MediaPart
     fingerprint: Hashable | None
 
-    @property
-    def modality(self) -> Modality:
-        """Kind of the part."""
-        return self.part.modality
-
 
 class RenderRequest(msgspec.Struct, frozen=True):
     """A conversation and everything else that its rendering depends on.
 
-    `mmrender.content.request.read_request` makes and checks it; every later stage takes it whole.
+    `mmrender.content.request.read_request` makes and checks it. Every later stage takes it whole.
 
     Attributes:
         messages: The conversation.
-        media: Its media parts, in order; empty if only text is rendered.
+        media: Its media parts, in order. Empty if only text is rendered.
         tools: Tool definitions, as the template prints them. None and an empty list differ to a template.
         documents: Documents for templates that take them.
         add_generation_prompt: Whether the text ends with the opening of the assistant's turn.
@@ -174,6 +169,21 @@ class RenderRequest(msgspec.Struct, frozen=True):
     continued: str | None = None
     variables: Mapping[str, Any] = {}
     where: str = "messages"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles of the messages."""
+        return tuple([message.role for message in self.messages])
+
+    @property
+    def tool_names(self) -> tuple[str | None, ...]:
+        """For each message, the name of the tool whose result it is, if it is known."""
+        calls = [call for message in self.messages for call in message.tool_calls]
+        called = {call.id: call.name for call in calls if call.id is not None}
+        return tuple([
+            (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
+            for message in self.messages
+        ])  # fmt: skip
 
     def prompt_after(self, messages: Sequence[Message]) -> "RenderRequest":
         """Return the request for the prompt after other messages."""

@@ -1,6 +1,6 @@
-"""What other installed packages bring, by their entry points: processors and tool-call grammars.
+"""Plugins: processors and tool-call grammars from entry points of other installed packages.
 
-Nothing is looked for until something asks that mmrender itself cannot answer, and then once in a process.
+They are looked up when mmrender itself lacks an answer, once in a process.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Plugin(NamedTuple):
-    """What one entry point names.
+    """The object of one entry point.
 
     Attributes:
         value: The object.
@@ -25,7 +25,7 @@ class Plugin(NamedTuple):
     where: str
 
     def failed(self, error: Exception) -> PluginError:
-        """Build the error for what the object raised."""
+        """Build the error for an exception of the object."""
         return _error("the plugin failed", self.where, got=f"{type(error).__name__}: {error}")
 
 
@@ -36,18 +36,18 @@ def load_plugins(group: str, is_valid: Callable[[Any], bool], expected: str) -> 
     Args:
         group: The group, such as `mmrender.processors`.
         is_valid: Whether an object is of the right kind.
-        expected: That kind, for errors.
+        expected: The right kind, for errors.
 
     Raises:
-        PluginError: One cannot be loaded, is of another kind, or has another one's name.
+        PluginError: An entry point cannot be loaded, is of another kind, or has the name of another plugin.
     """
     from importlib.metadata import entry_points
 
-    found: dict[str, Plugin] = {}
+    plugins: dict[str, Plugin] = {}
     for entry in entry_points(group=group):
         where = _described(entry)
-        if entry.name in found:
-            raise _error("two plugins have one name", where, got=found[entry.name].where)
+        if entry.name in plugins:
+            raise _error("two plugins have one name", where, got=plugins[entry.name].where)
         try:
             value = entry.load()
         except Exception as error:
@@ -55,8 +55,8 @@ def load_plugins(group: str, is_valid: Callable[[Any], bool], expected: str) -> 
             raise _error("the plugin cannot be loaded", where, got=got) from error
         if not is_valid(value):
             raise _error("the plugin is of another kind", where, expected=expected, got=repr(value))
-        found[entry.name] = Plugin(value, where)
-    return found
+        plugins[entry.name] = Plugin(value, where)
+    return plugins
 
 
 def _described(entry: "EntryPoint") -> str:

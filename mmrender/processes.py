@@ -1,4 +1,4 @@
-"""Child processes that the operating system bounds, for templates, images and videos that may be hostile."""
+"""Child processes with limits of the operating system, for untrusted templates, images and videos."""
 
 import ctypes
 import math
@@ -20,15 +20,16 @@ _MEMORY = Path("/proc/self/statm")
 
 
 class BoundedProcesses:
-    """Processes that run templates and decode media, each with bounds on its memory and processor time.
+    """Processes that run templates and decode media, each with limits on its memory and processor time.
 
     Pass them to `Renderer.from_pretrained(template_processes=...)` and to `MediaPolicy(processes=...)`. A
-    process that exceeds its bounds is ended, and the calls in flight fail; the next call starts another one.
+    process that exceeds its limits is ended, and the calls in flight fail. The next call starts another
+    process.
 
     Args:
         count: Number of processes, at least 1.
-        memory_bytes: Bound on the memory of each, beyond what it starts with.
-        cpu_seconds: Bound on the processor time of one rendering, image or video, in seconds.
+        memory_bytes: Maximum memory of each process, besides its memory at the start.
+        cpu_seconds: Maximum processor time of one rendering, image or video, in seconds.
 
     Raises:
         InputError: `cpu_seconds` is not positive, or infinite.
@@ -62,28 +63,28 @@ class BoundedProcesses:
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Leave the processes to the parent that started them; the next call starts others."""
+        """Leave the processes to the parent, and start new ones at the next call."""
         self._lock = threading.Lock()
-        # Kept alive: freed, it would take locks that threads of the parent may hold.
+        # Kept alive, since freeing it would take locks that threads of the parent may hold.
         self._inherited.append(self._executor)
         self._executor = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Processes are started where it arrives.
+        # The receiver starts processes of its own.
         return self._again, ()
 
     def ask(self, work: str, error: type[MMRenderError], function: Callable[..., Any], *given: Any) -> Any:
         """Return the result of a function that runs in a process.
 
         Args:
-            work: What the function does, for the error, such as `"ran the chat template"`.
+            work: The function's work in words, for the error, such as `"ran the chat template"`.
             error: Raised if the process exceeds its limits.
             function: A function that a module defines.
             *given: Its arguments.
 
         Raises:
-            MMRenderError: The process exceeded its limits, or the function raised it.
-            PoolClosedError: The processes were ended by `close`.
+            MMRenderError: The process exceeded its limits, or the function raised an error.
+            PoolClosedError: `close` ended the processes.
         """
         with self._lock:
             if self._closed:
@@ -124,10 +125,10 @@ class BoundedProcesses:
 
 @cache
 def _timer() -> Callable[[float], None]:
-    """Return what sets the timer of this process's processor time, which ends it (`man 2 timer_create`).
+    """Return a function that sets the timer which ends this process, in seconds of its processor time.
 
-    It takes seconds; 0 stops the timer. `RLIMIT_CPU` and `ITIMER_PROF` count ticks of the scheduler instead,
-    and may miss half of them on a busy machine.
+    0 stops the timer (`man 2 timer_create`). `RLIMIT_CPU` and `ITIMER_PROF` count ticks of the scheduler
+    instead, and may miss half of them on a busy machine.
     """
     try:
         library = ctypes.CDLL("librt.so.1", use_errno=True)
@@ -145,7 +146,7 @@ def _timer() -> Callable[[float], None]:
         fields = (ctypes.c_long * 4)(0, 0, whole, nanoseconds)
         check(library.timer_settime(timer, 0, fields, None))
 
-    # Without a description of its event it is SIGALRM, which whoever started this process may have ignored.
+    # The timer sends SIGALRM by default, which the parent process may have ignored.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     check(library.timer_create(time.CLOCK_PROCESS_CPUTIME_ID, None, ctypes.byref(timer)))
     return set_timer

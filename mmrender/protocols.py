@@ -1,4 +1,4 @@
-"""Interface of a renderer: `Renderer`, or one that others write."""
+"""Interface of a renderer, for `Renderer` and for renderers that others write."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
@@ -64,11 +64,11 @@ class RendererProtocol(Protocol):
         new_messages: Sequence[MessageLike],
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
-        """Append new messages to what was sampled, or give None where that cannot be proved right."""
+        """Append new messages to a sampled turn; None if this cannot be proved right."""
 
     @property
     def why_not_bridged(self) -> str | None:
-        """Why the last bridge of this thread or task is None."""
+        """Reason why the last bridge of this thread or task was refused, or None."""
 
     def parse_response(self, token_ids: Sequence[int], **options: Unpack[ParseOptions]) -> "ParsedResponse":
         """Read a completion."""
@@ -108,7 +108,7 @@ class AsyncRenderer(Protocol):
         new_messages: Sequence[MessageLike],
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
-        """Append new messages to what was sampled, or give None where that cannot be proved right."""
+        """Append new messages to a sampled turn; None if this cannot be proved right."""
 
     async def aparse_response(
         self, token_ids: Sequence[int], **options: Unpack[ParseOptions]

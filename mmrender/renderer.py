@@ -1,4 +1,4 @@
-"""The facade: a model directory in, rendered conversations out."""
+"""The facade: `Renderer` opens a model directory and renders conversations."""
 
 import contextvars
 import datetime
@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_args
@@ -25,7 +26,7 @@ from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
-from mmrender.rendering import Rendering, Unprinted, from_memo, new_memo, request_key, to_memo
+from mmrender.rendering import Memo, Rendering, Unprinted
 from mmrender.sidecar import MultiModalData
 from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.known import KnownTemplate, TemplateSet
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mmrender.bridge.bridge")
 
+AnyRenderer = TypeVar("AnyRenderer", bound="Renderer")
 Result = TypeVar("Result")
 SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRule]
 
@@ -52,53 +54,70 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "parse": tuple(ParseOptions.__annotations__),
     "profile": ("has_tools", "chat_template_kwargs"),
 }
-"""Keywords of each call, beside template variables."""
+"""Keywords of each call besides template variables."""
 
-_KINDS: Mapping[str, type] = {
-    "media_policy": MediaPolicy,
-    "media_cache": MediaCache,
-    "limits": TemplateLimits,
-    "template_processes": BoundedProcesses,
+
+def _is_none_or(kind: type) -> Callable[[Any], bool]:
+    return lambda value: value is None or isinstance(value, kind)
+
+
+def _are_roles(value: Any) -> bool:
+    roles = {*get_args(Role)}
+    return value is None or (
+        isinstance(value, Collection) and not isinstance(value, str) and {*value} <= roles
+    )
+
+
+_OPTIONS: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "name_or_path": (lambda value: isinstance(value, str | os.PathLike), "a directory or a hub id"),
+    "media_policy": (_is_none_or(MediaPolicy), "a MediaPolicy, or None"),
+    "media_cache": (_is_none_or(MediaCache), "a MediaCache, or None"),
+    "limits": (_is_none_or(TemplateLimits), "a TemplateLimits, or None"),
+    "template_processes": (_is_none_or(BoundedProcesses), "a BoundedProcesses, or None"),
+    "clock": (callable, "a function that returns the time"),
+    "tool_images": (get_args(ToolImages).__contains__, "'tool' or 'user'"),
+    "unprinted": (get_args(Unprinted).__contains__, "'error' or 'allow'"),
+    "history": (get_args(History).__contains__, "'sampled' or 'template'"),
+    "previous_roles": (_are_roles, "a collection of roles"),
 }
-"""Options of `Renderer.from_pretrained` that are objects of ours, or None."""
+"""Options of the renderer and of its calls: the check of a value, and the accepted values in words."""
 
 _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
     "why_not_bridged"
 )
-"""Renderer that this thread or task last asked for a bridge, and the reason if it gave none."""
+"""Renderer that this thread or task last asked for a bridge, and the reason if it returned None."""
 
 
 class Renderer:
-    """Renders conversations with a model's own chat template. Safe to use from many threads and event loops.
+    """Renders conversations with a model's own chat template. Safe to share between threads and event loops.
 
-    Calls run on the caller's thread. Those that begin with `a` run on a worker and leave the event loop free;
-    threads open at the first of them, and `close` ends them. Messages and images must not be changed before
-    the call that was given them returns.
+    Calls run on the caller's thread. Methods that begin with `a` run on a worker thread and leave the event
+    loop free. The threads start at the first of these calls, and `close` ends them. Do not modify messages or
+    images until the call returns.
 
-    Pickled, it is loaded again where it arrives, with the same options and empty caches.
+    A renderer is pickled as its options, so the receiver loads the model again, with empty caches.
 
     Args:
         templates: The model's templates with the findings about each.
         tokenizer: The model's tokenizer.
         media: Loads and processes media parts, or None for a text-only model.
-        content_special_tokens: How special tokens in content are encoded, for all roles or by role; roles
-            that are not named follow `mmrender.tokens.encode.DEFAULT_RULES`.
-        tool_call_grammar: Name of the grammar of tool calls, for a template whose own cannot be proved.
-        unprinted: Whether a tool, a document or a message's text that the template does not print is an
-            error; `"allow"` if it is meant to be left out.
-        memo_bytes: Bound of the memo of whole renderings; 0 turns it off.
-        vocab_size: Number of ids that the model has embeddings for, often more than its tokenizer knows; by
-            default the tokenizer's.
-        sampling_defaults: Sampling parameters that the model's files recommend.
-        workers: Threads that carry out `a...` calls, and as many that help with the images of one call. By
-            default one per processor, at most four, and none that help.
-        queue_size: Calls that may wait for a worker, by default four for each. Beyond that, a call waits to
-            be let in, or fails if it was made with `nowait=True`.
+        content_special_tokens: How to encode special tokens in content: `"text"`, `"parse"` or `"error"`, for
+            all roles or by role. Other roles follow `mmrender.tokens.encode.DEFAULT_RULES`.
+        tool_call_grammar: Grammar of tool calls, one of `mmrender.parsing.grammars.GRAMMARS`, if it cannot be
+            proved from the template.
+        unprinted: What to do if the template ignores a tool, a document or the text of a message: `"error"`
+            or `"allow"`.
+        memo_bytes: Maximum size of the memo of whole renderings; 0 turns it off.
+        vocab_size: Number of ids that the model has embeddings for, by default the tokenizer's.
+        sampling_defaults: Sampling parameters that the model's files recommend, under vLLM's names.
+        workers: Threads for the `a...` calls, and as many that help with the images of one call. By default
+            one per processor, at most four, and no threads that help.
+        queue_size: Calls that may wait for a worker, by default four for each. When the queue is full, calls
+            wait, or raise `PoolFullError` with `nowait=True`.
 
     Attributes:
-        sampling_defaults: Those parameters, in vLLM's names, to be passed on by whoever wants them. Nothing
-            applies them unasked: a policy is trained on the distribution that it is sampled from, and
-            `top_k` or a temperature change it.
+        sampling_defaults: The same parameters. They are never applied automatically, since a policy is
+            trained on the distribution that it is sampled from, and `top_k` or a temperature change it.
     """
 
     def __init__(
@@ -123,18 +142,7 @@ class Renderer:
         last = max(tokenizer.added_ids.values(), default=0)
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size, last + 1)
         self.sampling_defaults = dict(sampling_defaults or {})
-        given = content_special_tokens
-        self.rules = (
-            dict.fromkeys(DEFAULT_RULES, given) if isinstance(given, str) else {**DEFAULT_RULES, **given}
-        )
-        for role, rule in self.rules.items():
-            if rule not in ("text", "parse", "error") or role not in DEFAULT_RULES:
-                raise RenderError(
-                    "content_special_tokens is not understood",
-                    where=f"content_special_tokens[{role!r}]",
-                    expected="'text', 'parse' or 'error', for all roles or in a mapping by role",
-                    got=repr(rule),
-                )
+        self.rules = _special_token_rules(content_special_tokens)
         processor = media.processor if media is not None else None
         self._writer = TokenWriter(
             tokenizer,
@@ -142,25 +150,26 @@ class Renderer:
             placeholder_tokens=processor.placeholder_tokens if processor is not None else (),
             rules=self.rules,
             bos_token=templates.special_tokens.get("bos_token"),
-            # Transformers writes more where a processor encodes the prompt, and not where a tokenizer does.
+            # Transformers adds tokens only if a processor, not the tokenizer, encodes the prompt.
             processor=processor.affixes if processor is not None else None,
         )
-        self._memo = new_memo(memo_bytes) if memo_bytes else None
+        self._memo = Memo(memo_bytes, media)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         if tool_call_grammar is not None:
             # Imported here, since most programs that render never parse.
             from mmrender.parsing.grammars import all_grammars
 
             names = all_grammars(tool_call_grammar)
-            _check_option("tool_call_grammar", tool_call_grammar, names.__contains__, " or ".join(names))
+            if tool_call_grammar not in tuple(names):
+                raise _unknown_value("tool_call_grammar", tool_call_grammar, " or ".join(names))
         self._tool_call_grammar = tool_call_grammar
-        _check_option("unprinted", unprinted, get_args(Unprinted).__contains__, "'error' or 'allow'")
+        _check_options(unprinted=unprinted)
         self._unprinted = unprinted
         self._load: Callable[..., Renderer] | None = None
         self._open(Workers(workers, queue_size, workers or 0))
 
     def _open(self, workers: Workers) -> None:
-        """Take threads; bridges are made anew, since they keep hold of the threads that load their images."""
+        """Use these threads. Bridges are built again, since they refer to the threads that load images."""
         self._workers = workers
         if self.media is not None:
             self.media = self.media.with_executor(workers.media)
@@ -195,40 +204,37 @@ class Renderer:
             name_or_path: A directory in hub layout, or a hub id.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Run image processor code that the model brings along.
-            chat_template: Jinja text in place of the model's, or the name of one of its templates.
-            image_backend: Which of the two exact ways of resampling: `"torch"`, as inference engines do, or
-                `"pil"`, which needs no torch. It is part of every item's identity.
-            media_policy: Limits on what is loaded, and from where.
-            media_cache: Cache of processed items; pass one to share it between renderers.
-            content_special_tokens: As for `Renderer`: `"text"`, `"parse"` or `"error"`.
-            tool_call_grammar: As for `Renderer`; one of `mmrender.parsing.grammars.GRAMMARS`.
-            unprinted: As for `Renderer`: `"error"` or `"allow"`.
-            tool_images: What becomes of an image in a tool result whose template writes none there: `"tool"`
-                leaves it to the template, which is an error; `"user"` moves it into a user turn of its own
-                after the results. Its tokens still belong to the tool's message.
+            chat_template: Jinja text to use instead of the model's template, or the name of one of its
+                templates.
+            image_backend: Implementation of resizing to match bit for bit: `"torch"`, as in inference
+                servers, or `"pil"`, which does not need torch. It is part of every item's identity.
+            media_policy: Limits on media and their sources.
+            media_cache: Cache of processed items. Pass one to share it between renderers.
+            content_special_tokens: As for `Renderer`.
+            tool_call_grammar: As for `Renderer`.
+            unprinted: As for `Renderer`.
+            tool_images: How to render images in tool results if the template does not support them: `"tool"`
+                leaves them to the template, which is an error; `"user"` moves them into a user turn of its
+                own after the results. Their tokens still belong to the tool's message.
             limits: Bounds on one run of the template.
-            clock: Gives the time that the template's `strftime_now` formats.
+            clock: Returns the time that the template's `strftime_now` formats.
             template_processes: Child processes with limits, in which the template is compiled and run.
             memo_bytes: As for `Renderer`.
-            profile_cache: Keep the findings of probes of the template on disk, in the folder that the
-                environment variable `MMRENDER_CACHE` names.
+            profile_cache: Keep the findings about the template on disk, in the folder that the environment
+                variable `MMRENDER_CACHE` names.
             workers: As for `Renderer`.
             queue_size: As for `Renderer`.
 
         Raises:
-            ModelNotFoundError: There is no such directory or repository.
-            TemplateError: There is no chat template, or it does not compile.
+            ModelNotFoundError: The directory or repository does not exist.
+            TemplateError: The chat template is missing, or does not compile.
             RenderError: An option is not one of its values.
             TokenizerError: `tokenizer.json` is missing or unusable.
-            ProcessorError: The image settings cannot be used. Those of families that are not native are read
-                with the first image; `renderer.media.require_processor()` reads them at once.
+            ProcessorError: The image settings cannot be used. For families that are not native, they are read
+                with the first image, or by `renderer.media.require_processor()`.
         """
         options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
-        _check_option("name_or_path", name_or_path, _is_path, "a directory or a hub id")
-        for option, kind in _KINDS.items():
-            is_kind = partial(_is_none_or, kind)
-            _check_option(option, options[option], is_kind, f"a {kind.__name__}, or None")
-        _check_option("clock", clock, callable, "a function that returns the time")
+        _check_options(name_or_path=name_or_path, **options)
         name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
         model = find_model(name_or_path, revision=revision)
         tokenizer = Tokenizer.load(model)
@@ -271,27 +277,16 @@ class Renderer:
         if self._load is None:
             raise InputError(
                 "a renderer that was put together from its parts cannot be pickled",
-                expected="one of Renderer.from_pretrained",
+                expected="a renderer from Renderer.from_pretrained",
             )
         return self._load, ()
 
-    def with_workers(
-        self, workers: int | None = None, *, queue_size: int | None = None, media_threads: int | None = None
-    ) -> Self:
-        """Return a renderer with threads of its own, which shares all else; see `RendererPool`."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._open(Workers(workers, queue_size, media_threads))
-        if self._load is not None:
-            other._load = partial(self._load, workers=workers, queue_size=queue_size)
-        return other
-
     def close(self) -> None:
-        """Finish the `a...` calls that have a place, refuse further ones, and end the threads. Idempotent."""
+        """Finish the queued `a...` calls, refuse further ones, and end the threads. Idempotent."""
         self._workers.close()
 
     async def aclose(self) -> None:
-        """`close` without holding up the event loop."""
+        """`close` without blocking the event loop."""
         import asyncio
 
         await asyncio.to_thread(self.close)
@@ -315,11 +310,11 @@ class Renderer:
 
         Args:
             messages: The conversation.
-            nowait: Whether to fail rather than wait if every place in the queue is taken.
-            **options: Those of `render`.
+            nowait: Raise instead of waiting if the queue is full.
+            **options: As for `render`.
 
         Raises:
-            PoolFullError: `nowait`, and every place is taken.
+            PoolFullError: The queue is full, and `nowait` is set.
             PoolClosedError: The renderer is closed.
         """
         return await self._on_worker(self.render, nowait, messages, **options)
@@ -333,9 +328,9 @@ class Renderer:
         nowait: bool = False,
         **options: Unpack[BridgeOptions],
     ) -> RenderedTokens | None:
-        """Bridge on a worker; options of `bridge_to_next_turn`, errors as for `arender`.
+        """Bridge on a worker; options as for `bridge_to_next_turn`, errors as for `arender`.
 
-        If the bridge is None, `why_not_bridged` has the reason for the task that awaits it.
+        If the result is None, `why_not_bridged` has the reason in the task that awaits it.
         """
         turn = previous_prompt_ids, previous_completion_ids, new_messages
         return await self._on_worker(self.bridge_to_next_turn, nowait, *turn, **options)
@@ -343,13 +338,13 @@ class Renderer:
     async def aparse_response(
         self, token_ids: Sequence[int], *, nowait: bool = False, **options: Unpack[ParseOptions]
     ) -> "ParsedResponse":
-        """Read a completion on a worker; options of `parse_response`, errors as for `arender`."""
+        """Read a completion on a worker; options as for `parse_response`, errors as for `arender`."""
         return await self._on_worker(self.parse_response, nowait, token_ids, **options)
 
     async def _on_worker(
         self, method: Callable[..., Result], nowait: bool, *arguments: Any, **options: Any
     ) -> Result:
-        """Call a method in a copy of the caller's context, and keep the outcome of a bridge."""
+        """Call a method in a copy of the caller's context, and copy its `why_not_bridged` back."""
         context = contextvars.copy_context()
         result = await self._workers.run(context, nowait, partial(method, *arguments, **options))
         if _why_not_bridged in context:
@@ -375,18 +370,17 @@ class Renderer:
             messages: OpenAI or Hugging Face messages, or canonical ones.
             tools: Tool definitions, or Python functions.
             documents: Documents for templates that take them.
-            images: Sources for the image parts that have none, in order.
+            images: Sources for the image parts without a source, in order.
             videos: The same for video parts.
             add_generation_prompt: Whether to open the assistant's turn.
-            continue_final_message: Whether to end with the text of the last message, for the model to go on
-                from; a name such as `"reasoning_content"` ends with that field's. None of it counts as
-                sampled.
+            continue_final_message: Leave the last message open for the model to continue. A field name such
+                as `"reasoning_content"` continues that field. The prefix does not count as sampled.
             chat_template_kwargs: Further template variables, such as `{"enable_thinking": False}`.
             **template_arguments: The same as keywords.
 
         Raises:
-            InputError: There is no such keyword, and the template reads no such variable; a variable is given
-                twice; the template does not print a tool, a document or a message's text.
+            InputError: Neither the renderer nor the template knows a keyword, a variable comes twice, or the
+                template ignores a tool, a document or the text of a message.
             MessageError: A message is malformed, or a member of it is misspelt.
             MediaError: An image cannot be loaded or processed.
             TemplateError: The template refuses or fails.
@@ -404,19 +398,17 @@ class Renderer:
             variables=self._variables("render", chat_template_kwargs, template_arguments),
             fingerprint=part_fingerprint,
         )
-        key = request_key(request) if self._memo is not None else None
-        if self._memo is not None and key is not None and (entry := self._memo.get(key)) is not None:
-            recalled = from_memo(entry, self.media)
-            if recalled is not None:
-                return recalled
-        rendering = self._rendering(request)
-        rendered = rendering.render(request)
-        if self._memo is not None and key is not None and not rendering.known.template.reads_clock:
-            self._memo.put(key, to_memo(rendered))
+        key = self._memo.key(request)
+        rendered = self._memo.get(key)
+        if rendered is None:
+            rendering = self._rendering(request)
+            rendered = rendering.render(request)
+            if not rendering.known.template.reads_clock:
+                self._memo.put(key, rendered)
         return rendered
 
     def render_ids(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> list[int]:
-        """Render to token ids alone; options and errors as for `render`."""
+        """Render to token ids only; options and errors as for `render`."""
         return self.render(messages, **options).token_ids
 
     def render_text(
@@ -432,7 +424,10 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> TracedStr:
-        """Render to text, each placeholder once and each character attributed; `images` are not loaded."""
+        """Render to text, with one placeholder per image and an origin for each character.
+
+        Images are not loaded. Options and errors as for `render`.
+        """
         request = read_request(
             messages,
             tools=tools,
@@ -448,24 +443,21 @@ class Renderer:
     def encode_text(
         self, text: str, *, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
     ) -> RenderedTokens:
-        """Encode a text that the template has written, each placeholder widened to the next image.
+        """Encode a rendered text, each placeholder widened to the next image or video.
 
-        Nothing is known of who wrote which part of it, so every special token in it is syntax. To render
-        messages keeps what users write apart.
+        The text has no provenance, so every special token in it counts as syntax. Use `render` to keep the
+        text of users literal.
 
         Args:
             text: The text.
-            images: One source for each image's placeholder, in order.
+            images: One source for each image placeholder, in order.
             videos: The same for videos.
 
         Raises:
             MediaError: An image cannot be loaded or processed.
             PlaceholderError: There are more placeholders than sources, or fewer.
         """
-        parts: list[Part] = [
-            *[ImagePart(one) for one in images or ()],
-            *[VideoPart(one) for one in videos or ()],
-        ]
+        parts: list[Part] = [*map(ImagePart, images or ()), *map(VideoPart, videos or ())]
         message = Message(role="user", content=tuple(parts))
         request = read_request([message], where="text", fingerprint=part_fingerprint)
         layout = self._writer.lay_out(TracedStr(text))
@@ -480,17 +472,19 @@ class Renderer:
         )
 
     def _variables(self, call: str, mapping: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Template variables of a call, from `chat_template_kwargs` and its further keywords."""
+        """Merge and check the template variables of a call."""
+        if mapping is None and not keywords:
+            return {}
         return read_variables(
             mapping,
             keywords,
-            known=self.templates.arguments,
+            known=self.templates.variables,
             options=_KEYWORDS[call],
             reserved={*GIVEN, *self.templates.special_tokens},
         )
 
     def _rendering(self, request: RenderRequest) -> Rendering:
-        """Find the template for a request; refuse members of messages that it was probably meant to read."""
+        """Find the template for a request, and refuse misspelt members of its messages."""
         known = self.templates.find(request.variables, has_tools=request.tools is not None)
         refuse_misspelt(request, known.template.source)
         return Rendering(known, self._writer, self.media, self._unprinted)
@@ -510,32 +504,32 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens | None:
-        """Append new messages and the generation prompt to what was sampled, which stays as it is.
+        """Append new messages and the generation prompt to a sampled turn, whose tokens stay as they are.
 
         The result begins with the previous prompt and completion, token for token. Its `roles` and message
-        indices count from the first new message; its sidecar holds the previous items and then the new ones.
+        indices count from the first new message. Its sidecar holds the previous items, then the new ones.
 
         Args:
-            previous_prompt_ids: The previous prompt; a list, or an integer array of shape `(n,)`.
-            previous_completion_ids: What it sampled, stop token included if there was one.
-            new_messages: Tool results, user turns, and what else may follow an assistant turn.
+            previous_prompt_ids: The previous prompt: a list, or an integer array of shape `(n,)`.
+            previous_completion_ids: The sampled tokens, with the stop token if there was one.
+            new_messages: Tool results, user turns, and other messages that may follow an assistant turn.
             tools: Tool definitions of the conversation.
             previous_multi_modal_data: The sidecar of the previous prompt.
-            previous_roles: Roles of the messages of the previous prompt. What a template writes only after a
-                system message, say, then stands against no bridge in a conversation without one.
-            history: `"sampled"` keeps earlier turns as they are; `"template"` gives None where the template
+            previous_roles: Roles of the messages of the previous prompt. With them, the bridge can ignore
+                template behaviour that needs a role which this conversation does not have.
+            history: `"sampled"` keeps earlier turns as they are; `"template"` returns None if the template
                 would now write them differently.
-            images: Sources for the image parts that have none.
+            images: Sources for the image parts without a source.
             videos: The same for video parts.
             chat_template_kwargs: Template variables of the previous rendering.
             **template_arguments: The same as keywords.
 
         Returns:
-            None where it cannot be proved that appending is right; `why_not_bridged` then says why, and the
-            caller renders in full.
+            The next prompt, or None if appending cannot be proved right. `why_not_bridged` then has the
+            reason, and the caller renders the whole conversation.
 
         Raises:
-            InputError: The ids are no flat integers, or lie outside the vocabulary.
+            InputError: The ids are not flat integers within the vocabulary.
             MessageError: A new message is malformed.
             MediaError: A new image cannot be loaded or processed.
             PlaceholderError: The template drops a new image.
@@ -543,9 +537,7 @@ class Renderer:
         variables = self._variables("bridge", chat_template_kwargs, template_arguments)
         prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
         completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
-        _check_option("history", history, get_args(History).__contains__, "'sampled' or 'template'")
-        if previous_roles is not None:
-            _check_option("previous_roles", previous_roles, _are_roles, "a collection of roles")
+        _check_options(history=history, previous_roles=previous_roles)
         reason = None
         try:
             request = read_request(
@@ -577,12 +569,12 @@ class Renderer:
 
     @property
     def why_not_bridged(self) -> str | None:
-        """Why the last bridge that this thread or task asked for is None; None if there was one."""
+        """Reason why the last bridge of this thread or task was refused, or None."""
         last = _why_not_bridged.get(None)
         return last[1] if last is not None and last[0]() is self else None
 
     def set_outcome(self, reason: str | None) -> None:
-        """Make this the `why_not_bridged` of the thread or task: that of a bridge made elsewhere."""
+        """Set `why_not_bridged` for a bridge that was computed elsewhere."""
         _why_not_bridged.set((weakref.ref(self), reason))
 
     def parse_response(
@@ -594,24 +586,22 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ParsedResponse":
-        """Read content, reasoning, and every tool call that the model tried; any completion can be read.
+        """Read content, reasoning and every attempted tool call; any completion can be read.
 
         Args:
-            token_ids: What the model sampled.
-            tools: Tool definitions: argument types follow their JSON schemas, and other tools are unknown.
-            prompt_ids: The prompt, which says whether it opened a reasoning block.
+            token_ids: The sampled tokens.
+            tools: Tool definitions: arguments are typed by their JSON schemas, and other tools are unknown.
+            prompt_ids: The prompt, which shows whether it opened a reasoning block.
             chat_template_kwargs: Template variables of the prompt's rendering.
             **template_arguments: The same as keywords.
 
         Raises:
-            InputError: The ids are no flat integers, or lie outside the vocabulary.
+            InputError: The ids are not flat integers within the vocabulary.
         """
         ids = checked_ids(token_ids, "token_ids", self.vocab_size)
         prompt = None if prompt_ids is None else checked_ids(prompt_ids, "prompt_ids", self.vocab_size)
         parser = self.response_parser(
-            has_tools=tools is not None,
-            chat_template_kwargs=chat_template_kwargs,
-            **template_arguments,
+            has_tools=tools is not None, chat_template_kwargs=chat_template_kwargs, **template_arguments
         )
         return parser.parse(ids, tools=tools, prompt_ids=prompt)
 
@@ -622,7 +612,7 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> "ResponseParser":
-        """Return the parser; its `choice` says how the grammar of tool calls was proved."""
+        """Return the parser; its `choice` shows how the grammar of tool calls was proved."""
         # Imported here, since most programs that render never parse.
         from mmrender.parsing.prove import build_parser
 
@@ -634,7 +624,7 @@ class Renderer:
 
     @property
     def profile(self) -> TemplateProfile:
-        """Findings about the template, without template arguments."""
+        """Findings about the template without template variables."""
         return self.templates.find({}, has_tools=False).profile
 
     def template_profile(
@@ -649,35 +639,68 @@ class Renderer:
         return self.templates.find(variables, has_tools=has_tools).profile
 
     def get_stop_token_ids(self) -> list[int]:
-        """Tokens that end the assistant's turn: those of the model's files, and those of its template."""
+        """Return the tokens that end the assistant's turn, from the model's files and its template."""
         return sorted(self.profile.stop_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included.
 
         Raises:
-            InputError: The ids are no flat integers, or lie outside the vocabulary.
+            InputError: The ids are not flat integers within the vocabulary.
         """
         return self.tokenizer.decode(checked_ids(token_ids, "token_ids", self.vocab_size))
 
 
-def _check_option(name: str, value: Any, is_valid: Callable[[Any], object], expected: str) -> None:
-    """Refuse an option that is not one of its values."""
-    try:
-        if is_valid(value):
-            return
-    except TypeError:  # an unhashable value is in no collection
-        pass
-    raise RenderError(f"{name} is not understood", where=name, expected=expected, got=describe(value))
+def RendererPool(  # noqa: N802 - it reads as the class that it opens
+    renderer: AnyRenderer,
+    *,
+    workers: int | None = None,
+    queue_size: int | None = None,
+    media_threads: int | None = None,
+) -> AnyRenderer:
+    """Return a renderer with its own threads that shares tables, memo and media cache with another renderer.
+
+    Args:
+        renderer: The other renderer, which stays usable by itself.
+        workers: Threads for the `a...` calls, by default one per processor, at most four.
+        queue_size: Calls that may wait for a worker, by default four for each. When the queue is full, calls
+            wait, or raise `PoolFullError` with `nowait=True`.
+        media_threads: Threads that help with images, by default as many as workers; 0 for none.
+
+    Raises:
+        InputError: A size is too small.
+    """
+    pool = object.__new__(type(renderer))
+    pool.__dict__.update(renderer.__dict__)
+    pool._open(Workers(workers, queue_size, media_threads))
+    if renderer._load is not None:
+        pool._load = partial(renderer._load, workers=workers, queue_size=queue_size)
+    return pool
 
 
-def _is_none_or(kind: type, value: object) -> bool:
-    return value is None or isinstance(value, kind)
+def _check_options(**options: Any) -> None:
+    """Refuse the first option that is not one of its values."""
+    for name, value in options.items():
+        is_valid, expected = _OPTIONS.get(name, (lambda _: True, ""))
+        with suppress(TypeError):  # an unhashable value is in no collection
+            if is_valid(value):
+                continue
+        raise _unknown_value(name, value, expected)
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike)
+def _unknown_value(name: str, value: Any, expected: str) -> RenderError:
+    return RenderError("unknown value of an option", where=name, expected=expected, got=describe(value))
 
 
-def _are_roles(value: Any) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and {*value} <= {*get_args(Role)}
+def _special_token_rules(rules: SpecialTokenRules) -> Mapping[Author, SpecialTokenRule]:
+    """Complete and check `content_special_tokens`."""
+    by_author = dict.fromkeys(DEFAULT_RULES, rules) if isinstance(rules, str) else {**DEFAULT_RULES, **rules}
+    for author, rule in by_author.items():
+        if rule not in get_args(SpecialTokenRule) or author not in DEFAULT_RULES:
+            raise RenderError(
+                "unknown value of an option",
+                where=f"content_special_tokens[{author!r}]",
+                expected="'text', 'parse' or 'error', for all roles or in a mapping by role",
+                got=repr(rule),
+            )
+    return by_author

@@ -1,12 +1,11 @@
-"""From canonical messages to attributed tokens with their sidecar, and a memo of whole renderings.
+"""From a request to attributed tokens with their sidecar, and a memo of whole renderings.
 
-`Rendering.encode` puts the media items of messages in place of the placeholders that the template wrote, for
-a whole prompt and for the tail of a bridge alike. Where the template's own loops say which part or message a
-placeholder belongs to, its item is that part's; otherwise placeholders and parts come in the same order.
+`Rendering.encode` replaces each placeholder that the template wrote with a media item, for a whole prompt and
+for the tail of a bridge. If the template's own loops show the part or message of a placeholder, its item
+comes from there. Otherwise placeholders and parts come in the same order.
 
 A conversation is often rendered again unchanged: for another sample of a group, for a count, for a retry.
-`request_key` and `new_memo` find it again. Images count by fingerprint; media that may change under the
-same name (a URL, an open file) are never memoised.
+`Memo` finds it again. Media that may change under the same name (a URL, an open file) are never memoised.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from mmrender.messages import (
     MediaPart,
     Message,
     RenderRequest,
-    RequestMedia,
     TextPart,
 )
 from mmrender.sidecar import MediaItem, MultiModalData
@@ -44,18 +42,20 @@ from mmrender.turns.sampled import SampledTurn, sampled_turns
 Unprinted: TypeAlias = Literal["error", "allow"]
 
 _BYTES_PER_TOKEN = 64
+"""Estimated memory of a token id and its share of the spans, in bytes."""
 _OTHER_TEXT = "mmrender"
+"""Text that replaces a message's, to find out whether a template depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Parts of every rendering with one template, one set of arguments and one tokenizer.
+    """Renders the requests for one template with one set of template variables.
 
     Attributes:
-        known: The chat template with its arguments, and the findings about it.
+        known: The chat template with its variables, and the findings about it.
         writer: Turns text into tokens.
         media: Turns media parts into items, or None for a text-only model.
-        unprinted: Whether unprinted tools, documents and texts of messages are an error.
+        unprinted: What to do if the template ignores tools, documents or texts of messages.
     """
 
     known: KnownTemplate
@@ -67,18 +67,20 @@ class Rendering:
         """Run the template; each character is attributed.
 
         Raises:
-            InputError: It does not print a tool, a document or a message's text.
+            InputError: The template ignores a tool, a document or a message's text.
             TemplateError: It refuses or fails.
         """
         text = self.known.render(request)
         if self.unprinted == "error":
-            self._refuse_unprinted("tools", text, request)
-            self._refuse_unprinted("documents", text, request)
-            self._refuse_unprinted_messages(text, request)
+            if request.tools or request.documents:
+                self._refuse_unprinted("tools", text, request)
+                self._refuse_unprinted("documents", text, request)
+            for index in unprinted_messages(text, request.messages):
+                self._refuse_unprinted_message(index, text, request)
         return text
 
     def _differs(self, text: TracedStr, request: RenderRequest) -> bool:
-        """Whether the template writes another text than this, or refuses, for a request."""
+        """Whether the template writes another text for a request, or refuses it."""
         try:
             return plain(self.known.render(request)) != plain(text)
         except TemplateError:
@@ -87,10 +89,10 @@ class Rendering:
     def _refuse_unprinted(
         self, kind: Literal["tools", "documents"], text: TracedStr, request: RenderRequest
     ) -> None:
-        """Raise for the first tool or document that has no part in a text.
+        """Raise for the first tool or document that does not affect a text.
 
-        That the template reads each of them, though it prints none, is remembered for conversations of one
-        shape. That it reads any is tried each time.
+        A template may read values without printing them. That it reads each of them is remembered for
+        conversations of one shape.
         """
         values = getattr(request, kind) or ()
         printed = {origin.path for _, _, origin in text.spans if origin.kind == kind}
@@ -99,7 +101,7 @@ class Rendering:
             return
 
         def is_read(left_out: Sequence[int]) -> bool:
-            """Whether the template writes other text without some values, having asked about them."""
+            """Whether the template writes another text without some values."""
             others = [value for index, value in enumerate(values) if index not in left_out]
             return self._differs(text, msgspec.structs.replace(request, **{kind: others or None}))
 
@@ -109,8 +111,7 @@ class Rendering:
         if len(unprinted) == 1 or not is_read(unprinted):
             unread = find_unread()
         else:
-            roles = [message.role for message in request.messages]
-            asks = request.add_generation_prompt, request.continued
+            roles, asks = request.roles, (request.add_generation_prompt, request.continued)
             try:
                 shape = plain_key((values, unprinted, roles[:1], roles[-1:], sorted({*roles}), asks))
                 unread = self.known.findings.remember(("unread", kind, shape), find_unread)
@@ -118,30 +119,28 @@ class Rendering:
                 unread = find_unread()
         if unread >= 0:
             raise InputError(
-                f"the chat template prints nothing of this {kind.removesuffix('s')}",
+                f"the chat template ignores this {kind.removesuffix('s')}",
                 where=f"{kind}[{unread}]",
-                remedy='Leave it out, or open the model with unprinted="allow" where the messages tell of it',
+                remedy='Leave it out, or open the model with unprinted="allow" if the messages describe it',
             )
 
-    def _refuse_unprinted_messages(self, text: TracedStr, request: RenderRequest) -> None:
-        """Raise for the first message whose text is not printed, and makes no difference to the template."""
+    def _refuse_unprinted_message(self, index: int, text: TracedStr, request: RenderRequest) -> None:
+        """Raise if the text of a message does not affect a text that does not print it."""
         messages = request.messages
-        for index in unprinted_messages(text, messages):
-            others = (*messages[:index], _reworded(messages[index]), *messages[index + 1 :])
-            if not self._differs(text, msgspec.structs.replace(request, messages=others)):
-                raise InputError(
-                    f"the chat template does not print this {messages[index].role} message",
-                    where=f"messages[{index}]",
-                    remedy="Put its text into a message that the template prints, or open the model with "
-                    'unprinted="allow" if it is to be left out',
-                )
+        others = (*messages[:index], _reworded(messages[index]), *messages[index + 1 :])
+        if not self._differs(text, msgspec.structs.replace(request, messages=others)):
+            raise InputError(
+                f"the chat template does not print this {messages[index].role} message",
+                where=f"messages[{index}]",
+                remedy="Put its text into a message that the template prints, or open the model with "
+                'unprinted="allow" if it is to be left out',
+            )
 
     def render(self, request: RenderRequest) -> RenderedTokens:
         """Render a conversation; errors as for `Renderer.render`."""
-        profile, messages = self.known.profile, request.messages
+        profile, roles = self.known.profile, request.roles
         text = self.text(request)
         layout = self.writer.lay_out(text)
-        roles = tuple([message.role for message in messages])
         turns: list[SampledTurn] = []
         rewritten: list[int] = []
         if "assistant" in roles:
@@ -152,20 +151,14 @@ class Rendering:
             cuts=sorted({cut for turn in turns for cut in turn.cuts}),
         )
         if encoded.is_closed:
-            # Each prompt ends in tokens that the conversation does not go on from.
+            # Each prompt ends in tokens that the conversation does not continue.
             turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
-        calls = [call for message in messages for call in message.tool_calls]
-        called = {call.id: call.name for call in calls if call.id is not None}
-        tool_names = [
-            (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
-            for message in messages
-        ]
         spans, answer_only, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
         return RenderedTokens(
             token_ids=encoded.ids,
             spans=spans,
             roles=roles,
-            tool_names=tuple(tool_names),
+            tool_names=request.tool_names,
             multi_modal_data=sidecar,
             text=plain(text),
             rewritten=tuple(sorted([*rewritten, *misaligned])),
@@ -191,117 +184,117 @@ class Rendering:
             request: The conversation, whose media parts fill the placeholders.
             cuts: Rising character positions whose token index is wanted.
             before: Tokens that the text is appended to.
-            earlier: Sidecar of those tokens.
-            skipped: Number of messages that the template was given before the request's.
+            earlier: Sidecar of these tokens.
+            skipped: Number of messages in the text before the request's.
 
         Returns:
             The tokens of the text, and the sidecar of all tokens.
 
         Raises:
-            PlaceholderError: A part has no placeholder, or a placeholder no part.
-            ProcessorError: The model takes no media.
+            PlaceholderError: A part has no placeholder, or a placeholder has no part.
+            ProcessorError: The model does not take media.
             MediaError: A part has no source, or cannot be loaded or processed.
         """
         earlier = MultiModalData() if earlier is None else earlier
-        media = request.media
         items: Sequence[MediaItem | None] = ()
-        if media or layout.placeholders:
-            placeholders = [
-                replace(found, message=found.message - skipped)
-                if found.message >= skipped
-                else replace(found, message=-1, part=-1)
-                for found in layout.placeholders
-            ]
-            if self.media is None and media:
-                raise ProcessorError(
-                    "the model has no image processor",
-                    where=media[0].path,
-                    expected="preprocessor_config.json or processor_config.json in the model directory",
-                    got="a text-only model",
-                    remedy="Use a vision-language model, or remove the image",
-                )
-            if self.media is not None:
-                # The parts of a probe stay unexpanded placeholders.
-                is_probe = any(entry.part.source is UNKNOWN_SOURCE for entry in media)
-                if media and not is_probe:
-                    self.media.require_processor(media[0].path)
-                order = _order(request, placeholders, self.known.profile.image_roles)
-                items = [None] * len(media)
-                if not is_probe:
-                    resolved = self.media.resolve(
-                        media,
-                        earlier_images=len(earlier.mm_hashes.get("image", ())),
-                        earlier_videos=len(earlier.mm_hashes.get("video", ())),
-                    )
-                    items = [resolved[index] for index in order]
-                    videos = [entry.path for entry in media if entry.modality == "video"]
-                    if len(videos) + len(earlier.mm_hashes.get("video", ())) > 1:
-                        self._require_several_videos(videos[-1:])
-                    layout = self._covered(layout, items)
+        if request.media or layout.placeholders:
+            placeholders = layout.placeholders
+            if skipped:
+                placeholders = tuple([_counted_from(place, skipped) for place in placeholders])
+            items = self._items(placeholders, request, earlier)
+            if any(item is not None and item.modality == "video" for item in items):
+                layout = self._covered(layout)
         encoded = self.writer.write(layout, items, cuts, before=before)
         entries = [
-            (found.shifted(len(before)) if before else found, item)
-            for found, item in zip(encoded.ranges, items, strict=True)
+            (place.shifted(len(before)) if before else place, item)
+            for place, item in zip(encoded.ranges, items, strict=True)
             if item is not None
         ]
         if not entries:
             return encoded, earlier
-        found = MultiModalData.of(entries)
-        return encoded, earlier.merged(found) if earlier.mm_hashes else found
+        sidecar = MultiModalData.of(entries)
+        return encoded, earlier.merged(sidecar) if earlier.mm_hashes else sidecar
 
-    def _require_several_videos(self, where: Sequence[str]) -> None:
-        """Raise `MediaError` for the last new video if the model's processor takes one in a prompt."""
-        processor = self.media.processor if self.media is not None else None
-        if where and processor is not None and processor.videos and not processor.videos.takes_several:
+    def _items(
+        self, placeholders: Sequence[Placeholder], request: RenderRequest, earlier: MultiModalData
+    ) -> Sequence[MediaItem | None]:
+        """Return the item of each placeholder, or None for a placeholder that stays as it is."""
+        parts = request.media
+        if self.media is None:
+            if not parts:
+                return ()
+            raise ProcessorError(
+                "the model has no image processor",
+                where=parts[0].path,
+                expected="preprocessor_config.json or processor_config.json in the model directory",
+                got="a text-only model",
+                remedy="Use a vision-language model, or remove the image",
+            )
+        # The parts of a probe stay unexpanded placeholders.
+        is_probe = any(entry.part.source is UNKNOWN_SOURCE for entry in parts)
+        if parts and not is_probe:
+            self.media.require_processor(parts[0].path)
+        order = _order(request, placeholders, self.known.profile.image_roles)
+        if is_probe or not parts:
+            return [None] * len(parts)
+        videos = [entry.path for entry in parts if entry.part.modality == "video"]
+        hashes = earlier.mm_hashes
+        items = self.media.resolve(
+            parts,
+            earlier_images=len(hashes.get("image", ())),
+            earlier_videos=len(hashes.get("video", ())),
+        )
+        processor = self.media.processor.videos
+        many = videos and len(videos) + len(hashes.get("video", ())) > 1
+        if many and processor is not None and not processor.takes_several:
             raise MediaError(
                 "the model's processor takes one video in a prompt",
-                where=where[0],
+                where=videos[-1],
                 remedy="Pass the frames of further videos as images.",
             )
+        return [items[index] for index in order]
 
-    def _covered(self, layout: Layout, items: Sequence[MediaItem | None]) -> Layout:
-        """Widen placeholders to the text of the template that the processor replaces as well.
+    def _covered(self, layout: Layout) -> Layout:
+        """Widen placeholders of videos to the template text around them that the processor replaces, too.
 
         Raises:
-            PlaceholderError: The template writes another text there.
+            PlaceholderError: The template writes other text there.
         """
         videos = self.media.processor.videos if self.media is not None else None
-        if videos is None or not any(item is not None and item.modality == "video" for item in items):
-            return layout
-        before, after = videos.covers
+        before, after = ("", "") if videos is None else videos.covers
         if not before and not after:
             return layout
         text = plain(layout.text)
         placeholders: list[Placeholder] = []
-        for found in layout.placeholders:
-            if found.modality != "video":
-                placeholders.append(found)
+        for place in layout.placeholders:
+            if place.modality != "video":
+                placeholders.append(place)
                 continue
-            start, stop = found.start - len(before), found.stop + len(after)
+            start, stop = place.start - len(before), place.stop + len(after)
             is_content = any(origin.is_content for _, _, origin in clip(layout.text.spans, start, stop))
-            expected = before + text[found.start : found.stop] + after
+            expected = before + text[place.start : place.stop] + after
             if is_content or text[max(start, 0) : stop] != expected:
                 raise PlaceholderError(
                     "the model's processor replaces text around a video that the template does not write",
-                    where=f"character {found.start}",
+                    where=f"character {place.start}",
                     expected=repr(expected),
                     got=repr(text[max(start, 0) : stop]),
                 )
-            placeholders.append(replace(found, start=start, stop=stop))
+            placeholders.append(replace(place, start=start, stop=stop))
         return replace(layout, placeholders=tuple(placeholders))
 
 
 def unprinted_messages(text: TracedStr, messages: Sequence[Message], first: int = 0) -> list[int]:
-    """Return the indices of messages with text of which a rendering holds no character.
+    """Return the indices of messages with text that a rendering does not print at all.
 
-    `first` is the index that the template knew the first message by.
+    `first` is the index of the first message in the rendering.
     """
     printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
     return [index for index, message in enumerate(messages) if index not in printed and message.has_text]
 
 
 def _reworded(message: Message) -> Message:
-    """A message with other text in the same places."""
+    """The message with other text in the same places."""
     content = message.content
     if isinstance(content, tuple):
         parts = [TextPart(_OTHER_TEXT) if isinstance(part, TextPart) else part for part in content]
@@ -309,13 +302,11 @@ def _reworded(message: Message) -> Message:
     return msgspec.structs.replace(message, content=_OTHER_TEXT)
 
 
-def _takes(entry: RequestMedia, found: Placeholder) -> bool:
-    """Whether a placeholder may be that of a part."""
-    return (
-        found.modality == entry.modality
-        and found.message in (-1, entry.message)
-        and found.part in (-1, entry.position)
-    )
+def _counted_from(place: Placeholder, skipped: int) -> Placeholder:
+    """A placeholder with the index of its message among those after the first `skipped` ones."""
+    if place.message < skipped:
+        return replace(place, message=-1, part=-1)
+    return replace(place, message=place.message - skipped)
 
 
 def _order(
@@ -323,76 +314,124 @@ def _order(
 ) -> list[int]:
     """Return the index of the part of each placeholder: one placeholder for each part.
 
-    Parts come in the order in which the template writes them. Where provenance says no more than the message,
-    or nothing, those of a message or all of them come in the order of the conversation.
+    Parts come in the order in which the template writes them. If provenance shows only the message of some
+    placeholders, or not even this, these come in the order of the conversation.
     """
-    places, where = request.media, request.where
-    free = list(range(len(places)))
+    parts, where = request.media, request.where
+    unplaced = list(range(len(parts)))
     order: list[int] = []
-    strangers: list[Placeholder] = []
-    for found in placeholders:
-        index = next((index for index in free if _takes(places[index], found)), None)
-        if index is None:
-            strangers.append(found)
+    unmatched: list[Placeholder] = []
+    for place in placeholders:
+        for index in unplaced:
+            entry = parts[index]
+            if (
+                place.modality == entry.part.modality
+                and place.message in (-1, entry.message)
+                and place.part in (-1, entry.position)
+            ):
+                unplaced.remove(index)
+                order.append(index)
+                break
         else:
-            free.remove(index)
-            order.append(index)
-    if not free and not strangers:
+            unmatched.append(place)
+    if not unplaced and not unmatched:
         return order
-    if len(places) > len(placeholders):
-        dropped = places[free[0]]
+    if len(parts) > len(placeholders):
+        dropped = parts[unplaced[0]]
         roles = ", ".join(image_roles) or "none"
         remedy = f"Put it into a message of a role whose images the template writes (found: {roles})"
         if dropped.role == "tool" and "user" in image_roles:
             remedy += ', or open the model with tool_images="user", which does so'
         raise PlaceholderError(
-            f"the chat template drops this {dropped.modality}",
+            f"the chat template drops this {dropped.part.modality}",
             where=dropped.path,
-            expected=f"{len(places)} placeholders, one for each media part",
+            expected=f"{len(parts)} placeholders, one for each media part",
             got=f"{len(placeholders)}",
             remedy=remedy,
         )
-    extra = strangers[0]
-    if len(placeholders) > len(places):
+    extra = unmatched[0]
+    if len(placeholders) > len(parts):
         raise PlaceholderError(
             "the chat template wrote more placeholders than there are media parts",
             where=f"{where}[{extra.message}]" if extra.message >= 0 else f"character {extra.start}",
-            expected=f"{len(places)}",
+            expected=f"{len(parts)}",
             got=f"{len(placeholders)}",
             remedy="A template that repeats an image cannot be rendered with it",
         )
-    missed = places[free[0]]
+    missing = parts[unplaced[0]]
     raise PlaceholderError(
-        "the chat template writes a placeholder of something else in place of this part's",
-        where=missed.path,
-        expected=f"{missed.modality} of {where}[{missed.message}]",
+        "the placeholder belongs to another media part",
+        where=missing.path,
+        expected=f"{missing.part.modality} of {where}[{missing.message}]",
         got=f"{extra.modality} of {where}[{extra.message}]",
         remedy="A template that repeats some media and drops others cannot be rendered with them",
     )
 
 
-def request_key(request: RenderRequest) -> Hashable | None:
-    """Return a hashable that equal requests share, or None if some value has no key."""
-    fingerprints = [entry.fingerprint for entry in request.media]
-    if None in fingerprints:
-        return None
-    media = iter(fingerprints)
-    try:
-        return (
-            *[
-                (message.role, message.content, message.reasoning_content, message.name, message.tool_call_id)
-                if type(message.content) is not tuple and not message.tool_calls and not message.extra
-                else _message_key(message, media)
-                for message in request.messages
-            ],
-            plain_key(request.tools),
-            plain_key(request.documents),
-            request.add_generation_prompt,
-            request.continued,
-            plain_key(request.variables),
+class Memo:
+    """Whole renderings by request. Their media items stay in the media cache alone.
+
+    Args:
+        max_bytes: Maximum estimated size of tokens and text, in bytes; 0 turns the memo off.
+        media: Holds the media cache; None for a text-only model.
+    """
+
+    def __init__(self, max_bytes: int, media: MediaResolver | None) -> None:
+        self._items = None if media is None else media.cache
+        self._entries: LRUCache[Hashable, RenderedTokens] = LRUCache(
+            max_bytes,
+            size_of=lambda rendered: len(rendered.token_ids) * _BYTES_PER_TOKEN + len(rendered.text),
         )
-    except NoKeyError:
-        return None
+
+    def key(self, request: RenderRequest) -> Hashable | None:
+        """Return a hashable that equal requests share.
+
+        None if the memo is off, if a source may change, or if a value cannot be part of a key.
+        """
+        fingerprints = [entry.fingerprint for entry in request.media]
+        if not self._entries.max_size or None in fingerprints:
+            return None
+        media = iter(fingerprints)
+        try:
+            return (
+                *[
+                    (
+                        message.role,
+                        message.content,
+                        message.reasoning_content,
+                        message.name,
+                        message.tool_call_id,
+                    )
+                    if type(message.content) is not tuple and not message.tool_calls and not message.extra
+                    else _message_key(message, media)
+                    for message in request.messages
+                ],
+                plain_key((request.tools, request.documents, request.variables)),
+                request.add_generation_prompt,
+                request.continued,
+            )
+        except NoKeyError:
+            return None
+
+    def get(self, key: Hashable | None) -> RenderedTokens | None:
+        """Return a copy of a rendering, or None without it or one of its media items."""
+        entry = None if key is None else self._entries.get(key)
+        if entry is None:
+            return None
+        items: dict[str, list[MediaItem]] = {}
+        for modality, identities in entry.multi_modal_data.mm_hashes.items():
+            items[modality] = []
+            for identity in identities:
+                item = None if self._items is None else self._items.get(identity)
+                if item is None:
+                    return None
+                items[modality].append(item)
+        return _copy(entry, items)
+
+    def put(self, key: Hashable | None, rendered: RenderedTokens) -> None:
+        """Keep a copy of a rendering, unless its key is None."""
+        if key is not None:
+            self._entries.put(key, _copy(rendered, {}))
 
 
 def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable:
@@ -415,34 +454,8 @@ def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable
     )
 
 
-def new_memo(max_bytes: int) -> LRUCache[Hashable, RenderedTokens]:
-    """A cache of renderings without their media items, bounded by the estimated bytes of tokens and text."""
-    return LRUCache(
-        max_bytes,
-        size_of=lambda rendered: len(rendered.token_ids) * _BYTES_PER_TOKEN + len(rendered.text),
-    )
-
-
-def to_memo(rendered: RenderedTokens) -> RenderedTokens:
-    """Copy a rendering for the memo. Items are left to the media cache, whose bound is theirs."""
-    return _copy(rendered, {})
-
-
-def from_memo(kept: RenderedTokens, media: MediaResolver | None) -> RenderedTokens | None:
-    """Copy a rendering from the memo, with its items; None if the media cache has dropped one of them."""
-    items: dict[str, list[MediaItem]] = {}
-    for modality, identities in kept.multi_modal_data.mm_hashes.items():
-        found = items[modality] = []
-        for identity in identities:
-            item = None if media is None else media.cache.get(identity)
-            if item is None:
-                return None
-            found.append(item)
-    return _copy(kept, items)
-
-
 def _copy(rendered: RenderedTokens, items: Mapping[str, Sequence[MediaItem]]) -> RenderedTokens:
-    """Copy everything that a caller may change."""
+    """Copy a rendering and its mutable fields, with these media items."""
     copy = object.__new__(RenderedTokens)  # five times as fast as `dataclasses.replace`
     copy.__dict__.update(rendered.__dict__)
     copy.__dict__["token_ids"] = rendered.token_ids.copy()

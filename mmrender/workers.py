@@ -1,4 +1,4 @@
-"""The threads of a renderer: they open at the first call, open again after a fork, and are closed by name."""
+"""The threads of a renderer, which start at the first call, and again after a fork."""
 
 import contextvars
 import os
@@ -21,11 +21,11 @@ _QUEUE_PER_WORKER: Final = 4
 
 
 class Threads(Executor):
-    """A bounded number of threads, opened at the first call.
+    """A bounded number of threads, started at the first call.
 
     Args:
         count: The number.
-        name: What their names begin with.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -35,7 +35,7 @@ class Threads(Executor):
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Open other threads at the next call: the parent's are not alive in the child."""
+        """Start new threads at the next call, since the parent's do not live in the child."""
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
 
@@ -54,7 +54,7 @@ class Threads(Executor):
             return self._executor.submit(function, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse further calls, and end the threads after the calls that were taken. Idempotent."""
+        """Refuse further calls, and end the threads after the accepted calls. Idempotent."""
         with self._lock:
             self._is_closed = True
             executor = self._executor
@@ -66,12 +66,12 @@ class Workers:
     """Threads that carry out calls for event loops, with a queue, and threads that help with images.
 
     Args:
-        count: Calls carried out at once; by default one per processor, at most four.
-        queue_size: Calls that may wait for a worker; by default four for each worker.
+        count: Number of workers, by default one per processor, at most four.
+        queue_size: Calls that may wait for a worker, by default four for each worker.
         media_threads: Threads that help with images, by default as many as workers.
 
     Attributes:
-        media: Those threads, or None.
+        media: The threads that help with images, or None.
 
     Raises:
         InputError: A size is too small.
@@ -89,11 +89,10 @@ class Workers:
     async def run(self, context: contextvars.Context, nowait: bool, function: Callable[[], Result]) -> Result:
         """Call a function on a worker, in a context.
 
-        A caller that is cancelled leaves the queue. A call that has begun runs to its end, and its result is
-        dropped.
+        Cancelling removes a queued call. A running call finishes, and its result is dropped.
 
         Raises:
-            PoolFullError: `nowait`, and every place is taken.
+            PoolFullError: The queue is full, and `nowait` is set.
             PoolClosedError: The threads are closed.
         """
         import asyncio
@@ -102,7 +101,7 @@ class Workers:
         places = self._places.setdefault(loop, asyncio.Semaphore(self.count + self.queue_size))
         if nowait and places.locked():
             raise PoolFullError(
-                "every place in the pool is taken",
+                "the pool's queue is full",
                 expected=f"fewer than {self.count + self.queue_size} calls running or waiting",
                 remedy="Call again later, leave out nowait, or make the pool with a larger queue_size",
             )
@@ -114,14 +113,14 @@ class Workers:
             raise
 
         def release(_: object) -> None:
-            if not loop.is_closed():  # nobody waits on a closed loop
+            if not loop.is_closed():  # no caller waits on a closed loop
                 loop.call_soon_threadsafe(places.release)
 
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Finish the calls that have a place, refuse all others, and end the threads. Idempotent."""
+        """Finish the queued calls, refuse further ones, and end the threads. Idempotent."""
         self._threads.shutdown()
         if self.media is not None:
             self.media.shutdown()
@@ -131,6 +130,6 @@ def _size(size: int | None, default: int, minimum: int, where: str) -> int:
     if size is None:
         return default
     if type(size) is not int or size < minimum:
-        expected = f"a whole number, {minimum} at least"
-        raise InputError("not a size of a pool", where=where, expected=expected, got=repr(size))
+        expected = f"a whole number, at least {minimum}"
+        raise InputError("not a pool size", where=where, expected=expected, got=repr(size))
     return size

@@ -107,7 +107,7 @@ def wire_page() -> str:
 
 
 def errors_page() -> str:
-    """The tree of errors as its module draws it, and each class with what it says of itself."""
+    """The docstring of each module of errors, and a table of its classes."""
     lines = ["# Errors", ""]
     for path, module in (
         (ROOT / "mmrender" / "errors.py", "mmrender.errors"),

@@ -30,8 +30,7 @@ from find_cell import FindCell, FindCellSettings, sensible_calls
 from mmrender.client.local import LocalBackend
 from mmrender.errors import ShippingClosedError
 from mmrender.media.resolve import MediaCache
-from mmrender.pool import RendererPool
-from mmrender.renderer import Renderer
+from mmrender.renderer import Renderer, RendererPool
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import run_episode
 from mmrender.shipping import Receiver, Sender

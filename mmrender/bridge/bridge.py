@@ -100,8 +100,8 @@ class Bridge:
         return RenderedTokens(
             token_ids=[*ids, *encoded.ids],
             spans=(*spans, *[span.shifted(len(ids), first) for span in encoded.spans]),
-            roles=tuple([message.role for message in messages]),
-            tool_names=tuple([message.name if message.role == "tool" else None for message in messages]),
+            roles=request.roles,
+            tool_names=request.tool_names,
             multi_modal_data=sidecar,
             text=plain(layout.text),
             placeholder_ids=self._writer.placeholder_ids,

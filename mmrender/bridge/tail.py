@@ -282,7 +282,7 @@ class Tails:
                     tools=history.tools,
                     documents=history.documents,
                     add_generation_prompt=is_prompt or bool(extension),
-                    variables=self._known.arguments,
+                    variables=self._known.variables,
                 )
             )
         except TemplateError as error:

@@ -1,7 +1,7 @@
-"""The one tolerant place: messages as OpenAI and Hugging Face users pass them in, canonical messages out.
+"""The only tolerant place: it turns the messages of OpenAI and Hugging Face users into canonical ones.
 
 Everything after it is strict. An object that cannot be read is refused with a `MessageError` that names its
-path; nothing is dropped silently. `docs/messages.md` lists the accepted spellings.
+path. Nothing is dropped silently. `docs/messages.md` lists the accepted spellings.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""A conversation, as OpenAI and Hugging Face users pass it, in; canonical `Message`s out.
+"""Turn a conversation of OpenAI and Hugging Face users into canonical `Message`s.
 
-This is the hot path: a plain `{"role": …, "content": "…"}` takes one branch, and a path string is built only
-for an error.
+This is the hot path: a plain `{"role": …, "content": "…"}` takes one branch, and a path is built only for an
+error.
 """
 
 import difflib
@@ -37,19 +37,18 @@ from mmrender.messages import (
     TextPart,
     ThinkingPart,
     ToolCall,
-    VideoPart,
 )
 
 # `function` is how OpenAI named tool results before tool calls had ids.
 _ROLE_OF: dict[str, Role] = {**{role: role for role in ROLES}, "function": "tool"}
 
-# Transformers reads the reasoning of a message under these names; the first that is not None wins.
+# Transformers reads the reasoning of a message under these names. The first that is not None wins.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 # No chat template reads media from here, so they would be lost without a word.
 _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "videos"})
 
-# Fields that responses and datasets carry along, and that mean nothing when they are empty.
+# Fields of responses and datasets that are dropped if they are empty.
 _API_FIELDS = _MISPLACED_MEDIA | {"annotations", "parsed", "refusal"}
 
 _MEMBERS = ("role", "content", *_REASONING_KEYS, "tool_calls", "name", "tool_call_id", "function_call")
@@ -63,17 +62,15 @@ _MESSAGE = "a dict with role and content, a Message, a pydantic model or a datac
 def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> tuple[Message, ...]:
     """Turn a conversation in any accepted form into canonical messages.
 
-    The input is never changed, and no list or dict of it is shared with the result. Media are passed
-    through untouched.
+    The input is not changed, and the result does not share lists or dicts with it. Media stay as they are.
 
     Args:
         messages: A list of dicts, other mappings, pydantic models, dataclasses, msgspec structs and
             `Message`s (kept as they are), in any mixture.
-        where: What paths in errors start with.
+        where: Start of the paths in errors.
 
     Raises:
-        MessageError: At the first thing that cannot be read, naming its path such as
-            `messages[2].content[1].type`.
+        MessageError: Something cannot be read. `where` is its path, such as `messages[2].content[1].type`.
     """
     items: Sequence[Any] = messages
     if type(messages) is not list:
@@ -86,7 +83,7 @@ def normalize_messages(messages: Sequence[Any], *, where: str = "messages") -> t
         raise MessageError("the conversation is empty", where=where, expected="at least one message")
     result: list[Message] = []
     for index, item in enumerate(items):
-        # The shapes that most messages have are read here.
+        # The usual shapes are read here.
         role: Any = item.get("role") if type(item) is dict and len(item) == 2 else None
         content = item.get("content") if type(role) is str and role in ROLES else None
         if type(content) is str and content.isascii():
@@ -112,14 +109,14 @@ def normalize_message(value: Any, where: str) -> Message:
             remedy="Pass one conversation at a time",
         )
     fields = as_fields(value, where, _MESSAGE)
-    given = fields.pop("role", None)
-    role = _ROLE_OF.get(given) if isinstance(given, str) else None
-    if given is None:
+    name = fields.pop("role", None)
+    role = _ROLE_OF.get(name) if isinstance(name, str) else None
+    if name is None:
         raise MessageError(
-            "the message has no role", where=where, expected="a key 'role'", got=keys_of(fields)
+            "the message lacks a role", where=where, expected="a key 'role'", got=keys_of(fields)
         )
     if role is None:
-        raise MessageError("unknown role", where=f"{where}.role", expected=one_of(ROLES), got=describe(given))
+        raise MessageError("unknown role", where=f"{where}.role", expected=one_of(ROLES), got=describe(name))
     content = normalize_content(fields.pop("content", None), f"{where}.content")
     if not fields:
         return Message(role=role, content=content)
@@ -129,7 +126,7 @@ def normalize_message(value: Any, where: str) -> Message:
         if key in fields:
             text = as_text(fields[key], f"{where}.{key}")
             reasoning = text if reasoning is None else reasoning
-            # A name that loses with a text of its own stays in `extra`: a template may read it by that name.
+            # Another text under a later name stays in `extra`, since a template may read it by that name.
             if text == reasoning:
                 del fields[key]
     name, tool_call_id = (
@@ -198,7 +195,7 @@ def refuse_misspelt(request: RenderRequest, template: str) -> None:
         template: Jinja text of the chat template.
 
     Raises:
-        MessageError: The member resembles a standard one, or stands in a message without any content.
+        MessageError: The member resembles a standard one, or its message has no content at all.
     """
     for index, message in enumerate(request.messages):
         is_empty = message.content is None and not message.tool_calls and message.reasoning_content is None
@@ -210,15 +207,15 @@ def refuse_misspelt(request: RenderRequest, template: str) -> None:
                 "neither the renderer nor the chat template reads this member",
                 where=member(f"{request.where}[{index}]", key),
                 expected=one_of(_MEMBERS),
-                remedy=f"Did you mean {near[0]!r}?" if near else "Write what the message says as its content",
+                remedy=f"Did you mean {near[0]!r}?" if near else "Write the text as the message's content",
             )
 
 
 def to_openai(message: Message) -> dict[str, Any]:
-    """Write a message as a dict of its own; `normalize_messages` reads it back as an equal message.
+    """Convert a message into a new dict, which `normalize_messages` reads back as an equal message.
 
-    Content keeps its shape. Sources given as text become `image_url` and `video_url` parts; other sources
-    stay objects in `image` and `video` parts, so the dict is JSON only where the sources are text. Arguments
+    Content keeps its shape. Sources that are text become `image_url` and `video_url` parts. Other sources
+    stay objects in `image` and `video` parts, so the dict is JSON only if all sources are text. Arguments
     become JSON text. Fields that are not set are left out, except `content`.
     """
     content = message.content
@@ -240,17 +237,14 @@ def to_openai(message: Message) -> dict[str, Any]:
 
 def _openai_part(part: Part) -> dict[str, Any]:
     if isinstance(part, TextPart | ThinkingPart):
-        written: dict[str, Any] = msgspec.to_builtins(part)
-        return written
+        fields: dict[str, Any] = msgspec.to_builtins(part)
+        return fields
     modality, source = part.modality, part.source
-    written = {"type": modality} if source is None else {"type": modality, modality: source}
+    fields = {"type": modality} if source is None else {"type": modality, modality: source}
     if isinstance(source, str):
-        written = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
-    if isinstance(part, VideoPart):
-        timing = {name: getattr(part, name) for name in part.__struct_fields__ if name != "source"}
-        written |= {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in timing.items()
-            if value is not None
-        }
-    return written
+        fields = {"type": f"{modality}_url", f"{modality}_url": {"url": source}}
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if name != "source" and value is not None:
+            fields[name] = list(value) if isinstance(value, tuple) else value
+    return fields

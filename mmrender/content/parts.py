@@ -1,11 +1,10 @@
-"""Content: a string, or parts in any of the OpenAI, Hugging Face, Anthropic, MCP and vLLM spellings.
+"""Read content: a string, or parts in the spellings of OpenAI, Hugging Face, Anthropic, MCP and vLLM.
 
-The shape is kept, a string stays a string and a list becomes a tuple of parts, because chat templates
-treat them differently.
+A string stays a string and a list becomes a tuple of parts, because chat templates treat them differently.
 
-Sources of media are reduced to what `ImagePart.source` holds. Nothing is opened or decoded here; base64 stays
-text, as a `data:` URL, until the media layer reads it under its limits. A path given as text stays text: only
-a caller who writes `pathlib.Path` vouches for it.
+Sources of media are reduced to the forms of `ImagePart.source`, and not opened or decoded. Base64 stays text,
+as a `data:` URL, until the media layer reads it under its limits. A path in a `str` stays text, since only a
+`pathlib.Path` is a file that the caller trusts.
 """
 
 import math
@@ -48,7 +47,7 @@ _KIND_OF_TYPE = {
 PART_TYPES = tuple(_KIND_OF_TYPE)
 """Every `type` that a part may name."""
 MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in MODALITIES)
-"""Those of images and videos; most are keys of such parts too."""
+"""Types of images and videos."""
 
 _KEYS = {
     "text": ("text", "refusal"),
@@ -59,13 +58,13 @@ _KEYS = {
 """Keys under which a part of each kind holds its text or source."""
 _TIMING = {
     "fps": ("fps is not a frame rate", "a number above 0", False, False),
-    "times": ("these are not times", "the seconds of each frame, 0 or more", False, True),
-    "frames_indices": ("these number no frames", "the number of each frame, 0 or more", True, True),
-    "total_num_frames": ("this is no number of frames", "a whole number above 0", True, False),
-    "duration": ("this is no duration", "seconds, above 0", False, False),
+    "times": ("not times", "the seconds of each frame, 0 or more", False, True),
+    "frames_indices": ("not frame indices", "the index of each frame, 0 or more", True, True),
+    "total_num_frames": ("not a frame count", "a whole number above 0", True, False),
+    "duration": ("not a duration", "seconds, above 0", False, False),
 }
-"""Fields of a `VideoPart`: what is wrong, what is expected, whether whole and whether a list."""
-_SETTINGS: dict[str, str] = dict.fromkeys(MODALITIES, "; a processor has the same settings for all parts")
+"""Fields of a `VideoPart`: problem and expectation of an error, whether they are whole, and whether lists."""
+_SETTINGS: dict[str, str] = dict.fromkeys(MODALITIES, ". A processor has the same settings for all parts")
 _ARTICLE = {"text": "a", "image": "an", "video": "a", "thinking": "a"}
 _CONTENT_KEYS = tuple(key for keys in _KEYS.values() for key in keys if key in _KIND_OF_TYPE)
 """Keys that settle the kind of a part whose `type` is missing."""
@@ -84,7 +83,7 @@ _REMEDIES = {
     ),
     **dict.fromkeys(("document", "file"), "Render its pages as images, or pass its text"),
     "tool_result": "Pass a tool's result as a message of role tool",
-    "redacted_thinking": "Leave redacted reasoning out: there is no text to render",
+    "redacted_thinking": "Leave redacted reasoning out, since it has no text",
 }
 _SOURCES = {
     modality: f"{first}, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of "
@@ -94,8 +93,7 @@ _SOURCES = {
 
 
 def is_pixels(value: object) -> bool:
-    """Tell whether a value is a PIL image or a numpy array, without importing either."""
-    # A library that nobody imported cannot have made the value.
+    """Whether a value is a PIL image or a numpy array; imports neither library."""
     pil, numpy = sys.modules.get("PIL.Image"), sys.modules.get("numpy")
     return (pil is not None and isinstance(value, pil.Image)) or (
         numpy is not None and isinstance(value, numpy.ndarray)
@@ -134,7 +132,7 @@ def normalize_content(value: Any, where: str) -> str | tuple[Part, ...] | None:
 
 
 def normalize_part(value: Any, where: str) -> Part:
-    """Normalise one part of a content list; canonical parts are returned as they are."""
+    """Normalise one part of a content list. Canonical parts stay as they are."""
     if isinstance(value, (TextPart, ImagePart, VideoPart, ThinkingPart)):
         return value
     if isinstance(value, str):
@@ -142,19 +140,19 @@ def normalize_part(value: Any, where: str) -> Part:
     if is_pixels(value):
         return ImagePart(value)
     fields = as_fields(value, where, "a part: a dict with a type, a str, a PIL image or a numpy array")
-    given_type = fields.pop("type", None)
-    kind = _kind_of(given_type, fields, where)
+    name = fields.pop("type", None)
+    kind = _kind_of(name, fields, where)
     part: Part
     if kind == "text":
         part = TextPart(_take_text(kind, fields, where))
     elif kind == "thinking":
         part = ThinkingPart(_take_text(kind, fields, where))
     elif kind == "image":
-        part = ImagePart(_take_source("image", given_type, fields, where))
+        part = ImagePart(_take_source("image", name, fields, where))
     else:
         timing = _take_timing(fields, where)
-        part = VideoPart(_take_source("video", given_type, fields, where), **timing)
-    for key, left in fields.items():
+        part = VideoPart(_take_source("video", name, fields, where), **timing)
+    for key, rest in fields.items():
         if key in _CONTENT_KEYS or key in _RECORD_KEYS:
             problem = f"the part is {kind}, yet it also holds {describe(key)}"
             raise MessageError(problem, where=where, expected="a part of one kind")
@@ -163,56 +161,57 @@ def normalize_part(value: Any, where: str) -> Part:
                 "unknown key in a part",
                 where=member(where, key),
                 expected=f"the keys of {_ARTICLE[kind]} {kind} part",
-                got=describe(left),
+                got=describe(rest),
                 remedy="Remove the key, or set it to None" + _SETTINGS.get(kind, ""),
             )
     return part
 
 
-def _kind_of(given_type: Any, fields: dict[str, Any], where: str) -> str:
-    if given_type is None:
+def _kind_of(name: Any, fields: dict[str, Any], where: str) -> str:
+    """Kind of a part with a type of this name, or with these keys if it has no type."""
+    if name is None:
         kinds = {_KIND_OF_TYPE[key] for key in _CONTENT_KEYS if key in fields}
         if len(kinds) == 1:
             return kinds.pop()
         raise MessageError(
-            "the part names no type, and its keys do not settle it",
+            "the part has no type, and its keys are ambiguous",
             where=where,
             expected="a 'type' key",
             got=keys_of(fields),
             remedy="To pass a tool's JSON result as text, use json.dumps",
         )
-    name = given_type if isinstance(given_type, str) else ""
-    if name not in _KIND_OF_TYPE:
+    kind = _KIND_OF_TYPE.get(name) if isinstance(name, str) else None
+    if kind is None:
         raise MessageError(
             "unknown part type",
             where=f"{where}.type",
             expected=one_of(PART_TYPES),
-            got=describe(given_type),
-            remedy=_REMEDIES.get(name),
+            got=describe(name),
+            remedy=_REMEDIES.get(name) if isinstance(name, str) else None,
         )
-    return _KIND_OF_TYPE[name]
+    return kind
 
 
 def _take_text(kind: str, fields: dict[str, Any], where: str) -> str:
-    given = [key for key in _KEYS[kind] if key in fields]
-    if len(given) != 1:
+    keys = [key for key in _KEYS[kind] if key in fields]
+    if len(keys) != 1:
         raise MessageError(
-            "the part holds two texts" if given else "the part holds no text",
+            "the part has two texts" if keys else "the part lacks a text",
             where=where,
             expected="one key of " + one_of([f"'{key}'" for key in _KEYS[kind]]),
             got=keys_of(fields),
         )
-    return as_text(fields.pop(given[0]), f"{where}.{given[0]}")
+    return as_text(fields.pop(keys[0]), f"{where}.{keys[0]}")
 
 
 def _take_timing(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Take the times of a video's frames, also from the metadata that Transformers and qwen-vl-utils give."""
-    given = {name: (fields.pop(name), member(where, name)) for name in _TIMING if name in fields}
+    """Take the times of a video's frames, also from the metadata of Transformers and qwen-vl-utils."""
+    entries = {name: (fields.pop(name), member(where, name)) for name in _TIMING if name in fields}
     for key in ("video_metadata", "metadata"):
         path = member(where, key)
         for name, value in as_fields(fields.pop(key, None) or {}, path, "a dict").items():
             if name in _TIMING:
-                given.setdefault(name, (value, member(path, name)))
+                entries.setdefault(name, (value, member(path, name)))
             elif name not in ("width", "height", "video_backend", "do_sample_frames"):
                 raise MessageError(
                     "unknown key in the metadata of a video",
@@ -221,46 +220,46 @@ def _take_timing(fields: dict[str, Any], where: str) -> dict[str, Any]:
                     got=describe(value),
                 )
     timing: dict[str, Any] = {}
-    for name, (value, path) in given.items():
+    for name, (value, path) in entries.items():
         if value is None:
             continue
         problem, expected, is_whole, is_list = _TIMING[name]
         listed: Sequence[Any] = [value]
         if is_list:
             listed = as_sequence(value.tolist() if hasattr(value, "tolist") else value) or ()
-        # `numbers.Real` takes numpy's numbers too.
-        numbers_ = [
+        figures = [
             float(one)
-            for one in listed
+            for one in listed  # `numbers.Real` includes numpy's numbers
             if not isinstance(one, bool) and isinstance(one, numbers.Real) and 0 <= float(one) < math.inf
         ]
-        fits = bool(listed) and len(numbers_) == len(listed) and (is_list or numbers_[0] > 0)
-        if not fits or (is_whole and any(one % 1 for one in numbers_)):
+        fits = bool(listed) and len(figures) == len(listed) and (is_list or figures[0] > 0)
+        if not fits or (is_whole and any(one % 1 for one in figures)):
             raise MessageError(problem, where=path, expected=expected, got=describe(value))
-        read = [int(one) for one in numbers_] if is_whole else numbers_
-        timing[name] = tuple(read) if is_list else read[0]
+        exact = [int(one) for one in figures] if is_whole else figures
+        timing[name] = tuple(exact) if is_list else exact[0]
     return timing
 
 
-def _take_source(modality: str, given_type: str | None, fields: dict[str, Any], where: str) -> Any:
-    named = [key for key in _KEYS[modality] if key in fields]
+def _take_source(modality: str, name: str | None, fields: dict[str, Any], where: str) -> Any:
+    """Take the source of a part whose type has this name; None if `images=` or `videos=` supply it."""
+    keys = [key for key in _KEYS[modality] if key in fields]
     record = [key for key in _RECORD_KEYS if key in fields]
-    if len(named) + bool(record) > 1:
-        problem = f"the part gives more than one {modality}"
+    if len(keys) + bool(record) > 1:
+        problem = f"the part has more than one {modality}"
         raise MessageError(problem, where=where, expected="one source", got=keys_of(fields))
-    if named:
-        return media_source(fields.pop(named[0]), f"{where}.{named[0]}", modality)
+    if keys:
+        return media_source(fields.pop(keys[0]), f"{where}.{keys[0]}", modality)
     if record:
-        keys = [key for key in (*_RECORD_KEYS, *_MEDIA_TYPE_KEYS) if key in fields]
-        return _record_source({key: fields.pop(key) for key in keys}, where, modality)
-    if given_type != modality:
-        # Hugging Face supplies the images of bare parts beside the messages; no other spelling may be bare.
+        record += [key for key in _MEDIA_TYPE_KEYS if key in fields]
+        return _record_source({key: fields.pop(key) for key in record}, where, modality)
+    if name != modality:
+        # Only Hugging Face's spelling lacks a source, which the call supplies.
         raise MessageError(
-            f"the part has no {modality}",
+            f"the part lacks its {modality}",
             where=where,
             expected=f"a key '{modality}_url'",
             got=keys_of(fields),
-            remedy=f'Write {{"type": "{modality}"}} for one that is supplied beside the messages',
+            remedy=f'Write {{"type": "{modality}"}} if {modality}s= of the call supplies it',
         )
     return None
 
@@ -268,7 +267,7 @@ def _take_source(modality: str, given_type: str | None, fields: dict[str, Any], 
 def media_source(value: Any, where: str, modality: str) -> Any:
     """Reduce one description of an image or video to a source; a list of frames becomes a tuple.
 
-    Objects that are not containers go to the media layer as they are.
+    Other objects stay as they are for the media layer.
     """
     if is_pixels(value):
         return value
@@ -294,23 +293,23 @@ def media_source(value: Any, where: str, modality: str) -> Any:
 def _record_source(fields: dict[str, Any], where: str, modality: str) -> Any:
     """Reduce a dict such as `{"url": …}`, `{"bytes": …, "path": …}` or Anthropic's `source` to a source.
 
-    `bytes` wins over `path` where both are given: Hugging Face datasets keep a file's name beside its
-    content. Any other two sources at once are an error.
+    `bytes` wins over `path`, since Hugging Face datasets keep a file's name next to its content. Any other
+    two sources are an error.
     """
     media_types = [fields.pop(key) for key in _MEDIA_TYPE_KEYS if key in fields]
     kind = fields.pop("type", None)
-    given = [key for key in _RECORD_KEYS if key in fields]
+    keys = [key for key in _RECORD_KEYS if key in fields]
+    if keys == ["bytes", "path"]:
+        keys = ["bytes"]
     unknown = fields.keys() - {*_RECORD_KEYS, "detail", "uuid"}
-    if given == ["bytes", "path"]:
-        given = ["bytes"]
-    if unknown or len(given) != 1 or kind not in (None, "base64", "url"):
+    if unknown or len(keys) != 1 or kind not in (None, "base64", "url"):
         raise MessageError(
-            f"does not say which {modality} it is",
+            f"needs exactly one {modality} source",
             where=where,
             expected="exactly one of " + ", ".join(f"'{key}'" for key in _RECORD_KEYS),
             got=keys_of(fields) + ("" if kind is None else f" and type {describe(kind)}"),
         )
-    key, value, where = given[0], fields[given[0]], f"{where}.{given[0]}"
+    key, value, where = keys[0], fields[keys[0]], f"{where}.{keys[0]}"
     if key not in ("base64", "data"):
         return media_source(value, where, modality)
     text = value.decode("latin-1") if isinstance(value, bytes | bytearray) else as_text(value, where)
@@ -327,31 +326,32 @@ def attach_media(
     *,
     where: str = "messages",
 ) -> tuple[Message, ...]:
-    """Fill the parts that have no source, in order; parts that have one are skipped.
+    """Fill the parts without a source, in order.
 
     Args:
         messages: Canonical messages.
-        images: One source per `ImagePart(None)`, in any form that a part may give one; None leaves them.
+        images: One source for each `ImagePart(None)`, in any form; None leaves the parts empty.
         videos: The same for `VideoPart(None)`.
-        where: What paths of parts in errors start with.
+        where: Start of the paths in errors.
 
     Raises:
-        MessageError: There are fewer or more of them than parts that wait for one.
+        MessageError: There are fewer or more sources than parts without one.
     """
     sources: dict[type, Iterator[Any]] = {}
-    for kind, modality, given in ((ImagePart, "image", images), (VideoPart, "video", videos)):
-        if given is not None:
+    for kind, modality, values in ((ImagePart, "image", images), (VideoPart, "video", videos)):
+        if values is not None:
             slots = [
                 f"{where}[{index}].content[{position}]"
                 for index, message in enumerate(messages)
                 for position, part in message.media()
                 if type(part) is kind and part.source is None
             ]
-            sources[kind] = _sources_for(modality, given, slots)
+            sources[kind] = _sources_for(modality, values, slots)
 
     def filled(part: Part) -> Part:
-        waits = isinstance(part, MediaPart) and part.source is None and type(part) in sources
-        return msgspec.structs.replace(part, source=next(sources[type(part)])) if waits else part
+        if isinstance(part, MediaPart) and part.source is None and type(part) in sources:
+            return msgspec.structs.replace(part, source=next(sources[type(part)]))
+        return part
 
     return tuple([
         msgspec.structs.replace(message, content=tuple([filled(part) for part in message.content]))
@@ -361,17 +361,19 @@ def attach_media(
     ])  # fmt: skip
 
 
-def _sources_for(modality: str, given: Any, slots: Sequence[str]) -> Iterator[Any]:
-    """Read the sources that are given beside messages, one for each of the paths in `slots`."""
+def _sources_for(modality: str, values: Any, slots: Sequence[str]) -> Iterator[Any]:
+    """Read the sources for the parts at some paths."""
     name = f"{modality}s"
-    items = as_list(given, name, f"{name} come in a list")
+    items = as_list(values, name, f"{name} come in a list")
     if len(items) != len(slots):
         few = len(items) < len(slots)
         raise MessageError(
-            f"no {modality} is left for this part" if few else f"no part waits for this {modality}",
+            f"fewer {name} than {modality} parts without a source"
+            if few
+            else f"more {name} than {modality} parts without a source",
             where=slots[len(items)] if few else f"{name}[{len(slots)}]",
             expected=f"{len(slots)} {modality if len(slots) == 1 else name}",
             got=str(len(items)),
-            remedy=f'Each {{"type": "{modality}"}} part without a source of its own takes one, in order',
+            remedy=f'Each {{"type": "{modality}"}} part without a source takes one, in order',
         )
     return iter([media_source(item, f"{name}[{index}]", modality) for index, item in enumerate(items)])

@@ -26,23 +26,14 @@ def read_request(
     where: str = "messages",
     allow_empty: bool = False,
 ) -> RenderRequest:
-    """Read the arguments of a rendering, in any accepted form; those of `Renderer.render`.
+    """Read the arguments of `Renderer.render`, in any accepted form, into a request.
 
-    Args:
-        messages: The conversation.
-        tools: Tool definitions, or Python functions.
-        documents: Documents.
-        images: Sources for the image parts that have none, in order.
-        videos: The same for video parts.
-        add_generation_prompt: Whether to open the assistant's turn.
-        continue_final_message: Whether to end with the last message's content, or the field to end with.
-        variables: Template variables, from `read_variables`.
-        fingerprint: Takes the fingerprint of a media part; without it `media` is empty.
-        where: Name of the messages in errors.
-        allow_empty: Whether there may be no messages.
+    `variables` come from `read_variables`. Without `fingerprint`, a function of a media part, the
+    request has no media. `where` is the name of the messages in errors, and `allow_empty` accepts a
+    conversation without messages.
 
     Raises:
-        InputError: The prompt is to open a turn and to continue one.
+        InputError: The prompt would both open a turn and continue one.
         MessageError: A message, tool, document or part is malformed.
     """
     if add_generation_prompt and continue_final_message:
@@ -58,18 +49,23 @@ def read_request(
     if fingerprint is not None:
         media = tuple([
             RequestMedia(
-                f"{where}[{index}].content[{place}]", index, place, message.role, part, fingerprint(part)
+                path=f"{where}[{index}].content[{position}]",
+                message=index,
+                position=position,
+                role=message.role,
+                part=part,
+                fingerprint=fingerprint(part),
             )
             for index, message in enumerate(conversation)
             if type(message.content) is tuple
-            for place, part in message.media()
+            for position, part in message.media()
         ])  # fmt: skip
     continued = continue_final_message if isinstance(continue_final_message, str) else "content"
     return RenderRequest(
         conversation,
         media,
-        normalize_tools(tools),
-        normalize_documents(documents),
+        None if tools is None else normalize_tools(tools),
+        None if documents is None else normalize_documents(documents),
         bool(add_generation_prompt),
         continued if continue_final_message else None,
         variables or {},
@@ -85,17 +81,17 @@ def read_variables(
     options: Collection[str],
     reserved: Collection[str],
 ) -> dict[str, Any]:
-    """Merge template variables from `chat_template_kwargs` and from keywords; lists and dicts are copied.
+    """Merge template variables from `chat_template_kwargs` and keywords, with copies of lists and dicts.
 
     Args:
         mapping: `chat_template_kwargs`.
-        keywords: The keywords that are not options of the call.
+        keywords: Further keywords of the call.
         known: Variables that the chat template reads.
-        options: The call's options.
+        options: Options of the call.
         reserved: Variables that the renderer sets.
 
     Raises:
-        InputError: `mapping` is not a mapping by name, a variable comes both ways, or nobody reads it.
+        InputError: `mapping` is not a mapping by name, or a variable is unknown, reserved or comes both ways.
     """
     if mapping is None:
         mapping = {}
@@ -108,7 +104,7 @@ def read_variables(
         )
     for name in keywords.keys() & mapping.keys():
         raise InputError(
-            "the template variable is given twice", where=name, remedy="Leave it out of chat_template_kwargs"
+            "the template variable comes twice", where=name, remedy="Leave it out of chat_template_kwargs"
         )
     variables = {name: copy_containers(value, name) for name, value in {**mapping, **keywords}.items()}
     for name in variables:
@@ -121,7 +117,7 @@ def read_variables(
 def _unread(
     name: str, where: str, known: Collection[str], options: Collection[str], reserved: Collection[str]
 ) -> InputError:
-    """Build the error for an argument that nobody reads."""
+    """Build the error for an argument that neither the renderer nor the template reads."""
     if name == "chat_template":
         return InputError(
             "a renderer has one chat template",
@@ -130,9 +126,9 @@ def _unread(
         )
     if name in reserved or name in options:
         return InputError(
-            f"{name!r} is not for callers to set",
+            f"{name!r} is set by the renderer",
             where=where,
-            remedy="Only variables of the chat template's own go here",
+            remedy="Pass only variables of the chat template here",
         )
     names = (*known, *options)
     near = difflib.get_close_matches(name, names, n=1)

@@ -1,7 +1,7 @@
-"""Tool definitions and tool calls.
+"""Read tool definitions, documents and tool calls.
 
-Definitions are dicts as they are, or Python functions through Transformers' schema maker. Calls come in
-OpenAI's wrapping or bare, and leave with their arguments parsed.
+Definitions are dicts, which stay as they are, or Python functions, whose schema Transformers derives. Calls
+come in OpenAI's wrapping or bare. Their arguments are parsed.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from mmrender.messages import ToolCall
 
 _TOOL = 'a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, or a Python function'
 _CALL = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'
-# Bookkeeping of APIs and gateways, not part of the prompt.
+# Added by APIs and gateways, and not part of the prompt.
 _IGNORED_KEYS = frozenset(
     {"extra_content", "index", "parsed_arguments", "provider_specific_fields", "status", "thought_signature"}
 )
@@ -42,18 +42,17 @@ def normalize_tools(
 
     Args:
         tools: Dicts with a `function` or a `name` of their own, pydantic models, dataclasses, or Python
-            functions with type hints and a Google-style docstring. None means that there are no tools, and
-            is not the same to a template as an empty list.
-        where: What paths in errors start with.
+            functions with type hints and a Google-style docstring. None, for no tools, differs to a template
+            from an empty list.
+        where: Start of the paths in errors.
 
     Returns:
-        The dicts themselves, not copies, since templates print them whole, None values and key order
-        included. Models lose the optional fields that are None, at the top and in `function`.
+        The dicts themselves, not copies, since templates print them whole, with None values and in their
+        order of keys. Models lose the optional fields that are None, at the top and in `function`.
 
     Raises:
-        MessageError: A tool is none of these, names no function, or is a function that lacks what a
-            schema needs.
-        MissingDependencyError: A Python function is given and Transformers is not installed.
+        MessageError: A tool cannot be read, lacks a name, or is a function without hints or docstring.
+        MissingDependencyError: A tool is a Python function and Transformers is not installed.
     """
     if tools is None:
         return None
@@ -65,11 +64,7 @@ def normalize_tools(
 def normalize_documents(
     documents: Sequence[Any] | None, *, where: str = "documents"
 ) -> tuple[Mapping[str, Any], ...] | None:
-    """Turn documents into the dicts that a chat template prints; other records than dicts are converted.
-
-    Raises:
-        MessageError: They are not a list, or one of them is not a record.
-    """
+    """Turn documents, dicts or other records, into the dicts that a chat template prints."""
     if documents is None:
         return None
     remedy = "Wrap a single document in a list" if is_record(documents) else None
@@ -96,7 +91,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     holder, path = (definition, where) if inner is None else (inner, f"{where}.function")
     name = holder.get("name") if isinstance(holder, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise MessageError("the tool names no function", where=path, expected=_TOOL, got=describe(holder))
+        raise MessageError(
+            "the tool does not name a function", where=path, expected=_TOOL, got=describe(holder)
+        )
     return definition
 
 
@@ -109,9 +106,9 @@ def _schema_of(function: Any, where: str) -> dict[str, Any]:
         ).at(where) from None
     try:
         schema: dict[str, Any] = get_json_schema(function)
-    except Exception as error:  # Whatever it dislikes about the function, the caller must mend.
+    except Exception as error:  # whatever it refuses in the function, the caller can change
         raise MessageError(
-            f"no schema can be made of {function.__name__} ({excerpt(str(error))})",
+            f"cannot derive a JSON schema from {function.__name__} ({excerpt(str(error))})",
             where=where,
             expected="type hints and a Google-style docstring that describes each argument",
             remedy="Or pass its JSON schema",
@@ -120,7 +117,7 @@ def _schema_of(function: Any, where: str) -> dict[str, Any]:
 
 
 def normalize_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
-    """Normalise the `tool_calls` of one assistant message; None and an empty list give `()`."""
+    """Normalise the `tool_calls` of one assistant message."""
     if value is None:
         return ()
     calls = as_list(value, where, "tool calls come in a list")
@@ -147,7 +144,7 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
     if name is None or name == "":
         expected = _CALL if inner is outer else "a key 'name'"
         raise MessageError(
-            "the tool call names no function", where=inner_where, expected=expected, got=keys_of(inner)
+            "the tool call does not name a function", where=inner_where, expected=expected, got=keys_of(inner)
         )
     del inner["name"]
     arguments = parse_arguments(inner.pop("arguments", None), f"{inner_where}.arguments")
@@ -160,7 +157,7 @@ def normalize_tool_call(value: Any, where: str) -> ToolCall:
 
 
 def parse_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Parse the arguments of a call into a dict of its own; see `docs/messages.md`."""
+    """Parse the arguments of a call into a new dict; see `docs/messages.md`."""
     if value is None or (isinstance(value, str) and (not value or value.isspace())):
         return {}
     if is_record(value):

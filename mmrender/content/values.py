@@ -1,7 +1,7 @@
-"""Convert foreign objects to plain Python values, or refuse them by path.
+"""Convert foreign objects to plain Python values, or refuse them with a `MessageError` that has their path.
 
-Mappings, pydantic models, dataclasses and msgspec structs become dicts of their own; strings become exact,
-encodable `str`; nested containers are copied to a bounded depth. Every refusal is a `MessageError`.
+Mappings, pydantic models, dataclasses and msgspec structs become new dicts. Strings become exact, encodable
+`str`. Nested containers are copied to a bounded depth.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ import msgspec
 from mmrender.errors import MessageError
 
 MAX_DEPTH = 100
-"""Deepest nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
+"""Maximum nesting of containers in arguments and extra values. Tool schemas in use nest below 20."""
 
 _MAX_KEY_DEPTH = 32
 _EXCERPT = 60
-_LONGEST_INT = 4096  # bits; Python itself refuses to print more than 4300 digits
+_MAX_INT = 4096  # bits. Python itself refuses to print more than 4300 digits
 
 
 def describe(value: object) -> str:
-    """Name a value in a few words for an error; never calls `repr` of a foreign class."""
-    if isinstance(value, int) and value.bit_length() > _LONGEST_INT:
+    """Name a value in a few words for an error, without calling `repr` of a foreign class."""
+    if isinstance(value, int) and value.bit_length() > _MAX_INT:
         return f"an int of {value.bit_length()} bits"
     if value is None or type(value) in (int, float, bool):
         return repr(value)
@@ -43,7 +43,7 @@ def excerpt(text: str) -> str:
 
 
 def keys_of(mapping: Mapping[Any, Any]) -> str:
-    """List the keys of a mapping, the first six of them."""
+    """List the first six keys of a mapping."""
     if not mapping:
         return "no keys"
     names = [describe(key) for key in list(mapping)[:6]]
@@ -51,7 +51,7 @@ def keys_of(mapping: Mapping[Any, Any]) -> str:
 
 
 def one_of(names: Sequence[str]) -> str:
-    """Write alternatives as a person would: `a, b or c`."""
+    """Join alternatives: `a, b or c`."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
@@ -63,7 +63,7 @@ def member(where: str, key: object) -> str:
 
 
 def as_sequence(value: Any) -> Sequence[Any] | None:
-    """Return the items of a list, a tuple or an array of objects, as pandas makes them, else None."""
+    """Return the items of a list, a tuple or an array of objects (from pandas), else None."""
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, str | bytes | bytearray | memoryview):
@@ -85,7 +85,7 @@ def as_list(
 
 
 def is_record(value: object) -> bool:
-    """Tell whether `as_fields` can read a value: a mapping or an object with named fields."""
+    """Whether `as_fields` can read a value: a mapping or an object with named fields."""
     if isinstance(value, (dict, msgspec.Struct, Mapping)):
         return True
     if isinstance(value, (type, str)):
@@ -94,10 +94,9 @@ def is_record(value: object) -> bool:
 
 
 def as_fields(value: Any, where: str, expected: str) -> dict[str, Any]:
-    """Copy the fields of a record into a dict, leaving out those that are None.
+    """Copy the fields of a record into a dict, except fields that are None.
 
     Arrow fills every key that any row has, and pydantic dumps every optional field, so None means absent.
-    `expected` says what the error asks for.
     """
     if type(value) is not dict:
         if not is_record(value):
@@ -107,11 +106,7 @@ def as_fields(value: Any, where: str, expected: str) -> dict[str, Any]:
 
 
 def record_fields(value: Any, where: str) -> Mapping[Any, Any]:
-    """Return the fields of a record.
-
-    Raises:
-        MessageError: The object's own `model_dump` fails.
-    """
+    """Return the fields of a record, all of them."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, msgspec.Struct):
@@ -128,12 +123,12 @@ def record_fields(value: Any, where: str) -> Mapping[Any, Any]:
     except Exception as error:  # A foreign serialiser may raise anything.
         raise MessageError(f"{dump} failed ({excerpt(str(error))})", where=where) from error
     if not isinstance(dumped, Mapping):
-        raise MessageError(f"{dump} gave no mapping", where=where)
+        raise MessageError(f"{dump} did not return a mapping", where=where)
     return dumped
 
 
 def as_text(value: Any, where: str) -> str:
-    """Return a value as an exact `str` that UTF-8 can encode; a template sees no subclass of it."""
+    """Return a value as an exact `str` that UTF-8 can encode; subclasses are converted."""
     if not isinstance(value, str):
         raise MessageError("is not text", where=where, expected="a str", got=describe(value))
     text = value if type(value) is str else str.__str__(value)
@@ -152,14 +147,14 @@ def as_text(value: Any, where: str) -> str:
 
 
 def as_identifier(value: Any, where: str) -> str:
-    """Return an id or a name as text; an integer counts as its decimal digits."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= _LONGEST_INT:
+    """Return an id or a name as text; an integer becomes its decimal digits."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= _MAX_INT:
         return str(int(value))
     return as_text(value, where)
 
 
 def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Copy a JSON value; tuples become lists, records dicts, numpy scalars Python numbers."""
+    """Copy a JSON value. Tuples become lists, records dicts, numpy scalars Python numbers."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         value = value.item()
@@ -167,7 +162,7 @@ def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
         return value
     if isinstance(value, str):
         return as_text(value, where)
-    if isinstance(value, int) and value.bit_length() <= _LONGEST_INT:
+    if isinstance(value, int) and value.bit_length() <= _MAX_INT:
         return int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
@@ -192,7 +187,7 @@ def copy_json(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
 
 
 def copy_containers(value: Any, where: str, depth: int = MAX_DEPTH) -> Any:
-    """Copy dicts and lists all the way down and keep the other values in them as they are."""
+    """Copy nested dicts, lists and tuples, with their other values as they are."""
     if isinstance(value, str):
         return value if value.isascii() else as_text(value, where)
     if not isinstance(value, (dict, list, tuple)):

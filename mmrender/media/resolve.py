@@ -161,7 +161,7 @@ class MediaResolver:
         """
         count = len(media) + earlier_images + earlier_videos
         self.policy.check("max_items", count, where="messages")
-        num_images = earlier_images + sum(entry.modality == "image" for entry in media)
+        num_images = earlier_images + sum(entry.part.modality == "image" for entry in media)
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:
@@ -179,7 +179,7 @@ class MediaResolver:
 
     def _require_source(self, entry: RequestMedia) -> None:
         """Refuse a part without a source, or a video if the model takes images alone."""
-        modality = entry.modality
+        modality = entry.part.modality
         if modality == "video" and self.processor.videos is None:
             raise ProcessorError(
                 f"videos are not supported for {self.processor.name}",
@@ -200,7 +200,7 @@ class MediaResolver:
         """Return the item of one part, from the cache or loaded, identified and processed."""
         fingerprint, loaded = entry.fingerprint, None
         try:
-            if fingerprint is None and entry.modality == "image":
+            if fingerprint is None and entry.part.modality == "image":
                 loaded = load_image(entry.part.source, self.policy, where=entry.path)
                 # An image that was opened lazily has a fingerprint once it is decoded.
                 fingerprint = source_fingerprint(entry.part.source)

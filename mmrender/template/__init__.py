@@ -1,1 +1,1 @@
-"""Chat templates, run with strings that remember where they came from."""
+"""Chat templates, run with strings that remember their origin, and the probes of a template."""

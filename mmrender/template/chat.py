@@ -1,8 +1,8 @@
-"""A chat template ready to run: compiled once, rendered with provenance, failing in named errors.
+"""Run a chat template, compiled once, with provenance and named errors.
 
-A template sees plain dicts whose texts are traced, in the shape of Transformers: parts as `{"type": ...}`,
+A template sees plain dicts whose texts are traced, in the shapes of Transformers: parts as `{"type": ...}`,
 tool calls as `{"type": "function", "id", "function": {"name", "arguments"}}`, reasoning under
-`reasoning_content` and `thinking`. Media parts carry no payload, since no template reads one.
+`reasoning_content` and `thinking`. Media parts have no payload, since templates do not read one.
 """
 
 import datetime
@@ -46,7 +46,7 @@ from mmrender.template.values import traced
 
 _ALWAYS_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 GIVEN = frozenset((*TracingEnvironment().globals, *SPECIAL_TOKEN_KEYS, *_ALWAYS_GIVEN))
-"""Variables that are not a caller's to set."""
+"""Variables that a caller cannot set."""
 
 # Errors name the types of values as the template's author knows them.
 _TRACED_NAME = re.compile(
@@ -68,9 +68,9 @@ class ViewForm:
     """Shapes that a template takes, found by probing.
 
     Attributes:
-        none_content: How absent content is given: as `None`, by leaving the key out, or as empty text.
-        arguments: How the arguments of a call are given: parsed, or as JSON text.
-        image: How an image part names itself.
+        none_content: Form of absent content: `None`, a missing key, or empty text.
+        arguments: Form of the arguments of a call: parsed, or JSON text.
+        image: Type of an image part.
         content: Whether the template takes text and lists of parts, text only, or lists only.
         tool_images: Whether images in tool results stay there, or follow in a user turn of their own.
     """
@@ -87,14 +87,14 @@ class ChatTemplate:
 
     Args:
         source: Jinja text.
-        name: For errors, such as `default` or `tool_use`.
+        name: Name in errors, such as `default` or `tool_use`.
         special_tokens: Variables such as `bos_token`.
-        limits: What one rendering may spend.
-        clock: What `strftime_now` reads.
+        limits: Bounds on one rendering.
+        clock: Returns the time for `strftime_now`.
 
     Attributes:
         reads_clock: Whether the text may depend on the current date.
-        reads_documents: Whether it may print documents.
+        reads_documents: Whether the text may contain documents.
 
     Raises:
         TemplateSyntaxError: The source does not compile.
@@ -142,18 +142,18 @@ class ChatTemplate:
         return self._environment.parse(self.source)
 
     @cached_property
-    def arguments(self) -> tuple[str, ...]:
-        """Variables that the template looks up and a caller may give, such as `enable_thinking`."""
+    def variables(self) -> tuple[str, ...]:
+        """Variables that the template looks up and a caller may set, such as `enable_thinking`."""
         tree = self.syntax_tree
-        # Jinja's own analysis also names what a branch assigns and then reads itself.
+        # Jinja's own analysis also names variables that a branch assigns and then reads itself.
         looked_up = jinja2.meta.find_undeclared_variables(tree) & names_read(tree.body, set())
         known = {*self.special_tokens, *GIVEN}
         return tuple(sorted(looked_up - known))
 
     @cached_property
-    def printed_arguments(self) -> frozenset[str]:
-        """Variables among `arguments` whose text, unless empty, makes no difference but to be printed."""
-        return frozenset(names_printed(self.syntax_tree).intersection(self.arguments))
+    def printed_variables(self) -> frozenset[str]:
+        """The `variables` whose text, unless it is empty, the template only prints."""
+        return frozenset(names_printed(self.syntax_tree).intersection(self.variables))
 
     def render(self, request: RenderRequest, form: ViewForm | None = None) -> TracedStr:
         """Render a request, each character attributed.
@@ -163,26 +163,29 @@ class ChatTemplate:
             form: Shapes that this template takes.
 
         Raises:
-            MessageError: The last message has no text to continue.
-            RenderError: The template does not write that text as it is, or writes content after it.
-            TemplateRefusedError: The template called `raise_exception`; its text is kept.
-            TemplateRuntimeError: It failed on these messages.
-            TemplateSecurityError: It reached for something outside the sandbox.
-            TemplateLimitError: It ran too long, recursed too deep or wrote too much.
+            MessageError: The last message lacks the text to continue.
+            RenderError: The template changes that text, or writes content after it.
+            TemplateRefusedError: The template called `raise_exception`. The error keeps its text.
+            TemplateRuntimeError: The template failed on these messages.
+            TemplateSecurityError: The template reached for something outside the sandbox.
+            TemplateLimitError: The template ran too long, recursed too deep or wrote too much.
         """
-        views = _views(request.messages, form or ViewForm())
+        form = form or ViewForm()
+        views = [_view(message, index, form) for index, message in enumerate(request.messages)]
+        if form.tool_images == "user":
+            views = _with_moved_media(views, request.messages, form)
         prefill = None
         if request.continued is not None:
             prefill = Prefill.of(views[-1], views[-1]._owner, request.continued)
         variables: dict[str, Any] = {
             **self.special_tokens,
             "messages": views,
-            "tools": _listed(request.tools, "tools"),
-            "documents": _listed(request.documents, "documents"),
+            "tools": None if request.tools is None else _listed(request.tools, "tools"),
+            "documents": None if request.documents is None else _listed(request.documents, "documents"),
             "add_generation_prompt": request.add_generation_prompt,
         }
         for key, value in request.variables.items():
-            # Numbers and flags stay as they are: what they print is never syntax.
+            # Numbers and flags stay as they are: their text is never syntax.
             is_plain = value is None or type(value) in (bool, int, float)
             variables[key] = value if is_plain else traced(value, Origin(-1, None, "documents", key))
         try:
@@ -192,7 +195,7 @@ class ChatTemplate:
         return text if prefill is None else prefill.cut(text)
 
     def _named(self, error: Exception, handled: Origin | None) -> TemplateError:
-        """Convert whatever Python, Jinja or the template raised while a message was handled."""
+        """Convert an error of Python, Jinja or the template, raised while it handled a message."""
         where = f"chat template {self.name!r}"
         line = self._line_of(error)
         if line is not None:
@@ -213,7 +216,7 @@ class ChatTemplate:
         return TemplateRuntimeError("the chat template failed on these messages", where=where, got=got)
 
     def _line_of(self, error: Exception) -> int | None:
-        """Line of the template that failed, from the compiled code's place in the traceback."""
+        """Line of the template that failed, from the compiled code in the traceback."""
         lines = []
         trace = error.__traceback__
         while trace is not None:
@@ -225,7 +228,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=1 << 16)
 def _origin(message: int, role: Role, kind: Kind, path: str) -> Origin:
-    """The origin of a field. Conversations have the same few hundred of them over and over."""
+    """Origin of a field; cached, since conversations share a few hundred of them."""
     where = f"messages[{message}]"
     if kind == "scaffold":
         return Origin(message, role, kind, where)
@@ -234,7 +237,7 @@ def _origin(message: int, role: Role, kind: Kind, path: str) -> Origin:
 
 @lru_cache(maxsize=1 << 12)
 def _part_origin(message: int, role: Role, part: int) -> Origin:
-    """The origin of what a template writes for a media part."""
+    """Origin of the text that a template writes for a media part."""
     scaffold = _origin(message, role, "scaffold", "")
     return Origin(message, role, "scaffold", f"{scaffold.path}.content[{part}]", scaffold, part=part)
 
@@ -247,25 +250,25 @@ def _role_text(message: int, role: Role) -> TracedStr:
 def _content(
     content: str | tuple[Part, ...], index: int, role: Role, form: ViewForm
 ) -> TracedStr | list[dict[str, Any]]:
-    """Text, or a list of parts, as the template takes them; without media that follow in another turn."""
+    """Text, or a list of parts, as the template takes them, without media that move to another turn."""
     if isinstance(content, str):
-        text = TracedStr.whole(content, _origin(index, role, "content", "content"))
-        return [{"type": "text", "text": text}] if form.content == "list" else text
+        whole = TracedStr.whole(content, _origin(index, role, "content", "content"))
+        return [{"type": "text", "text": whole}] if form.content == "list" else whole
     parts: list[dict[str, Any]] = []
     moves = role == "tool" and form.tool_images == "user"
     for position, part in enumerate(content):
         path = f"content[{position}]"
         match part:
-            case TextPart(text=written):
+            case TextPart(text=text):
                 origin = _origin(index, role, "content", f"{path}.text")
-                parts.append({"type": "text", "text": TracedStr.whole(written, origin)})
+                parts.append({"type": "text", "text": TracedStr.whole(text, origin)})
             case MediaPart():
                 if not moves:
                     parts.append(_media(part, index, role, position, form))
             case ThinkingPart(thinking=thinking):
                 origin = _origin(index, role, "reasoning", f"{path}.thinking")
                 parts.append({"type": "thinking", "thinking": TracedStr.whole(thinking, origin)})
-    # What is left of a tool result is text, since templates without images there often take no parts.
+    # The rest of a tool result is text, since templates without images there often take only text.
     moved = moves and len(parts) < len(content)
     if (form.content == "text" or moved) and all(part["type"] == "text" for part in parts):
         joined = TracedStr("").join([part["text"] for part in parts])
@@ -287,38 +290,35 @@ def _call(call: ToolCall, index: int, role: Role, path: str, form: ViewForm) -> 
 
     arguments = traced(call.arguments, origin("function.arguments"))
     if form.arguments == "json":
-        written = json.dumps(call.arguments, ensure_ascii=False)
-        arguments = TracedStr.whole(written, origin("function.arguments"))
-    shown: dict[str, Any] = {"type": "function"}
+        text = json.dumps(call.arguments, ensure_ascii=False)
+        arguments = TracedStr.whole(text, origin("function.arguments"))
+    view: dict[str, Any] = {"type": "function"}
     if call.id is not None:
-        shown["id"] = TracedStr.whole(call.id, origin("id"))
-    shown["function"] = {
-        "name": TracedStr.whole(call.name, origin("function.name")),
-        "arguments": arguments,
-    }
-    return shown
+        view["id"] = TracedStr.whole(call.id, origin("id"))
+    view["function"] = {"name": TracedStr.whole(call.name, origin("function.name")), "arguments": arguments}
+    return view
 
 
-def _views(messages: Sequence[Message], form: ViewForm) -> list[OwnedDict]:
-    """The messages as the template takes them, and the user turns that media of tool results move to."""
-    if form.tool_images == "tool":
-        return [_view(message, index, form) for index, message in enumerate(messages)]
-    views: list[OwnedDict] = []
+def _with_moved_media(
+    views: Sequence[OwnedDict], messages: Sequence[Message], form: ViewForm
+) -> list[OwnedDict]:
+    """The messages, with a user turn for the media of tool results after each row of them."""
+    result: list[OwnedDict] = []
     turn: OwnedDict | None = None
     for index, message in enumerate(messages):
         is_result = message.role == "tool"
         if turn is not None and not is_result:
-            views.append(turn)
+            result.append(turn)
             turn = None
         if is_result and (media := list(message.media())):
             if turn is None:
-                # No message of its own: it counts as the first result that it takes media from.
-                spoken = TracedStr.whole("user", _origin(index, "tool", "role", "role"))
-                turn = OwnedDict(role=spoken, content=[])
+                # This turn is not a message: its text belongs to the first result with media.
+                user = TracedStr.whole("user", _origin(index, "tool", "role", "role"))
+                turn = OwnedDict(role=user, content=[])
                 turn._owner = _origin(index, "tool", "scaffold", "")
             turn["content"] += [_media(part, index, "tool", position, form) for position, part in media]
-        views.append(_view(message, index, form))
-    return views if turn is None else [*views, turn]
+        result.append(views[index])
+    return result if turn is None else [*result, turn]
 
 
 def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
@@ -347,10 +347,6 @@ def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
     return view
 
 
-def _listed(
-    values: Sequence[Mapping[str, Any]] | None, kind: Literal["tools", "documents"]
-) -> list[Any] | None:
-    """Tool definitions or retrieved documents for the template; each is of one origin, `tools[k]`."""
-    if values is None:
-        return None
+def _listed(values: Sequence[Mapping[str, Any]], kind: Literal["tools", "documents"]) -> list[Any]:
+    """Tool definitions or documents for the template, each with one origin such as `tools[0]`."""
     return [traced(value, Origin(-1, None, kind, f"{kind}[{index}]")) for index, value in enumerate(values)]

@@ -21,7 +21,7 @@ from mmrender.template.text import Origin
 
 MarkKind: TypeAlias = Literal["enter", "look", "leave"]
 Mark: TypeAlias = tuple[int, MarkKind, Origin | None]
-"""Number of a loop; whether an iteration begins, looked a message up, or was the last; and that message."""
+"""Number of a loop, event of an iteration (begin, look-up of a message, end), and origin of its message."""
 
 
 def instrument(tree: nodes.Template) -> nodes.Template:
@@ -52,51 +52,51 @@ def _mark_bodies(node: nodes.Node, loop: int | None, count: list[int]) -> None:
 def names_read(body: list[nodes.Node], assigned: set[str]) -> set[str]:
     """Names that a template may look up before it has assigned them itself.
 
-    Statements are followed in order, as Jinja scopes them: what an `if` assigns in each branch stays; what a
-    loop, a macro or a block assigns ends with it.
+    Statements are followed in order, as Jinja scopes them. A name that each branch of an `if` assigns stays
+    assigned; names that a loop, a macro or a block assigns end with it.
 
     Args:
         body: Statements or expressions.
-        assigned: Names assigned before them; those that they assign are added.
+        assigned: Names assigned before the body; the names that it assigns are added.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node in body:
         match node:
             case nodes.Name():
-                found |= {node.name} - assigned if node.ctx == "load" else set()
+                names |= {node.name} - assigned if node.ctx == "load" else set()
             case nodes.NSRef():
-                found |= {node.name} - assigned
+                names |= {node.name} - assigned
             case nodes.If():
                 tests = [node.test, *[branch.test for branch in node.elif_]]
-                found |= names_read(tests, assigned)
+                names |= names_read(tests, assigned)
                 branches = [node.body, *[branch.body for branch in node.elif_], node.else_]
                 after = [set(assigned) for _ in branches]
                 for branch, ends in zip(branches, after, strict=True):
-                    found |= names_read(branch, ends)
+                    names |= names_read(branch, ends)
                 assigned |= set.intersection(*after)
             case nodes.For():
                 inside = assigned | _bound(node.target) | {"loop"}
-                found |= names_read([node.iter], assigned)
-                found |= names_read([node.test] if node.test is not None else [], inside)
-                found |= names_read(node.body, inside) | names_read(node.else_, set(assigned))
+                names |= names_read([node.iter], assigned)
+                names |= names_read([node.test] if node.test is not None else [], inside)
+                names |= names_read(node.body, inside) | names_read(node.else_, set(assigned))
             case _:
                 inside = set(assigned)
                 if isinstance(node, nodes.Macro | nodes.CallBlock):
                     inside.update(*map(_bound, node.args))
                 if isinstance(node, nodes.Macro):
                     inside |= {"varargs", "kwargs", "caller"}
-                found |= names_read(list(node.iter_child_nodes()), inside)
+                names |= names_read(list(node.iter_child_nodes()), inside)
                 if isinstance(node, nodes.Assign | nodes.AssignBlock):
                     assigned |= _bound(node.target)
                 elif isinstance(node, nodes.Macro):
                     assigned.add(node.name)
-    return found
+    return names
 
 
 def names_printed(tree: nodes.Template) -> set[str]:
-    """Names that a template prints as they are or asks for, and uses in no other way and in no loop or macro.
+    """Names that a template only prints or tests, outside loops and macros.
 
-    The text of such a name, unless it is empty, makes no difference to the output but its own characters.
+    The text of these names, unless it is empty, changes only its own characters of the output.
     """
     uses = Counter(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
     printed = Counter(_printed(tree.body))
@@ -104,13 +104,13 @@ def names_printed(tree: nodes.Template) -> set[str]:
 
 
 def _printed(body: Iterable[nodes.Node]) -> Iterator[str]:
-    """Yield the names that statements print or ask for, once for each time."""
+    """Yield the names that statements print or test, once for each use."""
     for node in body:
         if isinstance(node, nodes.Output):
             for child in node.nodes:
                 yield from _printed_by(child)
         elif isinstance(node, nodes.If):
-            yield from _asked_for(node.test)
+            yield from _tested(node.test)
             yield from _printed((*node.body, *node.elif_, *node.else_))
 
 
@@ -125,21 +125,21 @@ def _printed_by(expression: nodes.Expr) -> Iterator[str]:
             for operand in expression.nodes:
                 yield from _printed_by(operand)
         case nodes.CondExpr():
-            yield from _asked_for(expression.test)
+            yield from _tested(expression.test)
             yield from _printed_by(expression.expr1)
             if expression.expr2 is not None:
                 yield from _printed_by(expression.expr2)
 
 
-def _asked_for(test: nodes.Node) -> Iterator[str]:
+def _tested(test: nodes.Node) -> Iterator[str]:
     match test:
         case nodes.Name():
             yield test.name
         case nodes.Not():
-            yield from _asked_for(test.node)
+            yield from _tested(test.node)
         case nodes.And() | nodes.Or():
-            yield from _asked_for(test.left)
-            yield from _asked_for(test.right)
+            yield from _tested(test.left)
+            yield from _tested(test.right)
         case nodes.Test(name="defined" | "undefined" | "none" | "string", node=nodes.Name(name=name)):
             yield name
 
@@ -177,7 +177,7 @@ class TracingCodeGenerator(CodeGenerator):
     """Calls the environment where Jinja writes plain Python, which loses spans."""
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:  # noqa: N802 - Jinja calls it so
-        """Write what the template prints, or a mark of `instrument`."""
+        """Write an output of the template, or a mark of `instrument`."""
         mark = getattr(node, "mark", None)
         if mark is not None:
             self.writeline("yield " if frame.buffer is None else f"{frame.buffer}.append(")
@@ -189,17 +189,17 @@ class TracingCodeGenerator(CodeGenerator):
                 super().visit_Output(nodes.Output(list(children), lineno=node.lineno), frame)
                 continue
             for child in children:
-                # What is printed is joined once: its operands are handed over as they are.
+                # Outputs are joined once, so the operands stay separate here.
                 self.writeline("yield from " if frame.buffer is None else f"{frame.buffer}.extend(", child)
                 after = "))" if frame.buffer is None else ")))"
                 self._call("environment.summands((", _summands(child), after, frame)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        """Begin what is printed: text as it is, since the environment's finalizer gives nothing else."""
+        """Begin an output, which is already text, since the environment's finalizer returns text."""
         self.write(finalize.src)
 
     def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        """End what `_output_child_pre` began."""
+        """End the output that `_output_child_pre` began."""
         self.write(")")
 
     @optimizeconst
@@ -208,7 +208,7 @@ class TracingCodeGenerator(CodeGenerator):
         self._call("environment.joined((", node.nodes, "))", frame)
 
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write a chain of additions as one: laid out once, where all of it is text."""
+        """Write a chain of additions as one call, which joins texts once."""
         self._call("environment.added((", _summands(node), "))", frame)
 
     def _call(self, before: str, operands: list[nodes.Expr], after: str, frame: Frame) -> None:
@@ -229,7 +229,7 @@ def _summands(node: nodes.Expr) -> list[nodes.Expr]:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: a block with its own scope that writes its body."""
+    """`{% generation %} ... {% endgeneration %}`: a block with a scope that writes its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 

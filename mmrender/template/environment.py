@@ -1,13 +1,13 @@
 """The sandboxed Jinja environment that compiles and runs chat templates on traced strings.
 
-It gives a template what Transformers gives it (`transformers.utils.chat_template_utils`): trimmed blocks,
-loop controls, `{% generation %}`, `raise_exception`, `strftime_now` and `tojson` without HTML escapes.
-Operations on plain text are replaced by those that keep provenance; what would lose it (`encode`,
-`translate`, ...) is hidden from templates.
+It offers a template the same things as Transformers (`transformers.utils.chat_template_utils`): trimmed
+blocks, loop controls, `{% generation %}`, `raise_exception`, `strftime_now` and `tojson` without HTML
+escapes. Operations on plain text are replaced by operations that keep provenance. Methods that would lose it
+(`encode`, `translate`, ...) are hidden from templates.
 
-`Joiner` attributes scaffold to the message that the template was handling, as the marks of its loops say.
-Where a loop runs over something else (indices, say), the values that an iteration prints say whose it is;
-where it prints none, the message that it looked up.
+`Joiner` attributes scaffold to the message that the template was handling, as the marks of its loops show. An
+iteration of a loop over other values (indices, say) belongs to the message whose values it prints, else to
+the message that it looked up.
 """
 
 import datetime
@@ -40,7 +40,8 @@ from mmrender.template.values import (
 )
 
 _MAX_SOURCE = 2_000_000
-_MAX_KNOWN = 4096
+_MAX_SAFE = 4096
+"""Maximum number of remembered verdicts about attributes."""
 
 _SEEN_AS: dict[type, type] = {
     TracedStr: str,
@@ -51,21 +52,21 @@ _SEEN_AS: dict[type, type] = {
     TracedFloat: float,
     TracedBool: bool,
 }
-"""The types that a template takes the traced ones for: it sees no attribute that those lack."""
+"""Plain type of each traced type. A template sees only attributes of the plain type."""
 _HIDDEN = frozenset({"encode", "expandtabs", "from_bytes", "maketrans", "to_bytes", "translate"})
 """Methods that would lose provenance."""
 
 _TEXTS = frozenset({str, TracedStr})
 _TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust", "zfill"})
-"""Methods of plain text that may bring traced text in, or make it long; run as those of traced text."""
+"""Methods of plain text that may add traced text or make it long. They run as methods of traced text."""
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
 """Clock of `strftime_now` in the rendering of this context."""
 
 
 _HANDLED: ContextVar[dict[int, list[Origin | None]]] = ContextVar("mmrender_template_handled")
-"""Loops that a run is in, from the outermost on: the origin of the message or part that each is at, and those
-of the messages that it looked up since."""
+"""Current loops of a run, outermost first: the origin of the current message or part, then the origins of the
+messages that the iteration looked up."""
 
 
 class RefusedByTemplate(jinja2.TemplateError):
@@ -81,11 +82,11 @@ class OwnedDict(dict[str, Any]):
 
 _DICTS: frozenset[type[Any]] = frozenset((dict, OwnedDict, TracedDict))
 _DICT_NAMES = frozenset({*dir(OwnedDict), *dir(TracedDict)})
-"""What a template may mean by `.name` other than an entry."""
+"""Names that resolve to dict methods, not keys."""
 
 
-class _Stretch(NamedTuple):
-    """Text from character `start` and span number `span` on, written by one iteration of a loop."""
+class _Iteration(NamedTuple):
+    """Output of one loop iteration, from character `start` and span number `span` on."""
 
     loop: int
     start: int
@@ -94,49 +95,49 @@ class _Stretch(NamedTuple):
 
 
 class Joiner:
-    """Joins what a macro, a block or (`root`) a whole template wrote, once.
+    """Joins the output of a macro, a block or (`root`) a whole template, once.
 
-    Scaffold between marks belongs to the message being handled. Templates often write the system turn before
-    their loop: in a whole template, a stretch outside any message loop that holds the values of exactly one
-    message is that message's turn; a stretch without any keeps no owner.
+    Scaffold between marks belongs to the current message. Templates often write the system turn before their
+    loop. So in a whole template, text outside all loops over messages belongs to a message if it contains
+    values of this message alone.
     """
 
     def __init__(self, *, root: bool = False) -> None:
-        self._held: list[str] = []
+        self._pieces: list[str] = []
         self._spans: list[Span] = []
         self._position = 0
         self._owners: dict[int, Origin] = {}
         self._owner: Origin | None = None
-        self._gap = 0  # where the owner's text without origin of its own begins
-        self._open: list[_Stretch] = []
-        # Text outside all loops over messages, since the last of them.
+        self._gap = 0  # start of the owner's text that does not have its own origin
+        self._open: list[_Iteration] = []
+        # Character and span number from which on text is outside all loops over messages.
         self._outside: tuple[int, int] | None = (0, 0) if root else None
 
     def join(self, pieces: Iterable[str | Mark]) -> TracedStr:
-        """Lay pieces out one after the other, each with the scaffold origin of its message."""
+        """Join pieces; text without an origin gets the scaffold origin of its message."""
         budget = BUDGET.get()
         limit = budget.limits.max_characters if budget is not None else 1 << 60
-        hold, laid = self._held.append, self._spans
+        append, spans = self._pieces.append, self._spans
         position, gap, owner = 0, 0, None
         for piece in pieces:
             kind = type(piece)
             if kind is str:
-                hold(piece)  # type: ignore[arg-type]
+                append(piece)  # type: ignore[arg-type]
                 position += len(piece)
             elif kind is tuple:
                 self._position, self._gap = position, gap
                 self._mark(*piece)
                 gap, owner = self._gap, self._owner
             elif piece:
-                hold(piece)  # type: ignore[arg-type]
+                append(piece)  # type: ignore[arg-type]
                 for low, high, origin in piece.spans:  # type: ignore[union-attr]
                     start = low + position
                     if owner is not None and gap < start:
                         self._push(gap, start, owner)
                     gap = high + position
-                    if laid and laid[-1][1] == start and laid[-1][2] is origin:
-                        start = laid.pop()[0]
-                    laid.append((start, gap, origin))
+                    if spans and spans[-1][1] == start and spans[-1][2] is origin:
+                        start = spans.pop()[0]
+                    spans.append((start, gap, origin))
                 position += len(piece)
             if position > limit:
                 grow(position)
@@ -144,10 +145,10 @@ class Joiner:
         self._flush()
         while self._open:
             self._close(self._open.pop())
-        self._own_outside(self._position, len(self._spans))
+        self._assign_outside(self._position, len(self._spans))
         if self._position > LONG:
             grow(self._position)
-        return TracedStr("".join(self._held), tuple(self._spans))
+        return TracedStr("".join(self._pieces), tuple(self._spans))
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:
         spans = self._spans
@@ -176,48 +177,48 @@ class Joiner:
         owner = next(reversed(owners.values())) if owners else None
         if self._outside is not None and (owner is None) != (self._owner is None):
             if owner is not None:
-                self._own_outside(self._position, len(self._spans))
+                self._assign_outside(self._position, len(self._spans))
             else:
                 self._outside = self._position, len(self._spans)
         self._owner = owner
         if kind == "enter" and owner is None:
-            self._open.append(_Stretch(loop, self._position, len(self._spans), []))
+            self._open.append(_Iteration(loop, self._position, len(self._spans), []))
 
-    def _close(self, stretch: _Stretch) -> None:
-        """Give an iteration's text to the one message whose values it holds, or that it looked up."""
-        if stretch.start == self._position:
+    def _close(self, iteration: _Iteration) -> None:
+        """Assign an iteration's text to the single message whose values it prints, or that it looked up."""
+        if iteration.start == self._position:
             return
-        owner = self._sole_message(stretch.span, len(self._spans))
-        if owner is None and not any(span[2].message >= 0 for span in self._spans[stretch.span :]):
-            looked_up = set(stretch.looked_up)
+        owner = self._single_message(iteration.span, len(self._spans))
+        if owner is None and not any(span[2].message >= 0 for span in self._spans[iteration.span :]):
+            looked_up = set(iteration.looked_up)
             owner = looked_up.pop() if len(looked_up) == 1 else None
         if owner is not None:
-            self._own(stretch.start, stretch.span, self._position, owner)
-            self._own_outside(stretch.start, stretch.span)
+            self._assign(iteration.start, iteration.span, self._position, owner)
+            self._assign_outside(iteration.start, iteration.span)
             if self._outside is not None:
                 self._outside = self._position, len(self._spans)
 
-    def _own_outside(self, stop: int, last: int) -> None:
-        """Give text outside all loops to the one message whose values it holds, such as a system turn."""
+    def _assign_outside(self, stop: int, last: int) -> None:
+        """Assign text outside all loops, such as a system turn, to the message whose values it prints."""
         if self._outside is not None:
             start, index = self._outside
-            owner = self._sole_message(index, last)
+            owner = self._single_message(index, last)
             if owner is not None:
                 after = self._spans[last:]
                 del self._spans[last:]
-                self._own(start, index, stop, owner)
+                self._assign(start, index, stop, owner)
                 self._spans += after
 
-    def _sole_message(self, first: int, last: int) -> Origin | None:
-        """Scaffold origin of the one message that the spans from `first` to `last` belong to."""
-        found = {origin.message: origin for _, _, origin in self._spans[first:last] if origin.message >= 0}
-        if len(found) != 1:
+    def _single_message(self, first: int, last: int) -> Origin | None:
+        """Scaffold origin of the message of the spans from `first` to `last`, if it is a single message."""
+        origins = {origin.message: origin for _, _, origin in self._spans[first:last] if origin.message >= 0}
+        if len(origins) != 1:
             return None
-        origin = next(iter(found.values()))
+        origin = next(iter(origins.values()))
         return origin.scaffold if origin.is_content or origin.scaffold is not None else origin
 
-    def _own(self, start: int, index: int, stop: int, owner: Origin) -> None:
-        """Give the gaps from character `start` and span number `index` on to `owner`."""
+    def _assign(self, start: int, index: int, stop: int, owner: Origin) -> None:
+        """Assign the gaps from character `start` and span number `index` on to `owner`."""
         inside = self._spans[index:]
         del self._spans[index:]
         if self._spans:
@@ -251,12 +252,12 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             del self.filters[name]
         self.tests.update(IDENTITY_TESTS)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        # Random filler text has no place in a prompt, and its length is unbounded.
+        # Random filler text does not belong in a prompt, and its length is unbounded.
         del self.globals["lipsum"]
 
     @cached_property
     def lexer(self) -> Lexer:
-        """A lexer of its own: Jinja's cache of lexers has a lock, which a fork may leave locked."""
+        """A new lexer: Jinja's cache of lexers has a lock, which a fork may leave locked."""
         return Lexer(self)
 
     def compile_template(self, source: str) -> jinja2.Template:
@@ -277,7 +278,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return self.template_class.from_code(self, code, self.make_globals(None))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look up `obj.attribute`; that of a dict which is no method of dicts is its entry."""
+        """Look up `obj.attribute`. For a dict, this is its entry, unless dicts have a method of this name."""
         if type(obj) in _DICTS and attribute not in _DICT_NAMES:
             try:
                 return obj[attribute]
@@ -295,7 +296,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def marked(self, loop: int, kind: MarkKind, value: Any) -> Mark:
-        """Count a loop iteration; carry the scaffold origin of its message to `Joiner` and to errors."""
+        """Count a loop iteration, and pass the scaffold origin of its message to `Joiner` and to errors."""
         if kind == "enter" and (budget := BUDGET.get()) is not None:
             budget.step()
         origin: Origin | None = None
@@ -325,13 +326,13 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return functools.reduce(operator.add, operands)
 
     def summands(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Texts that, one after the other, are what a printed chain of the `+` operator gives."""
+        """Return texts whose concatenation is the text of a printed chain of the `+` operator."""
         if _TEXTS.issuperset(map(type, operands)):
             return operands
         return (_output_text(functools.reduce(operator.add, operands)),)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run `*` or `%`, of text with provenance."""
+        """Run `*` or `%`; text keeps its provenance."""
         if operator == "%" and isinstance(left, str):
             return percent(left, right)
         if operator == "*":
@@ -341,7 +342,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call an object from a template: counted, and traced for methods of plain text."""
+        """Count and make a call of a template; methods of plain text are traced."""
         budget = BUDGET.get()
         if budget is not None:
             budget.step()
@@ -353,19 +354,20 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may see an attribute; of a traced value, those of the plain one only."""
-        # It depends on the type and the name alone, and a template asks for the same few again and again.
-        known = self._safe.get((type(obj), attr))
-        if known is None:
+        """Whether a template may see an attribute. Traced values have the attributes of plain values."""
+        # The verdict depends on the type and the name alone, and a template asks for a few of them
+        # repeatedly.
+        is_safe = self._safe.get((type(obj), attr))
+        if is_safe is None:
             seen_as = _SEEN_AS.get(type(obj))
             is_seen = seen_as is None or hasattr(seen_as, attr)
-            known = is_seen and attr not in _HIDDEN and super().is_safe_attribute(obj, attr, value)
-            if len(self._safe) < _MAX_KNOWN:
-                self._safe[type(obj), attr] = known
-        return known
+            is_safe = is_seen and attr not in _HIDDEN and super().is_safe_attribute(obj, attr, value)
+            if len(self._safe) < _MAX_SAFE:
+                self._safe[type(obj), attr] = is_safe
+        return is_safe
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Give `str.format` and `str.format_map` with sandboxed look-ups; the result is tainted."""
+        """Return `str.format` or `str.format_map` with sandboxed look-ups and a tainted result."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -386,7 +388,7 @@ def _output_text(value: Any) -> Any:
 
 
 class FailedRun(Exception):  # noqa: N818 - carries the error of a run
-    """The error that a template raised, and the message, or the part of one, that it was handling."""
+    """The error that a template raised, and the message or part that it was handling."""
 
     def __init__(self, error: Exception, handled: Origin | None) -> None:
         super().__init__(error, handled)
@@ -401,10 +403,10 @@ def run(
     limits: TemplateLimits,
     clock: Callable[[], datetime.datetime],
 ) -> TracedStr:
-    """Render once, with a budget of its own.
+    """Render once, with a new budget.
 
     Raises:
-        FailedRun: The template, or what it called, failed.
+        FailedRun: The template or one of its calls failed.
     """
     budget = BUDGET.set(Budget(limits))
     time = CLOCK.set(clock)
@@ -421,7 +423,7 @@ def run(
 
 
 def _handled_message(loops: Sequence[Sequence[Origin | None]]) -> Origin | None:
-    """Origin of the message, or the part of one, that the innermost loop is at or alone looked up."""
+    """Origin of the current message or part of the innermost loop, or of its only look-up."""
     for current, *looked_up in reversed(loops):
         if current is not None:
             return current

@@ -1,8 +1,8 @@
-"""Jinja's filters that make text, with provenance kept or tainted.
+"""Jinja's filters that produce text, with provenance kept or tainted.
 
-Each gives the text of the built-in filter of the same name (jinja2.filters, 3.1). Filters that only pick or
-order elements (`first`, `map`, ...) need no counterpart: the elements stay as they are. HTML is left out:
-`safe` changes nothing, `escape` gives plain text, and `urlize`, `xmlattr` and `striptags` do not exist.
+Each returns the text of the built-in filter of the same name (jinja2.filters, 3.1). Filters that only pick or
+order elements (`first`, `map`, ...) are not replaced, since the elements stay as they are. HTML is left out:
+`safe` changes nothing, `escape` returns plain text, and `urlize`, `xmlattr` and `striptags` do not exist.
 """
 
 import json
@@ -60,16 +60,16 @@ def to_json(
 
 
 def _tainting(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a built-in filter of text: what it changes is tainted by all that it was given."""
+    """Wrap a built-in filter: if it changes the text, the result is tainted by every argument."""
     first = 1 if hasattr(filter_, "jinja_pass_arg") else 0
 
     @wraps(filter_)
     def call(*args: Any, **kwargs: Any) -> Any:
         value, *others = args[first:]
-        given = plain(value) if isinstance(value, str) else value
-        result = str(filter_(*args[:first], given, *map(single, others), **kwargs))
-        shown = text_of(value)
-        return shown if result == shown else tainted(result, value, others, kwargs)
+        argument = plain(value) if isinstance(value, str) else value
+        result = str(filter_(*args[:first], argument, *map(single, others), **kwargs))
+        text = text_of(value)
+        return text if result == text else tainted(result, value, others, kwargs)
 
     return call
 

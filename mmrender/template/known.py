@@ -1,10 +1,10 @@
-"""The templates of a model, and what is known about each, in memory and on disk.
+"""The templates of a model, and the findings about each, in memory and on disk.
 
-What one process has probed, no other one probes again. The name of an entry on disk is a digest of everything
-that its content depends on: the template, the special and added tokens that it is used with, the template
-arguments that it reads, its limits, this library's code for text, and the releases of Jinja and `tokenizers`.
-So entries never go stale. A file that cannot be read counts as missing and is written again. Both memory and
-disk are bounded; the least recently used entries go first.
+A process uses the findings of all earlier ones. The name of an entry on disk is a digest of everything that
+its content depends on: the template, the special and added tokens that it is used with, the template
+variables that it reads, its limits, this library's code for text, and the releases of Jinja and `tokenizers`.
+So entries never go stale. A file that cannot be read counts as missing and is written again. Memory and disk
+are bounded; the least recently used entries go first.
 """
 
 import datetime
@@ -12,14 +12,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 from blake3 import blake3
 
-from mmrender.caching import MOST_FILES, FileCache, LRUCache, cache_folder, cached_property, digest_of_code
+from mmrender.caching import MAX_FILES, FileCache, LRUCache, cache_folder, cached_property, digest_of_code
 from mmrender.content.values import NoKeyError, plain_key
-from mmrender.errors import RenderError
 from mmrender.messages import RenderRequest
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
@@ -38,27 +37,25 @@ _ROOMS = ("content", "model", "template", "turns", "tokens", "bridge", "parsing"
 _CODE = ("*.py", *(f"{room}/*.py" for room in _ROOMS))
 """Files of this library whose code may change a finding."""
 FOLDER = "profiles"
-"""Where findings are kept, within the folder of `MMRENDER_CACHE`."""
-_MEMORY_ENTRIES = 1024
-_MOST_SETTINGS = 256
-"""Sets of template arguments that are remembered; each has a profile, a bridge and a parser of its own."""
-
-
+"""Folder of findings within the folder of `MMRENDER_CACHE`."""
+_MAX_FINDINGS = 1024
+_MAX_SETTINGS = 256
+"""Maximum number of sets of template variables in memory, each with its own profile, bridge and parser."""
 _PRINTED = f"{WORD}Z"
-"""Text of arguments that a template only prints, in probes."""
+"""Text, in probes, of variables that a template only prints."""
 
 
 class Findings:
-    """Findings about one template with one set of arguments, for many threads and processes.
+    """Findings about one template with one set of variables, for many threads and processes.
 
-    `folder` keeps them between processes, as small JSON files named after `facts`, all that they depend on as
-    plain values. Without folder or facts, only memory is used.
+    `folder` keeps them between processes, as small JSON files whose names depend on `facts`: plain values
+    that determine the findings. Without folder or facts, they stay in memory.
     """
 
     def __init__(
-        self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = MOST_FILES
+        self, folder: Path | None = None, facts: dict[str, Any] | None = None, *, max_files: int = MAX_FILES
     ) -> None:
-        self._memory: LRUCache[Hashable, Any] = LRUCache(_MEMORY_ENTRIES)
+        self._memory: LRUCache[Hashable, Any] = LRUCache(_MAX_FINDINGS)
         self._files = FileCache(folder if facts is not None else None, max_files)
         self._digest = ""
         if self._files.folder is not None:
@@ -66,12 +63,12 @@ class Findings:
             self._digest = blake3(content).hexdigest(length=16)
 
     def remember(self, about: Hashable, find: Callable[[], Value]) -> Value:
-        """Return what is known about something, or find it out and keep it in memory alone."""
+        """Return a finding from memory, or compute and keep it there."""
         known: Value = self._memory.get_or_compute(about, find)
         return known
 
     def get_or_find(self, about: Hashable, kind: type[Value], find: Callable[[], Value]) -> Value:
-        """Return what is known about something, or find it out and keep it; its `repr` names it on disk."""
+        """Return a cached finding, or compute and keep it. `repr(about)` determines its file name."""
 
         def load() -> Value:
             if self._files.folder is None:
@@ -98,15 +95,15 @@ def code_digest() -> str:
 
 @dataclass(frozen=True, eq=False)
 class KnownTemplate:
-    """One template with the template arguments that it reads, and the findings about it.
+    """One template with the template variables that it reads, and the findings about it.
 
-    `model_stop_ids` are the stop tokens that the model's files name; `tool_images` is as for `Probes`;
-    `probed` are the arguments that probes are rendered with, if findings are shared with those.
+    `model_stop_ids` are the stop tokens of the model's files, and `tool_images` is as for `Probes`. `probed`
+    are the variables in probes if the findings are shared with another set of variables.
     """
 
     template: ChatTemplate
     tokenizer: Tokenizer
-    arguments: Mapping[str, Any]
+    variables: Mapping[str, Any]
     findings: Findings = field(default_factory=Findings)
     model_stop_ids: frozenset[int] = frozenset()
     tool_images: ToolImages = "tool"
@@ -115,17 +112,16 @@ class KnownTemplate:
     @cached_property
     def profile(self) -> TemplateProfile:
         """The findings of all probes."""
-        probes = Probes(
-            self.template, self.tokenizer, self.probed or self.arguments, tool_images=self.tool_images
-        )
+        variables = self.probed or self.variables
+        probes = Probes(self.template, self.tokenizer, variables, tool_images=self.tool_images)
         probe = partial(probe_template, probes, self.model_stop_ids)
         return self.findings.get_or_find("profile", TemplateProfile, probe)
 
     def render(self, request: RenderRequest) -> TracedStr:
-        """Render a request in the form found; errors as for `ChatTemplate.render`.
+        """Render a request in the template's form; errors as for `ChatTemplate.render`.
 
-        A generation prompt that the template writes inside its loop belongs to the coming turn, so it is
-        attributed to no message.
+        A generation prompt that the template writes inside its loop belongs to the coming turn, so it is not
+        attributed to a message.
         """
         text = self.template.render(request, self.profile.form)
         if not request.add_generation_prompt:
@@ -138,18 +134,22 @@ class KnownTemplate:
     @cached_property
     def probes(self) -> Probes:
         """Renders further probes."""
-        return Probes(self.template, self.tokenizer, self.probed or self.arguments, form=self.profile.form)
-
-
-def _is_source(chat_template: str, sources: Mapping[str, str]) -> bool:
-    """Whether a text is a template rather than the name of one."""
-    return chat_template not in sources and ("{{" in chat_template or "{%" in chat_template)
+        return Probes(self.template, self.tokenizer, self.probed or self.variables, form=self.profile.form)
 
 
 def _printed_as(name: str, value: Any, template: ChatTemplate) -> Any:
-    """The value of an argument in probes: one for all texts if the template only prints them."""
+    """Value of a variable in probes: the same for all texts if the template only prints them."""
     is_text = type(value) is str and value != ""
-    return _PRINTED if is_text and name in template.printed_arguments else value
+    return _PRINTED if is_text and name in template.printed_variables else value
+
+
+class TemplateOptions(TypedDict, total=False):
+    """Options of `TemplateSet` that `Renderer.from_pretrained` hands on."""
+
+    limits: TemplateLimits | None
+    clock: Callable[[], datetime.datetime]
+    processes: BoundedProcesses | None
+    tool_images: ToolImages
 
 
 class TemplateSet:
@@ -160,17 +160,16 @@ class TemplateSet:
         tokenizer: The model's tokenizer.
         special_tokens: Template variables such as `bos_token`.
         chosen: Name of the template to use instead of the usual choice.
-        model_stop_ids: Stop tokens that the model's files name.
+        model_stop_ids: Stop tokens of the model's files.
         limits: Bounds on one run of a template.
-        clock: Gives the time that `strftime_now` formats.
-        processes: Child processes that compile and run the templates; None runs them in this one.
-        folder: Where findings are kept between processes, or None.
-        tool_images: `"user"` moves images out of tool results, into a user turn after them, for templates
-            that write none there.
+        clock: Returns the time that `strftime_now` formats.
+        processes: Child processes that compile and run the templates; None runs them in this process.
+        folder: Folder that keeps findings between processes, or None.
+        tool_images: `"user"` moves images out of tool results, into a user turn after them, if the template
+            does not write them there.
 
     Raises:
-        RenderError: `tool_images` is neither of the two.
-        TemplateError: There is no template to use, or one does not compile.
+        TemplateError: The template is missing, or a template does not compile.
     """
 
     def __init__(
@@ -187,22 +186,16 @@ class TemplateSet:
         folder: Path | None = None,
         tool_images: ToolImages = "tool",
     ) -> None:
-        if tool_images not in get_args(ToolImages):
-            raise RenderError(
-                "tool_images is not understood", expected="'tool' or 'user'", got=repr(tool_images)
-            )
         self._tool_images: ToolImages = tool_images
-        self._names = {
-            tools: choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)
-        }
+        self._names = [choose_template(sources, name=chosen, has_tools=tools) for tools in (False, True)]
         self._tokenizer = tokenizer
         self._model_stop_ids = frozenset(model_stop_ids)
         self.special_tokens = dict(special_tokens or {})
         kind = ChatTemplate if processes is None else partial(IsolatedTemplate, processes=processes)
         compile_one = partial(kind, special_tokens=self.special_tokens, limits=limits, clock=clock)
-        self._templates = {name: compile_one(sources[name], name=name) for name in {*self._names.values()}}
+        self._templates = {name: compile_one(sources[name], name=name) for name in {*self._names}}
         self._folder = folder
-        self._known: LRUCache[tuple[str, Hashable], KnownTemplate] = LRUCache(_MOST_SETTINGS)
+        self._known: LRUCache[tuple[str, Hashable], KnownTemplate] = LRUCache(_MAX_SETTINGS)
 
     @classmethod
     def load(
@@ -211,18 +204,16 @@ class TemplateSet:
         tokenizer: Tokenizer,
         *,
         chat_template: str | None = None,
-        limits: TemplateLimits | None = None,
-        clock: Callable[[], datetime.datetime] = datetime.datetime.now,
-        processes: BoundedProcesses | None = None,
         profile_cache: bool = True,
-        tool_images: ToolImages = "tool",
+        **options: Unpack[TemplateOptions],
     ) -> "TemplateSet":
-        """Compile a model's templates, or `chat_template`: Jinja text, or the name of one of them.
+        """Compile a model's templates, or `chat_template`: Jinja text, or the name of a model's template.
 
-        `profile_cache` keeps findings on disk; other arguments and errors are those of the class.
+        `profile_cache` keeps findings on disk. Other options and errors are as for the class.
         """
         sources = load_templates(model)
-        if chat_template is not None and _is_source(chat_template, sources):
+        is_source = chat_template is not None and ("{{" in chat_template or "{%" in chat_template)
+        if chat_template is not None and is_source and chat_template not in sources:
             sources, chat_template = {"default": chat_template}, None
         return cls(
             sources,
@@ -230,31 +221,28 @@ class TemplateSet:
             special_tokens=model.special_tokens,
             chosen=chat_template,
             model_stop_ids=model.stop_token_ids(tokenizer.token_id),
-            limits=limits,
-            clock=clock,
-            processes=processes,
             folder=cache_folder(FOLDER) if profile_cache else None,
-            tool_images=tool_images,
+            **options,
         )
 
     @cached_property
-    def arguments(self) -> tuple[str, ...]:
-        """Variables that one of the templates looks up and a caller may give."""
-        return tuple(sorted({name for template in self._templates.values() for name in template.arguments}))
+    def variables(self) -> tuple[str, ...]:
+        """Variables that a template of the set looks up and a caller may set."""
+        return tuple(sorted({name for template in self._templates.values() for name in template.variables}))
 
-    def find(self, arguments: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
-        """The template for a conversation with or without tools, and what is known about it.
+    def find(self, variables: Mapping[str, Any], *, has_tools: bool) -> KnownTemplate:
+        """Return the template for a conversation with or without tools, and the findings about it.
 
-        Arguments that the template does not read make no difference; texts that it only prints, outside all
-        turns, share their findings. Arguments that are not plain values are probed for anew each time.
+        Variables that the template does not read are left out. Texts that it only prints, outside all turns,
+        share their findings. Variables that are not plain values are probed again each time.
 
         Args:
-            arguments: Template variables.
+            variables: Template variables.
             has_tools: Whether the conversation has tools.
         """
         name = self._names[has_tools]
         template = self._templates[name]
-        read = {key: value for key, value in arguments.items() if key in template.arguments}
+        read = {key: value for key, value in variables.items() if key in template.variables}
         try:
             key = plain_key(dict(sorted(read.items())))
         except NoKeyError:
@@ -265,13 +253,13 @@ class TemplateSet:
             if probed != read:
                 shared = self.find(probed, has_tools=has_tools)
                 if _PRINTED not in repr(shared.profile):
-                    return replace(shared, arguments=read, probed=probed)
+                    return replace(shared, variables=read, probed=probed)
             return self._build(template, read, repr(key))
 
         return self._known.get_or_compute((name, key), build)
 
     def _build(
-        self, template: ChatTemplate, arguments: Mapping[str, Any], setting: str | None
+        self, template: ChatTemplate, variables: Mapping[str, Any], setting: str | None
     ) -> KnownTemplate:
         facts = {
             "source": template.source,
@@ -287,5 +275,5 @@ class TemplateSet:
         is_kept = setting is not None and not template.reads_clock
         findings = Findings(self._folder, facts if is_kept else None)
         return KnownTemplate(
-            template, self._tokenizer, arguments, findings, self._model_stop_ids, self._tool_images
+            template, self._tokenizer, variables, findings, self._model_stop_ids, self._tool_images
         )

@@ -1,7 +1,7 @@
 """Bounds on one run of a template: loop iterations, calls, seconds, and the size of the texts it builds.
 
-These bounds hold between operations. What a single one takes (a huge power, say) is the operating system's to
-bound: see `mmrender.processes`.
+These bounds hold between operations. A single operation (a huge power, say) can only be bounded by the
+operating system; see `mmrender.processes`.
 """
 
 import time
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mmrender.errors import TemplateLimitError
 
 LONG = 256
-"""Texts and lists up to this length are too small to be worth counting."""
+"""Length up to which texts and lists are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,11 @@ class TemplateLimits:
     """Bounds on one run of a template.
 
     Attributes:
-        max_characters: Longest text that may be built, the output included. All texts of 256 characters and
-            more that are built in a run may together reach eight times as much.
-        max_steps: Loop iterations and calls.
-        max_seconds: Processor time of the thread that renders, so that a loaded machine refuses nothing.
+        max_characters: Maximum length of a text that is built, the output included. All texts of 256
+            characters and more that are built in a run may together reach eight times this length.
+        max_steps: Maximum number of loop iterations and calls.
+        max_seconds: Maximum processor time of the rendering thread, which does not depend on the machine's
+            load.
     """
 
     max_characters: int = 8_000_000
@@ -50,7 +51,7 @@ class Budget:
         self._check_time()
 
     def grow(self, size: int) -> None:
-        """Count a text of so many characters that is about to be built."""
+        """Count a text of `size` characters that is about to be built."""
         if size > self.limits.max_characters:
             raise _too_much("text", f"{self.limits.max_characters:,} characters", f"{size:,}")
         self._size_left -= size
@@ -59,13 +60,13 @@ class Budget:
         self._check_time()
 
     def _check_time(self) -> None:
-        # The clock of the wall is the cheaper one, and never behind.
+        # Wall time is cheaper to read and never smaller.
         if time.monotonic() > self._deadline and time.thread_time() > self._processor_deadline:
             raise _too_much("time", f"{self.limits.max_seconds:g} s of processor time")
 
 
 BUDGET: ContextVar[Budget | None] = ContextVar("mmrender_template_budget", default=None)
-"""The budget of the run in this context; None outside of one, where nothing is bounded."""
+"""Budget of the run in this context, or None outside of a run."""
 
 
 def grow(size: int) -> None:
@@ -74,10 +75,10 @@ def grow(size: int) -> None:
         budget.grow(size)
 
 
-def _too_much(what: str, most: str, got: str = "more") -> TemplateLimitError:
+def _too_much(quantity: str, limit: str, got: str = "more") -> TemplateLimitError:
     return TemplateLimitError(
-        f"the chat template used too much: {what}",
-        expected=f"at most {most}",
+        f"the chat template used too much: {quantity}",
+        expected=f"at most {limit}",
         got=got,
         remedy="If you trust the template, pass larger TemplateLimits",
     )

@@ -1,7 +1,7 @@
-"""Chat templates in child processes that the operating system bounds, for templates that nobody vouches for.
+"""Chat templates in child processes with limits of the operating system, for untrusted templates.
 
-A child compiles and runs the template; text with its spans comes back, or an error of the one tree. Media do
-not cross, since no template reads them.
+A child compiles and runs the template. It sends back text with its spans, or an error of the library. Media
+stay here, since templates do not read them.
 """
 
 import pickle
@@ -19,12 +19,12 @@ from mmrender.template.text import Spans, TracedStr, plain
 
 
 class IsolatedTemplate(ChatTemplate):
-    """A chat template that is compiled and run in child processes; errors as for `ChatTemplate`.
+    """A chat template that is compiled and run in child processes. Errors are as for `ChatTemplate`.
 
     Args:
         source: Jinja text.
-        processes: Where it runs.
-        **options: Those of `ChatTemplate`; `clock` must be a function that a module defines.
+        processes: The child processes.
+        **options: As for `ChatTemplate`. `clock` must be a function that a module defines.
     """
 
     def __init__(self, source: str, *, processes: BoundedProcesses, **options: Any) -> None:
@@ -33,17 +33,18 @@ class IsolatedTemplate(ChatTemplate):
         super().__init__(source, **options)
 
     def _compile(self) -> None:
-        self.arguments = self._ask(_arguments, self._recipe)
+        self.variables = self._call(_variables)
 
     def render(self, request: RenderRequest, form: ViewForm | None = None) -> TracedStr:
-        """Render in a process; see `ChatTemplate.render`."""
+        """Render in a child process; see `ChatTemplate.render`."""
         messages = tuple([_without_media(message) for message in request.messages])
         request = msgspec.structs.replace(request, messages=messages, media=())
-        text, spans = self._ask(_rendered, self._recipe, _pickled((request, form), "chat_template_kwargs"))
+        text, spans = self._call(_rendered, _pickled((request, form), "chat_template_kwargs"))
         return TracedStr(text, spans)
 
-    def _ask(self, function: Callable[..., Any], *given: Any) -> Any:
-        return self._processes.ask("ran the chat template", TemplateLimitError, function, *given)
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        ask = self._processes.ask
+        return ask("ran the chat template", TemplateLimitError, function, self._recipe, *arguments)
 
 
 def _pickled(value: Any, where: str) -> bytes:
@@ -73,10 +74,10 @@ def _template(recipe: bytes) -> ChatTemplate:
     return template
 
 
-def _arguments(recipe: bytes) -> tuple[str, ...]:
-    return _template(recipe).arguments
+def _variables(recipe: bytes) -> tuple[str, ...]:
+    return _template(recipe).variables
 
 
-def _rendered(recipe: bytes, given: bytes) -> tuple[str, Spans]:
-    text = _template(recipe).render(*pickle.loads(given))  # noqa: S301
+def _rendered(recipe: bytes, arguments: bytes) -> tuple[str, Spans]:
+    text = _template(recipe).render(*pickle.loads(arguments))  # noqa: S301
     return plain(text), text.spans

@@ -190,7 +190,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         writes_content_before_results=f"{WORD}A" in with_both.partition(f"{WORD}T")[0],
         prints_reasoning=tuple(name for name, messages in turns.items() if probes.prints(thought, messages)),
         reasoning=reasoning,
-        arguments=probes.template.arguments,
+        arguments=probes.template.variables,
         unattributed=_unattributed(probes),
         reads_clock=probes.template.reads_clock,
     )

@@ -1,15 +1,15 @@
-"""Finding a model's chat templates, in every place where models keep them.
+"""Find a model's chat templates, in every place that models use.
 
-Sources, first found wins and alone counts, as in Transformers 5 (`ProcessorMixin.get_processor_dict`,
+The first of these sources that exists counts, as in Transformers 5 (`ProcessorMixin.get_processor_dict`,
 `PreTrainedTokenizerBase._from_pretrained`):
 
-- for a model with a processor the key `chat_template` of `processor_config.json`, the file
+- for a model with a processor, the key `chat_template` of `processor_config.json`, the file
   `chat_template.json`, then the files `chat_template.jinja` and `additional_chat_templates/NAME.jinja`;
-- for one without, those files;
-- then the key in `tokenizer_config.json`: one text, or a list of named ones.
+- for a model without one, these files;
+- then the key in `tokenizer_config.json`: one text, or a list of named texts.
 
-Where none of these is there, what Transformers overlooks is taken: the remaining places of the first list,
-and the key in `preprocessor_config.json`.
+Without these, the fallbacks are places that Transformers ignores: the rest of the first list, and the key in
+`preprocessor_config.json`.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _FOLDER = "additional_chat_templates"
 
 
 def load_templates(model: ModelDir) -> dict[str, str]:
-    """All templates of a model by name; the unnamed one is `default`. Empty where the model has none.
+    """Return the templates of a model by name; a template without a name is `default`.
 
     Raises:
         TemplateError: Two places contradict each other.
@@ -53,8 +53,8 @@ def _refuse_conflict(model: ModelDir) -> None:
         raise TemplateError(
             "the model has chat templates in two places that exclude each other",
             where=str(model.path),
-            expected=f"chat_template.jinja beside {_FOLDER}/",
-            got=f"chat_template.json beside {_FOLDER}/",
+            expected=f"chat_template.jinja next to {_FOLDER}/",
+            got=f"chat_template.json next to {_FOLDER}/",
             remedy="Write the text of chat_template.json to chat_template.jinja and remove it",
         )
 
@@ -85,10 +85,10 @@ def _named(value: Any, *, where: str) -> dict[str, str]:
 
 
 def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools: bool) -> str:
-    """Name of the template to run: the one asked for, else `tool_use` where tools are given, else `default`.
+    """Return the name of the template to run: `name`, else `tool_use` with tools, else `default`.
 
     Raises:
-        TemplateMissingError: There is no such template.
+        TemplateMissingError: The model lacks this template.
     """
     if name is not None and name in templates:
         return name
@@ -99,17 +99,17 @@ def choose_template(templates: Mapping[str, str], *, name: str | None, has_tools
             return "default"
         if len(templates) == 1:
             return next(iter(templates))
-    have = ", ".join(sorted(templates)) or "none"
+    names = ", ".join(sorted(templates)) or "none"
     if name is None and templates:
         raise TemplateMissingError(
-            "the model has several chat templates, and none of them is the default",
+            "the model has several chat templates without a default",
             expected="a template named 'default'",
-            got=have,
+            got=names,
             remedy="Pass chat_template=<one of these names>",
         )
     raise TemplateMissingError(
-        f"the model has no chat template{'' if name is None else f' named {describe(name)}'}",
+        f"the model lacks a chat template{'' if name is None else f' named {describe(name)}'}",
         expected="chat_template.jinja, chat_template.json, or one in the tokenizer or processor config",
-        got=f"templates: {have}",
+        got=f"templates: {names}",
         remedy="Pass chat_template=<Jinja text>",
     )

@@ -1,7 +1,7 @@
 """`TracedStr`: a `str` whose characters remember the value they came from.
 
-Slicing, stripping, splitting, replacing, joining and concatenating keep the spans. Where an operation cannot
-keep characters apart, its result is tainted: content as a whole, never syntax (law 7).
+Slicing, stripping, splitting, replacing, joining and concatenating keep the spans. If an operation cannot
+keep characters apart, its result is tainted: it counts as content as a whole, never as syntax (law 7).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ Kind: TypeAlias = Literal[
     "name",  # the message's name and tool_call_id
     "extra",  # keys that belong to no standard
     "tools",  # tool definitions
-    "documents",  # retrieved documents and other template arguments
+    "documents",  # retrieved documents and other template variables
     "role",  # the role's own text
     "scaffold",  # written by the template while it handled the message
 ]
 Author: TypeAlias = Role | Literal["caller"]
-"""Who wrote a piece of content: a message's role, or the caller, who passes tool definitions, documents,
-template arguments, names and tool-call arguments."""
+"""Author of content: a message's role, or the caller, who passes tool definitions, documents, template
+variables, names and tool-call arguments."""
 
 _SCAFFOLD: frozenset[Kind] = frozenset({"role", "scaffold"})
 _BY_CALLER: frozenset[Kind] = frozenset({"tools", "documents", "name", "tool_call"})
@@ -37,14 +37,14 @@ class Origin:
     """The value that a piece of text was made from; compared by identity.
 
     Attributes:
-        message: Index of the message, or -1 for tool definitions, documents and template arguments.
-        role: Role of that message, or None where there is no message.
-        kind: Which field, see `Kind`.
-        path: For people: `messages[2].content[1].text`.
-        scaffold: For a value of a message, the origin of what the template writes around that message.
-        part: Index in the content of the media part that the template writes this for, or -1.
-        is_content: Whether a caller or the model wrote it, as against the template.
-        author: Whose rule says what a special token in this content is.
+        message: Index of the message, or -1 for tool definitions, documents and template variables.
+        role: Role of the message, or None without one.
+        kind: Kind of the field.
+        path: Path for people, such as `messages[2].content[1].text`.
+        scaffold: For a value of a message, the origin of the template text around the message.
+        part: For the template text of a media part, the part's index in the content, or -1.
+        is_content: Whether a caller or the model wrote the text, not the template.
+        author: Author whose rule decides about special tokens in this content.
     """
 
     __slots__ = ("author", "is_content", "kind", "message", "part", "path", "role", "scaffold")
@@ -73,10 +73,10 @@ class Origin:
 
 
 SEVERAL = Origin(-1, None, "content", "several messages")
-"""The origin of tainted text that was made from several messages."""
+"""Origin of tainted text that was made from several messages."""
 
 Span: TypeAlias = tuple[int, int, Origin]
-"""`(start, stop, origin)` in characters; text between spans is the template's, outside any message."""
+"""`(start, stop, origin)` in characters. The template wrote the text between spans, outside any message."""
 Spans: TypeAlias = tuple[Span, ...]
 """Spans in rising order, without overlap."""
 
@@ -97,7 +97,7 @@ def clip(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def _cased(method: Callable[[str], str]) -> Any:
-    """A case mapping that keeps spans where the length stays, and else taints."""
+    """A case mapping that keeps spans if the length stays, and else taints."""
 
     def cased(self: "TracedStr") -> "TracedStr":
         text = method(self)
@@ -117,7 +117,7 @@ def _padded(method: Callable[..., str]) -> Any:
 
 
 class Proxy:
-    """Base of the values other than text that remember where they came from."""
+    """Base of other values than text that remember their origin."""
 
     __slots__ = ()
     _origin: Origin
@@ -128,7 +128,7 @@ class TracedStr(str):
 
     Args:
         text: The characters.
-        spans: Rising, without overlap; text that no span covers was written by the template.
+        spans: Rising, without overlap. The template wrote the text that spans do not cover.
     """
 
     __slots__ = ("spans",)
@@ -187,22 +187,22 @@ class TracedStr(str):
 
     def join(self, pieces: Iterable[str]) -> "TracedStr":
         """Join `pieces`, which must all be strings, with this text between them."""
-        held = list(pieces)
-        for number, piece in enumerate[Any](held):
+        items = list(pieces)
+        for number, piece in enumerate[Any](items):
             if not isinstance(piece, str):
-                found = type(piece).__name__
-                raise TypeError(f"sequence item {number}: expected str instance, {found} found")
+                kind = type(piece).__name__
+                raise TypeError(f"sequence item {number}: expected str instance, {kind} found")
         if not self:
-            return concat(held)
-        laid: list[str] = [self] * (2 * len(held) - 1)
-        laid[::2] = held
-        return concat(laid)
+            return concat(items)
+        separated: list[str] = [self] * (2 * len(items) - 1)
+        separated[::2] = items
+        return concat(separated)
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> "TracedStr":
-        """Replace `old`; what `new` brings keeps the origin of `new`."""
-        str.replace(self, old, new, 0)  # refuses what is not text
-        found = str.count(self, old)
-        times = index(count) if 0 <= index(count) < found else found
+        """Replace `old` by `new`, which keeps its origin."""
+        str.replace(self, old, new, 0)  # refuses arguments that are not text
+        matches = str.count(self, old)
+        times = index(count) if 0 <= index(count) < matches else matches
         if times == 0:
             return self
         grow(len(self) + times * (len(new) - len(old)))
@@ -248,12 +248,12 @@ class TracedStr(str):
         return self._separated(str.rsplit(self, sep, maxsplit), sep)
 
     def _separated(self, pieces: Iterable[str], sep: str | None) -> list[Self]:
-        found, position = [], 0
+        cuts, position = [], 0
         for piece in pieces:
             start = str.index(self, piece, position) if sep is None else position
-            found.append(self._cut(start, start + len(piece)))
+            cuts.append(self._cut(start, start + len(piece)))
             position = start + len(piece) + len(sep or "")
-        return found
+        return cuts
 
     def splitlines(self, keepends: bool = False) -> list[Self]:  # type: ignore[override]
         """Split at line ends, into slices."""
@@ -273,7 +273,7 @@ class TracedStr(str):
         before, middle, after = self._separated(str.rpartition(self, sep), "")
         return before, middle, after
 
-    # Case: spans stay where every character has one image.
+    # Case: spans stay if the length stays.
 
     lower = _cased(str.lower)
     upper = _cased(str.upper)
@@ -282,7 +282,8 @@ class TracedStr(str):
     title = _cased(str.title)
     capitalize = _cased(str.capitalize)
 
-    # Padding and formatting: the result is tainted. What the sandbox hides or replaces stays that of `str`.
+    # Padding and formatting: the result is tainted. Methods that the sandbox hides or replaces stay as in
+    # `str`.
 
     ljust = _padded(str.ljust)
     rjust = _padded(str.rjust)
@@ -294,12 +295,12 @@ class TracedStr(str):
 
 
 def concat(pieces: Iterable[str]) -> TracedStr:
-    """Join pieces of text, keeping their spans; two pieces of one value that meet become one span."""
+    """Join pieces of text with their spans; adjacent pieces of one value become one span."""
     return TracedStr(*lay_out(pieces if isinstance(pieces, list | tuple) else list(pieces)))
 
 
 def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
-    """Join pieces; return the text and the spans of the whole."""
+    """Join pieces into one text and its spans."""
     spans: list[Span] = []
     position = 0
     for piece in pieces:
@@ -315,21 +316,16 @@ def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
     return "".join(pieces), tuple(spans)
 
 
-def spans_of(text: str) -> Spans:
-    """Return the spans of any string; a plain one has none."""
-    return text.spans if isinstance(text, TracedStr) else ()
-
-
 def plain(text: str) -> str:
     """Return the characters alone, as a plain `str`."""
     return str.__str__(text) if type(text) is not str else text
 
 
 def tainted(text: str, *sources: Any) -> TracedStr:
-    """Return text computed from `sources` in a way that has no map of characters.
+    """Return text that was computed from `sources` without a map of characters.
 
-    If any of them holds content, all of the text is content: of its value if there is one, of the caller's
-    before the message's own, and of no message where it came from several.
+    If any source has content, all of the text is content. Its origin is one of theirs, the caller's before
+    the message's own, or `SEVERAL` if they belong to several messages.
     """
     grow(len(text))
     origins = dict.fromkeys(_origins_in(sources))
@@ -367,7 +363,7 @@ _PRINTED_BY_ELEMENT: Any = (dict, list, tuple, Namespace, *_VIEWS)
 
 
 def text_of(value: Any) -> TracedStr:
-    """Return `str(value)` with provenance; a container's text is tainted by what it holds."""
+    """Return `str(value)` with provenance; a container's text is tainted by its elements."""
     if isinstance(value, TracedStr):
         return value
     if isinstance(value, _PRINTED_BY_ELEMENT):

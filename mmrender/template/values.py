@@ -1,8 +1,8 @@
-"""Numbers, booleans, nulls and containers that remember where they came from.
+"""Numbers, booleans, nulls and containers that remember their origin.
 
-Tool-call arguments reach a template as parsed JSON; a template may print a number, test a boolean, walk a
-list or dump the whole object. These proxies behave as their values in every such use, and what
-is printed from them is traced. `IDENTITY_TESTS` replaces the few Jinja tests that compare by identity.
+Tool-call arguments reach a template as parsed JSON. A template may print a number, test a boolean, walk a
+list or dump the whole object. These proxies behave as their values, and text printed from them is traced.
+`IDENTITY_TESTS` replaces the Jinja tests that compare by identity.
 """
 
 import sys
@@ -32,7 +32,7 @@ class TracedFloat(Proxy, float):
 
 
 class TracedBool(Proxy, int):
-    """A boolean that prints as traced text. `bool` cannot be subclassed; `int` compares and counts alike."""
+    """A boolean that prints as traced text. `bool` cannot be subclassed; `int` compares equal."""
 
     def __str__(self) -> TracedStr:
         return TracedStr.whole("True" if self else "False", self._origin)
@@ -64,7 +64,7 @@ class TracedNull(Proxy):
 
 
 class TracedDict(Proxy, dict[Any, Any]):
-    """A `dict` of one origin. `_source` is the untouched value, whose dump costs what a plain one does."""
+    """A `dict` of one origin. `_source` is the plain value, which is faster to dump."""
 
     __slots__ = ("_origin", "_source")
     _source: Mapping[Any, Any]
@@ -81,10 +81,10 @@ _NUMBERS: dict[type, Any] = {bool: TracedBool, int: TracedInt, float: TracedFloa
 
 
 def traced(value: Any, origin: Origin, depth: int = MAX_DEPTH) -> Any:
-    """Wrap a value, and all that it holds, in proxies of `origin`.
+    """Wrap a value and its elements in proxies of `origin`.
 
     Raises:
-        MessageError: It nests deeper than `depth`, as what holds itself does, or its text is no UTF-8.
+        MessageError: The value nests deeper than `depth`, or its text is not UTF-8.
     """
     kind = type(value)
     if kind is str:
@@ -113,9 +113,10 @@ def traced(value: Any, origin: Origin, depth: int = MAX_DEPTH) -> Any:
 
 
 def _json_value(value: Any, where: str) -> Any:
-    """Return the JSON value of a foreign one; its type in angle brackets where it has none.
+    """Return the JSON value of a foreign object, or its type in angle brackets.
 
-    These are Transformers' rules (`_plain_template_data`): a template calls no method of a foreign object.
+    These are Transformers' rules (`_plain_template_data`): a template cannot call methods of a foreign
+    object.
     """
     if isinstance(value, str):
         return str.__str__(value)
@@ -133,7 +134,7 @@ def _json_value(value: Any, where: str) -> Any:
 
 
 def untraced(value: Any) -> Any:
-    """Return the JSON value behind a proxy, or behind a container of proxies."""
+    """Return the JSON value of a proxy or of a container of proxies."""
     if isinstance(value, TracedDict | TracedList):
         return value._source
     if isinstance(value, TracedNull | TracedBool):
@@ -146,7 +147,7 @@ def untraced(value: Any) -> Any:
 
 
 def single(value: Any) -> Any:
-    """Return the singleton behind a proxy; any other value as it is."""
+    """Return the singleton of a proxy, or the value itself."""
     if type(value) is TracedNull:
         return None
     return bool(value) if type(value) is TracedBool else value

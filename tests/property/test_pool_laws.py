@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmrender import Renderer
 from mmrender.errors import TemplateError
 from mmrender.media.resolve import MediaCache
-from mmrender.pool import RendererPool
+from mmrender.renderer import RendererPool
 from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.tokens.rendered import RenderedTokens
 

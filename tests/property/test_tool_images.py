@@ -166,9 +166,3 @@ def test_findings_are_kept_apart(tmp_path: Any) -> None:
     ]
     roles = [known.find({}, has_tools=False).profile.image_roles for known in sets]
     assert roles == [("user",), ("user", "tool"), ("user",)]
-
-
-def test_an_unknown_choice_is_named() -> None:
-    with pytest.raises(RenderError) as caught:
-        MODELS["tilde"].renderer(tool_images="system")
-    assert str(caught.value) == "tool_images is not understood - expected 'tool' or 'user', got 'system'"

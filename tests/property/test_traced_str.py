@@ -24,7 +24,6 @@ from mmrender.template.text import (
     concat,
     percent,
     plain,
-    spans_of,
     tainted,
     text_of,
 )
@@ -36,6 +35,10 @@ NO = None
 LETTERS = "aAbB zZ\t\n\r\x0b\x85\u2028ßİıΣσςŉǰΐﬁǆǅ'\"\\{}%<&>-([+0٣\u0301é日𝒳"
 texts = st.text(st.sampled_from(LETTERS) | st.characters(codec="utf-8"), max_size=12)
 short = st.text(st.sampled_from("ab \tßΣ\n"), max_size=3)
+
+
+def spans_of(text):
+    return getattr(text, "spans", ())
 
 
 @st.composite

@@ -23,7 +23,7 @@ from mmrender.errors import (
     PlaceholderError,
     PromptTooLongError,
 )
-from mmrender.pool import RendererPool
+from mmrender.renderer import RendererPool
 from mmrender.sidecar import MultiModalData, collapse
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan

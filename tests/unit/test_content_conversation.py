@@ -169,68 +169,54 @@ def test_names_and_ids_given_as_numbers_become_text():
 HI = {"role": "user", "content": "hi"}
 
 
-@pytest.mark.parametrize(
-    ("messages", "text"),
-    [
-        ([], "messages: the conversation is empty - expected at least one message"),
-        ("hi", "messages: is not a conversation - expected a list of messages, got 'hi'. "
-         'Write [{"role": "user", "content": …}], or decode JSON text first'),
-        (HI, "messages: is not a conversation - expected a list of messages, got dict with keys 'role', "
-         "'content'. Wrap a single message in a list"),
-        ([[HI]], "messages[0]: is a list, not a message - expected a dict with role and content, a Message, "
-         "a pydantic model or a dataclass, got list of length 1. Pass one conversation at a time"),
-        ([HI, {"role": "assistnat", "content": "x"}], "messages[1].role: unknown role - expected system, "
-         "developer, user, assistant or tool, got 'assistnat'"),
-        ([{"from": "human", "value": "x"}], "messages[0]: the message has no role - expected a key 'role', "
-         "got keys 'from', 'value'"),
-        ([{"role": "user", "content": 3}], "messages[0].content: content cannot be read - expected a str, "
-         "None or a list of parts, got 3"),
-        ([{"role": "user", "content": "a\ud800"}], "messages[0].content: the text cannot be encoded as UTF-8 "
-         "- expected no lone surrogates, got U+D800 at position 1. Decode the original bytes with "
-         "errors='replace'"),
-        ([{"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}],
-         "messages[0].tool_calls: only an assistant calls tools - expected role assistant, got role user"),
-        ([{"role": "assistant", "tool_calls": [{"name": "f"}], "function_call": {"name": "f"}}],
-         "messages[0]: the message has both tool_calls and function_call - expected only one of them"),
-        ([{"role": "assistant", "reasoning": {"effort": "low"}}], "messages[0].reasoning: is not text - "
-         "expected a str, got dict with key 'effort'"),
-        ([{"role": "tool", "tool_call_id": True}], "messages[0].tool_call_id: is not text - expected a str, "
-         "got True"),
-        ([{"role": "user", "content": "x", "images": ["a.png"]}],
-         "messages[0].images: media of a message belong in its content - expected parts such as "
-         '{"type": "image", "image": …} in content, got list of length 1'),
-        ([{"role": "user", "content": "x", 1: 2}], "messages[0]: keys of a message are text - expected str "
-         "keys, got 1"),
-    ],
-)  # fmt: skip
-def test_errors(messages, text):
-    assert error_of(messages).removesuffix(".") == text
+LOOP: dict[str, Any] = {}
+LOOP["self"] = [LOOP]
 
 
-def test_where_names_the_conversation_and_a_container_that_holds_itself():
+class Broken:
+    def model_dump(self):
+        raise RuntimeError("no such field")
+
+    def __repr__(self):
+        raise AssertionError
+
+
+def assistant(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", **fields}]
+
+
+ERRORS = {
+    "empty": [],
+    "text": "hi",
+    "one message": HI,
+    "two lists": [[HI]],
+    "unknown role": [HI, {"role": "assistnat", "content": "x"}],
+    "no role": [{"from": "human", "value": "x"}],
+    "a number": [{**HI, "content": 3}],
+    "a surrogate": [{**HI, "content": "a\ud800"}],
+    "a user's call": [{**HI, "tool_calls": [{"name": "f"}]}],
+    "two kinds of calls": assistant(tool_calls=[{"name": "f"}], function_call={"name": "f"}),
+    "calls in a dict": assistant(tool_calls={"name": "f"}),
+    "reasoning": assistant(reasoning={"effort": "low"}),
+    "an id": [{"role": "tool", "tool_call_id": True}],
+    "misplaced images": [{**HI, "images": ["a.png"]}],
+    "a key that is a number": [{**HI, 1: 2}],
+    "a container that holds itself": [{**HI, "meta": LOOP}],
+    "a broken model": [Broken()],
+    "an odd model": [SimpleNamespace(model_dump=lambda: "text")],
+    "a broken role": [{"role": Broken()}],
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case, sentence):
+    assert error_of(ERRORS[case]) == sentence
+
+
+def test_where_names_the_conversation():
     with pytest.raises(MessageError) as caught:
         normalize_messages([HI, {"role": "x"}], where="new_messages")
     assert caught.value.where == "new_messages[1].role"
-    loop: dict[str, Any] = {}
-    loop["self"] = [loop]
-    assert error_of([{"role": "user", "content": "x", "meta": loop}]) == (
-        "messages[0].meta: nests too deep - expected at most 100 levels of dicts and lists. "
-        "A container that holds itself looks like this too"
-    )
-
-
-def test_foreign_objects_that_cannot_be_read_are_named_errors():
-    class Broken:
-        def model_dump(self):
-            raise RuntimeError("no such field")
-
-        def __repr__(self):
-            raise AssertionError
-
-    assert error_of([Broken()]) == "messages[0]: model_dump() of Broken failed (no such field)"
-    odd = SimpleNamespace(model_dump=lambda: "text")
-    assert error_of([odd]) == "messages[0]: model_dump() of SimpleNamespace gave no mapping"
-    assert error_of([{"role": Broken()}]).endswith("got Broken")
 
 
 def test_openai_dicts_hold_every_field():

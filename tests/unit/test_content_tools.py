@@ -1,6 +1,7 @@
 import enum
 import functools
 import json
+import re
 import sys
 from typing import Any
 
@@ -18,10 +19,6 @@ WRAPPED = {
     "function": {"name": "f", "description": None, "parameters": {"type": "object"}},
 }
 BARE = {"name": "f", "parameters": {"type": "object"}}
-EXPECTED = (
-    'expected a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, '
-    "or a Python function"
-)
 
 
 def multiply(a: float, b: float = 2.0) -> float:
@@ -41,7 +38,7 @@ def undocumented(a: int) -> int:
 def error_of(tools: Any) -> str:
     with pytest.raises(MessageError) as caught:
         normalize_tools(tools)
-    return str(caught.value).removesuffix(".")
+    return str(caught.value)
 
 
 def test_dicts_are_kept_whole_and_none_and_empty_stay_apart():
@@ -76,43 +73,32 @@ def test_functions_give_the_schema_of_transformers():
     assert schema["function"]["parameters"]["required"] == ["a"]
 
 
-def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch):
+def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch, sentence):
     pytest.importorskip("transformers")
     text = error_of([WRAPPED, undocumented])
-    assert text.startswith("tools[1]: no schema can be made of undocumented (Cannot generate JSON schema for")
-    assert text.endswith(
-        "expected type hints and a Google-style docstring that describes each argument. "
-        "Or pass its JSON schema"
-    )
+    assert re.sub(r"\(Cannot generate .*?\)", "(...)", text) == sentence
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
     with pytest.raises(MissingDependencyError) as caught:
         normalize_tools([multiply])
-    assert str(caught.value) == (
-        "tools[0]: a tool given as a Python function needs transformers, which is not installed. "
-        "Install it with: pip install 'mmrender[hf]', or pass its JSON schema"
-    )
+    assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize(
-    ("tools", "text"),
-    [
-        (WRAPPED, "tools: tools come in a list - expected a list, got dict with keys 'type', 'function'. "
-         "Wrap a single tool in a list"),
-        (multiply, "tools: tools come in a list - expected a list, got function. Wrap a single tool in a "
-         "list"),
-        ("[]", "tools: tools come in a list - expected a list, got '[]'"),
-        ([BARE, "f"], f"tools[1]: cannot be read - {EXPECTED}, got 'f'"),
-        ([functools.partial(multiply, 1)], f"tools[0]: cannot be read - {EXPECTED}, got partial"),
-        ([int], f"tools[0]: cannot be read - {EXPECTED}, got type"),
-        ([{"type": "function"}], f"tools[0]: the tool names no function - {EXPECTED}, got dict with key "
-         "'type'"),
-        ([{"type": "function", "function": {"name": 3}}], "tools[0].function: the tool names no function - "
-         f"{EXPECTED}, got dict with key 'name'"),
-    ],
-)  # fmt: skip
-def test_errors(tools, text):
-    assert error_of(tools) == text
+ERRORS = {
+    "one dict": WRAPPED,
+    "one function": multiply,
+    "text": "[]",
+    "a name": [BARE, "f"],
+    "a partial": [functools.partial(multiply, 1)],
+    "a class": [int],
+    "no function": [{"type": "function"}],
+    "a number": [{"type": "function", "function": {"name": 3}}],
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case, sentence):
+    assert error_of(ERRORS[case]) == sentence
 
 
 # --- calls ---
@@ -126,7 +112,7 @@ def calls_of(*calls: Any) -> tuple[ToolCall, ...]:
 def call_error(call: Any) -> str:
     with pytest.raises(MessageError) as caught:
         calls_of({"name": "f"}, call)
-    return str(caught.value).removesuffix(".")
+    return str(caught.value)
 
 
 def nested(depth: int) -> str:
@@ -193,53 +179,29 @@ def test_hostile_nesting_is_a_named_error():
             parse_arguments(given, "a")
 
 
-SHAPE = 'a dict like {"id": …, "function": {"name": …, "arguments": {…}}}'
-KEEP = "If a model wrote this call, keep it as text in content instead of tool_calls"
+CALL_ERRORS = {
+    "text": "f",
+    "a function that is text": {"function": "f"},
+    "nothing": {},
+    "no name": {"id": "1", "function": {"arguments": "{}"}},
+    "another type": {"type": "custom", "name": "f"},
+    "unknown key": {"name": "f", "parameters": {"a": 1}},
+    "no JSON": {"function": {"name": "f", "arguments": '{"city": Paris}'}},
+    "a JSON list": {"function": {"name": "f", "arguments": "[1]"}},
+    "a list": {"name": "f", "arguments": [1]},
+    "NaN": {"name": "f", "arguments": {"a": [0, float("nan")]}},
+    "bytes": {"name": "f", "arguments": {"a": {"b c": b"x"}}},
+    "a surrogate": {"name": "f", "arguments": {"\udc00": 1}},
+    "a key that is a number": {"name": "f", "arguments": {1: 2}},
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        ("f", f": cannot be read - expected {SHAPE}, got 'f'"),
-        ({"function": "f"},
-         '.function: cannot be read - expected a dict like {"name": …, "arguments": {…}}, got \'f\''),
-        ({}, f": the tool call names no function - expected {SHAPE}, got no keys"),
-        ({"id": "1", "function": {"arguments": "{}"}}, ".function: the tool call names no function - "
-         "expected a key 'name', got key 'arguments'"),
-        ({"type": "custom", "name": "f"}, ".type: unknown type of tool call - expected 'function', got "
-         "'custom'"),
-        ({"name": "f", "parameters": {"a": 1}}, ".parameters: unknown key in a tool call - expected "
-         f"{SHAPE}, got dict with key 'a'. Remove the key, or set it to None"),
-        ({"function": {"name": "f", "arguments": '{"city": Paris}'}}, ".function.arguments: arguments are "
-         "not JSON (JSON is malformed: invalid character (byte 9)) - expected JSON text of an object, got "
-         f"'{{\"city\": Paris}}'. {KEEP}"),
-        ({"function": {"name": "f", "arguments": "[1]"}}, ".function.arguments: arguments are not a JSON "
-         "object - expected JSON text of an object, got '[1]'"),
-        ({"name": "f", "arguments": [1]}, ".arguments: arguments are not a JSON object - expected a dict, or "
-         "JSON text of one, got list of length 1"),
-        ({"name": "f", "arguments": {"a": [0, float("nan")]}}, ".arguments.a[1]: is not a JSON value - "
-         "expected text, a finite number, bool, None, list or dict, got nan"),
-        ({"name": "f", "arguments": {"a": {"b c": b"x"}}}, ".arguments.a['b c']: is not a JSON value - "
-         "expected text, a finite number, bool, None, list or dict, got bytes of length 1"),
-        ({"name": "f", "arguments": {"\udc00": 1}}, ".arguments: the text cannot be encoded as UTF-8 - "
-         "expected no lone surrogates, got U+DC00 at position 0. Decode the original bytes with "
-         "errors='replace'"),
-        ({"name": "f", "arguments": {1: 2}}, ".arguments: JSON keys are text - expected str keys, got 1"),
-    ],
-)  # fmt: skip
-def test_errors_of_calls(call, text):
-    assert call_error(call) == "messages[0].tool_calls[1]" + text
+@pytest.mark.parametrize("case", CALL_ERRORS)
+def test_errors_of_calls(case, sentence):
+    assert call_error(CALL_ERRORS[case]) == sentence
 
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "\ud800", '{"a": 1} x'])
 def test_text_that_is_not_json(text):
     with pytest.raises(MessageError, match="arguments are not JSON"):
         parse_arguments(text, "a")
-
-
-def test_calls_that_are_no_list():
-    with pytest.raises(MessageError) as caught:
-        normalize_messages([{"role": "assistant", "tool_calls": {"name": "f"}}])
-    assert str(caught.value) == (
-        "messages[0].tool_calls: tool calls come in a list - expected a list, got dict with key 'name'"
-    )

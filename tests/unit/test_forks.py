@@ -27,9 +27,8 @@ from mmrender.media import item as items
 from mmrender.media import load, sources
 from mmrender.media.item import encoded_image
 from mmrender.model import fast
-from mmrender.pool import RendererPool
 from mmrender.processes import BoundedProcesses
-from mmrender.renderer import Renderer
+from mmrender.renderer import Renderer, RendererPool
 from mmrender.template.known import TemplateSet
 from mmrender.testing.scripted_engine import ScriptedEngine
 

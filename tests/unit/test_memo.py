@@ -12,7 +12,7 @@ from PIL import Image
 from mmrender.content.request import read_request
 from mmrender.media.resolve import MediaCache, part_fingerprint
 from mmrender.renderer import Renderer
-from mmrender.rendering import new_memo, request_key
+from mmrender.rendering import Memo
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -30,7 +30,7 @@ JSON = st.recursive(
 
 
 def key_of(messages, variable=None, *, images=None):
-    return request_key(
+    return Memo(1, None).key(
         read_request(
             messages,
             images=images,
@@ -139,7 +139,7 @@ def rendering(count, text="x"):
 
 
 def test_one_that_is_too_large_is_not_kept():
-    memo = new_memo(100)
+    memo = Memo(100, None)
     memo.put("a", rendering(10))
     assert memo.get("a") is None
     memo.put("b", rendering(1))
@@ -166,7 +166,7 @@ def test_an_item_counts_against_the_bound_of_the_media_cache_alone(tiny_model, m
     first = renderer.render(messages)
     nbytes = first.multi_modal_data.nbytes
     assert cache.stats.size == (nbytes if max_bytes else 0)
-    assert renderer._memo.stats.size < nbytes
+    assert renderer._memo._entries.stats.size < nbytes
     again = renderer.render(messages)
     assert again == first
     (item,), (known,) = (rendered.multi_modal_data.mm_items["image"] for rendered in (again, first))

@@ -8,7 +8,7 @@ import pytest
 from mmrender.client.server_facts import forget
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
-from mmrender.pool import RendererPool
+from mmrender.renderer import RendererPool
 from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import TOOLS, ScriptedBackend, call, shown, text

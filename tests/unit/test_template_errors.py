@@ -1,6 +1,7 @@
 """What a failing template says: the exact message, the line, and the class of the error."""
 
 import datetime
+import re
 from functools import partial
 
 import pytest
@@ -20,77 +21,52 @@ from small_models import TEMPLATES
 from traced_cases import outcome
 
 USER = [Message(role="user", content="hi")]
-REMEDY = "Pass a corrected one as chat_template=<Jinja text>"
+
+BROKEN = {
+    "no end": "line one\n{% if messages %}\nno end",
+    "no filter": "{{ x | nothing }}",
+    "no expression": "\n\n{{ a b }}",
+    "no loop": "{% break %}",
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "line one\n{% if messages %}\nno end",
-            "line 3: the chat template 'default' does not compile - got Unexpected end of template. Jinja was looking "
-            "for the following tags: 'elif' or 'else' or 'endif'. The innermost block that needs to be closed is 'if'. ",
-        ),
-        ("{{ x | nothing }}", "line 1: the chat template 'default' does not compile - got No filter named 'nothing'. "),
-        ("\n\n{{ a b }}", "line 3: the chat template 'default' does not compile - got expected token 'end of print statement', got 'b'."),
-        ("{% break %}", "line 1: the chat template 'default' does not compile - got 'break' outside loop."),
-    ],
-)  # fmt: skip
-def test_a_template_that_does_not_compile_says_where(source, message):
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_template_that_does_not_compile_says_where(case, sentence):
     with pytest.raises(TemplateSyntaxError) as error:
-        ChatTemplate(source)
-    assert str(error.value).startswith(message), str(error.value)
-    assert str(error.value).endswith(REMEDY)
+        ChatTemplate(BROKEN[case])
+    assert str(error.value) == sentence
 
 
-FAILED = "the chat template failed on these messages - got "
-SPENT = "the chat template used too much: "
-TRUSTED = ". If you trust the template, pass larger TemplateLimits"
+FAILING = {
+    "a refusal": (TemplateRefusedError, "\n{{ raise_exception('Roles must alternate') }}"),
+    "a refusal in a loop": (
+        TemplateRefusedError,
+        "{% for m in messages %}\n{% if m.role == 'user' %}\n"
+        "{{ raise_exception('No ' ~ m.role ~ 's, ' + m.content) }}{% endif %}{% endfor %}",
+    ),
+    "a type": (TemplateRuntimeError, "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}"),
+    "an undefined name": (
+        TemplateRuntimeError,
+        "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}",
+    ),
+    "a class": (TemplateSecurityError, "{{ ''.__class__.mro() }}"),
+    "steps": (
+        TemplateLimitError,
+        "{% for a in range(1001) %}{% for b in range(1001) %}\n{% endfor %}{% endfor %}",
+    ),
+    "text": (TemplateLimitError, "{{ 'x' * 10**8 }}"),
+    "recursion": (TemplateLimitError, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "kind", "line", "message"),
-    [
-        ("\n{{ raise_exception('Roles must alternate') }}", TemplateRefusedError, 2, "Roles must alternate"),
-        (
-            "{% for m in messages %}\n{% if m.role == 'user' %}\n{{ raise_exception('No ' ~ m.role ~ 's, ' + m.content) }}"
-            "{% endif %}{% endfor %}",
-            TemplateRefusedError, 3, "No users, hi",
-        ),
-        (
-            "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}",
-            TemplateRuntimeError, 3, FAILED + "TypeError: unsupported operand type(s) for +: 'str' and 'int'",
-        ),
-        (
-            "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}",
-            TemplateRuntimeError, 2, FAILED + "UndefinedError: 'dict object' has no attribute 'y'",
-        ),
-        (
-            "{{ ''.__class__.mro() }}",
-            TemplateSecurityError, 1, "access to attribute '__class__' of 'str' object is unsafe.",
-        ),
-        (
-            "{% for a in range(1001) %}{% for b in range(1001) %}\n{% endfor %}{% endfor %}",
-            TemplateLimitError, 1, SPENT + "steps - expected at most 1,000,000 loop iterations and calls, got more" + TRUSTED,
-        ),
-        (
-            "{{ 'x' * 10**8 }}",
-            TemplateLimitError, 1, SPENT + "text - expected at most 8,000,000 characters, got 100,000,000" + TRUSTED,
-        ),
-        (
-            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            TemplateLimitError, 1, "the chat template used too much - got RecursionError: maximum recursion depth exceeded",
-        ),
-    ],
-)  # fmt: skip
-def test_a_template_that_fails_says_where_and_why(source, kind, line, message):
+@pytest.mark.parametrize("case", FAILING)
+def test_a_template_that_fails_says_where_and_why(case, sentence):
+    kind, source = FAILING[case]
     with pytest.raises(kind) as error:
         ChatTemplate(source, limits=TemplateLimits(max_seconds=60)).render(RenderRequest(USER))
     assert type(error.value) is kind
-    place = "messages[0], " if "m in messages" in source else ""
-    assert str(error.value).startswith(f"{place}chat template 'default', line {line}: {message}"), str(
-        error.value
-    )
+    # Python words it differently with where it noticed.
+    assert re.sub("(depth exceeded).*", r"\1", str(error.value)) == sentence
 
 
 def test_limits_can_be_raised_and_lowered():
@@ -115,7 +91,7 @@ def test_variables_that_a_caller_may_set_are_those_looked_up():
         "{{ strftime_now('%Y') }}{{ namespace() }}{{ m(1) }}{% set ns.x = e %}",
         special_tokens={"bos_token": "<s>"},
     )
-    assert template.arguments == ("b", "d", "e", "enable_thinking", "ns")
+    assert template.variables == ("b", "d", "e", "enable_thinking", "ns")
 
 
 # Templates, and the names in them that a caller may set.
@@ -137,8 +113,8 @@ SCOPES = {
 
 
 @pytest.mark.parametrize("source", SCOPES)
-def test_arguments_are_what_may_be_read_before_it_is_assigned(source):
-    assert ChatTemplate(source).arguments == tuple(SCOPES[source])
+def test_variables_are_what_may_be_read_before_it_is_assigned(source):
+    assert ChatTemplate(source).variables == tuple(SCOPES[source])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +126,7 @@ def test_no_other_variable_makes_a_difference(source):
     expected = outcome(template.render, RenderRequest(messages))[0]
     for name in {node.name for node in template.syntax_tree.find_all(nodes.Name)} - GIVEN:
         render = partial(template.render, RenderRequest(messages, variables={name: "qwertz"}))
-        assert name in template.arguments or outcome(render)[0] == expected, name
+        assert name in template.variables or outcome(render)[0] == expected, name
 
 
 def test_the_clock_is_the_callers():
@@ -161,7 +137,7 @@ def test_the_clock_is_the_callers():
     assert not ChatTemplate("{{ messages }}").reads_clock
 
 
-def test_special_tokens_are_variables_and_arguments_override_them():
+def test_special_tokens_are_variables_and_variables_override_them():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}|", special_tokens={"bos_token": "<s>"})
     assert template.render(RenderRequest(USER)) == "<s>|"
     assert template.render(RenderRequest(USER, variables={"bos_token": "", "eos_token": "!"})) == "!|"

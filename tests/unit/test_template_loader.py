@@ -108,26 +108,19 @@ def test_what_transformers_overlooks_is_taken_last(model, case):
     assert load_templates(model(**files)) == {"default": expected}
 
 
-def test_two_places_that_exclude_each_other_are_refused_as_by_transformers(model):
+def test_two_places_that_exclude_each_other_are_refused_as_by_transformers(model, sentence):
     directory = model(processor="", legacy="LEGACY", more={"rag": "RAG"})
     with pytest.raises(ValueError, match="conflicting files"):
         ProcessorMixin.get_processor_dict(directory.path)
     with pytest.raises(TemplateError) as error:
         load_templates(directory)
-    assert str(error.value) == (
-        f"{directory.path}: the model has chat templates in two places that exclude each other - expected "
-        "chat_template.jinja beside additional_chat_templates/, got chat_template.json beside "
-        "additional_chat_templates/. Write the text of chat_template.json to chat_template.jinja and remove it"
-    )
+    assert str(error.value).replace(str(directory.path), "MODEL") == sentence
 
 
-def test_a_template_that_is_no_text_is_refused(model):
+def test_a_template_that_is_no_text_is_refused(model, sentence):
     with pytest.raises(TemplateMissingError) as error:
         load_templates(model(tokenizer=[{"name": "default"}]))
-    assert str(error.value) == (
-        "tokenizer_config.json: the chat template cannot be read - expected a text, or a list of "
-        "{name, template}, got list"
-    )
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -143,14 +136,6 @@ def test_a_file_that_cannot_be_read_is_named(model, name, content, kind):
 
 SEVERAL = {"default": "D", "tool_use": "T", "rag": "R"}
 WITHOUT_DEFAULT = {"rag": "R", "tool_use": "T"}
-NONE = (
-    "the model has no chat template{} - expected chat_template.jinja, chat_template.json, or one in the tokenizer "
-    "or processor config, got templates: {}. Pass chat_template=<Jinja text>"
-)
-SEVERAL_WITHOUT_DEFAULT = (
-    "the model has several chat templates, and none of them is the default - expected a template named 'default', "
-    "got rag, tool_use. Pass chat_template=<one of these names>"
-)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +147,21 @@ SEVERAL_WITHOUT_DEFAULT = (
         ({"default": "D"}, None, True, "default"),
         ({"rag": "R"}, None, False, "rag"),
         (WITHOUT_DEFAULT, None, True, "tool_use"),
-        ({}, None, False, NONE.format("", "none")),
-        (SEVERAL, "chat", False, NONE.format(" named 'chat'", "default, rag, tool_use")),
-        (WITHOUT_DEFAULT, None, False, SEVERAL_WITHOUT_DEFAULT),
     ],
 )
 def test_the_template_is_the_one_asked_for_or_the_usual_one(templates, name, has_tools, expected):
-    if expected in templates:
-        assert choose_template(templates, name=name, has_tools=has_tools) == expected
-        return
+    assert choose_template(templates, name=name, has_tools=has_tools) == expected
+
+
+MISSING = {"all": ({}, None), "a name": (SEVERAL, "chat"), "the default": (WITHOUT_DEFAULT, None)}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_missing_template_is_named(case, sentence):
+    templates, name = MISSING[case]
     with pytest.raises(TemplateMissingError) as error:
-        choose_template(templates, name=name, has_tools=has_tools)
-    assert str(error.value) == expected
+        choose_template(templates, name=name, has_tools=False)
+    assert str(error.value) == sentence
 
 
 ADDED = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "special": True, "single_word": False}  # fmt: skip

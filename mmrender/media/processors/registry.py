@@ -93,13 +93,16 @@ def load_processor(
     if not files.image:
         return None
     try:
-        deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
+        defer = partial(
+            DeferredProcessor, files, image_backend, template, trust_remote_code=trust_remote_code
+        )
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
                 tokens = {"image_token": native.image_token, "video_token": native.video_token}
-                native.videos = PatchVideoProcessor.from_files(files, **tokens) or deferred.adapted_videos()
+                native.videos = PatchVideoProcessor.from_files(files, **tokens) or defer().adapted_videos()
                 return native
+        deferred = defer()
         if template is None:
             return deferred.load()
         if not deferred.can_wait:
