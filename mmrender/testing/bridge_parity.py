@@ -1,9 +1,9 @@
 """Bridges against full renderings, on generated turns, tool cycles, images and cut-off completions.
 
-A case is one assistant turn and what follows it; its reference is the rendering of the whole conversation.
-The reference is *stable* where it begins with the prompt and the completion: then a bridge must equal it,
-token for token, or in its text where the end of the prompt merges with the answer and only the text begins
-so. Elsewhere the template writes the turn differently from what was sampled, and what a bridge appends is
+A case is one assistant turn and the messages after it. Its reference is the rendering of the whole
+conversation. The reference is *stable* if it begins with the prompt and the completion: then a bridge must
+equal it, token for token, or in its text if the end of the prompt merges with the answer and only the text
+begins so. Otherwise the template writes the turn differently than it was sampled, and the tail of a bridge is
 compared with the end of the rendering, from the first new message on.
 """
 
@@ -27,16 +27,15 @@ Ending = Literal["as written", "another stop token", "cut off"]
 _ENDINGS: tuple[Ending, ...] = ("as written", "as written", "cut off", "another stop token")
 _FOLLOWING: dict[str, Any] = {"role": "user", "content": "And now?"}
 _ATTEMPTS = 20
-"""Most conversations drawn for each case; a template may refuse some."""
-
+"""Maximum number of conversations drawn for a case, since a template may refuse some."""
 
 Stability = Literal["tokens", "text", "none"]
 
 
 class BridgeCase(NamedTuple):
-    """One assistant turn, how its completion ended, what follows it, and the rendering of all of it.
+    """One assistant turn, its ending, the messages after it, and the rendering of all of it.
 
-    `stability`: what of the rendering begins with the prompt and the completion.
+    `stability` says whether the rendering's tokens or its text begin with the prompt and the completion.
     """
 
     ending: Ending
@@ -54,7 +53,7 @@ class BridgeCase(NamedTuple):
 
 
 class BridgeMismatch(NamedTuple):
-    """A bridge that differs from its reference, and what differs."""
+    """A bridge that differs from its reference, with the first difference."""
 
     case: BridgeCase
     what: str
@@ -69,10 +68,10 @@ class BridgeReport:
     Attributes:
         model: Its name.
         stable: Number of cases with a stable reference.
-        in_text: Number of those that are stable in their text alone.
-        unstable: Number of the others.
-        declined: Number of stable cases without a bridge, by the reason given.
-        declined_unstable: The same for the others.
+        in_text: Number of cases that are stable in their text alone.
+        unstable: Number of cases with an unstable reference.
+        declined: Number of stable cases without a bridge, by reason.
+        declined_unstable: Number of unstable cases without a bridge, by reason.
         mismatches: Cases in which the bridge is wrong.
     """
 
@@ -132,9 +131,9 @@ def check_bridge(
     Args:
         renderer: The model's renderer.
         model: Name for the report.
-        cases: Number of cases; fewer where the template refuses nearly all conversations.
+        cases: Maximum number of cases. The template may refuse conversations.
         seed: Of the generated conversations.
-        pictures: Images to use beside generated ones.
+        pictures: Images to use in addition to generated ones.
         progress: Called after each case.
 
     Raises:
@@ -173,7 +172,7 @@ def check_bridge(
 
 
 def _draw_case(renderer: Renderer, maker: ConversationMaker, source: random.Random) -> BridgeCase | None:
-    """A case of a new conversation; None where the template refuses it, or no turn has a successor."""
+    """Return a case of a new conversation. None if the template refuses it or nothing follows a turn."""
     messages, options = maker.make(source)
     del options["add_generation_prompt"]
     messages = [_as_sampled(message, renderer) for message in messages]
@@ -240,18 +239,18 @@ def _sampled(rendered: RenderedTokens, message: int) -> list[int]:
 
 
 def _written(renderer: Renderer, rendered: RenderedTokens, message: int) -> list[int]:
-    """Tokens of a turn that merges with its prompt, as a model writes them; of any answer elsewhere."""
+    """Return the tokens of a turn that merges with its prompt as a model writes them, or of any answer."""
     ids, stops = rendered.token_ids, renderer.get_stop_token_ids()
     start = next((span.start for span in rendered.spans if span.message == message), len(ids))
     stop = next((at for at in range(start, len(ids)) if ids[at] in stops), len(ids))
-    # White space before a turn may be that of its message, too.
+    # White space before a turn may belong to its message, too.
     header, text = renderer.profile.generation_prompt, renderer.decode(ids[start:stop]).lstrip()
     said = text.removeprefix(header) if text.startswith(header) else "Fine."
     return [*renderer.tokenizer.encode(said), *(ids[stop : stop + 1] or stops[:1])]
 
 
 def _difference(bridge: RenderedTokens, case: BridgeCase) -> tuple[str, str, str] | None:
-    """What differs, and both sides; None where nothing does."""
+    """Return the first difference with both sides, or None."""
     full, base = case.full, len(case.sampled)
     if bridge.token_ids[:base] != case.sampled:
         return "sampled tokens", str(bridge.token_ids[:base]), str(case.sampled)
@@ -269,7 +268,7 @@ def _difference(bridge: RenderedTokens, case: BridgeCase) -> tuple[str, str, str
         return None
     first = len(full.roles) - len(case.extension)
     new = _tokens_from(full, first, content=True)
-    # After a cut-off, how the turn is closed depends on what was cut.
+    # After a cut-off, the close of the turn depends on the part that was cut.
     wanted = len(bridge) - (_tokens_from(bridge, 0) if case.ending == "cut off" else base)
     wanted = max(wanted, len(full) - new)
     if common_prefix(bridge.token_ids[::-1], full.token_ids[::-1]) < wanted:

@@ -62,23 +62,22 @@ _ODD_CHARACTERS = " \n\t\r.,:;!<>|[]{}()/\\\"'`_-0aZ\u00e9\u6f22\u0e33\U0001f642
 class ConversationMaker:
     """Makes conversations that a template takes.
 
-    With `accepts`, a conversation grows by what it accepts: messages or an option that it refuses are drawn
-    again, and left out after some draws. So a template's limits, such as one call in a turn or no image
-    beside a system prompt, are kept without being known. A few conversations are made without asking.
+    With `accepts`, messages or an option that it refuses are drawn again, and left out after some draws. So
+    unknown limits of a template, such as one call in a turn, are kept. A few conversations are made without
+    asking.
 
     Attributes:
-        profile: What the template takes.
-        images: Pictures to choose from; none makes text-only conversations.
+        profile: The findings about the template.
+        images: Pictures to choose from. Without any, conversations are text.
         literals: Special tokens to write into content, as text that looks like syntax.
-        max_turns: Most rounds of user and assistant.
+        max_turns: Maximum number of rounds of user and assistant.
         tools: Whether to write tool definitions, calls and results.
-        odd: Whether to write what few conversations hold: texts as template arguments, an answer to continue,
-            calls without content, messages in unusual order, and texts of any characters and special tokens
-            in every place.
+        odd: Whether to write rare things: texts as template arguments, an answer to continue, calls without
+            content, messages in unusual order, and any characters and special tokens in every place.
         documents: Whether to write documents as well.
-        accepts: Whether a conversation can be rendered; None asks about none.
-        videos: Parts of videos to choose from; each conversation takes them all with times, or all without.
-        alike: Whether the videos of one conversation have as many frames, for processors that join no others.
+        accepts: Whether a conversation can be rendered.
+        videos: Parts of videos to choose from. A conversation takes all of them with times, or without.
+        equal_frames: Whether all videos of a conversation have the same number of frames.
     """
 
     profile: TemplateProfile
@@ -90,19 +89,19 @@ class ConversationMaker:
     documents: bool = False
     accepts: Callable[[Conversation], bool] | None = None
     videos: Sequence[dict[str, Any]] = ()
-    alike: bool = False
+    equal_frames: bool = False
     _timed: bool = field(default=False, repr=False)
     _call_ids: int = field(default=0, repr=False)
     _pictured: bool = field(default=True, repr=False)
     _chosen: Sequence[dict[str, Any]] = field(default=(), repr=False)
 
     def make(self, source: random.Random, *, pictured: bool = True) -> Conversation:
-        """Return messages in Hugging Face form, and options for `render`; `pictured`: also with images."""
+        """Return messages in Hugging Face form, with images if `pictured`, and options for `render`."""
         asks = self.accepts is not None and source.random() >= _UNASKED
         self._pictured = pictured
         self._timed = bool(self.videos) and source.random() < 0.5
         self._chosen = self.videos
-        if self.videos and self.alike:
+        if self.videos and self.equal_frames:
             frames = len(source.choice(self.videos)["video"])
             self._chosen = [video for video in self.videos if len(video["video"]) == frames]
         conversation = self._grown(([], {}), self._rounds(source), asks)
@@ -111,7 +110,7 @@ class ConversationMaker:
     def _grown(
         self, conversation: Conversation, steps: Iterable[Callable[[], Conversation]], asks: bool
     ) -> Conversation:
-        """Return a conversation with what each step adds, drawn until it is accepted."""
+        """Return a conversation with the addition of each step, drawn until it is accepted."""
         for step in steps:
             for _ in range(_DRAWS):
                 messages, options = step()
@@ -119,12 +118,12 @@ class ConversationMaker:
                 if not asks or self.accepts is None or self.accepts(grown):
                     conversation = grown
                     break
-            # Where no beginning is accepted, none could be compared.
+            # Without an accepted beginning there would be nothing to compare.
             conversation = conversation if conversation[0] else grown
         return conversation
 
     def _rounds(self, source: random.Random) -> Iterator[Callable[[], Conversation]]:
-        """Yield what draws the next messages."""
+        """Yield functions that draw the next messages."""
 
         def draws(messages: Callable[[random.Random], list[dict[str, Any]]]) -> Callable[[], Conversation]:
             return lambda: (messages(source), {})
@@ -154,7 +153,7 @@ class ConversationMaker:
         return [{"role": role, "content": self._content(source, role)}]
 
     def _options(self, source: random.Random, last: dict[str, Any]) -> Iterator[Callable[[], Conversation]]:
-        """Yield what draws the next option, for messages that end in `last`."""
+        """Yield functions that draw the next option, for messages that end in `last`."""
 
         def draws(name: str, value: Callable[[], Any]) -> Callable[[], Conversation]:
             return lambda: ([], {name: value()})
@@ -286,7 +285,7 @@ def load_pictures(folder: Path) -> list[Image.Image]:
     """Load every image file of a folder as RGB.
 
     Raises:
-        InputError: There is no such folder.
+        InputError: The folder does not exist.
         MediaError: One of the files cannot be read.
     """
     if not folder.is_dir():

@@ -15,9 +15,9 @@ def guided_params(
 ) -> dict[str, Any]:
     """Sampling parameters that guide an engine to one of several assistant messages.
 
-    The model's own template writes them, so no format of tool calls is known here. A grammar of text allows a
-    delimiter such as `<tool_call>` as its own token and as the letters that spell it, and only the token is
-    parsed as a call; so a bias decides for the token.
+    The model's own template writes the messages. A grammar of text allows a delimiter such as `<tool_call>`
+    as its own token and as the letters that spell it. Only the token is parsed as a call, so a bias prefers
+    the token.
     """
     stops = set(renderer.get_stop_token_ids())
     added = set(renderer.tokenizer.added_ids.values()) if hasattr(renderer, "tokenizer") else set()

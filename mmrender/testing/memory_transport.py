@@ -1,4 +1,4 @@
-"""A transport without a network: scripted answers, and a record of what was asked. For tests."""
+"""A transport without a network, for tests: scripted answers, and a record of the requests."""
 
 import asyncio
 import inspect
@@ -43,10 +43,10 @@ class Asked:
     Attributes:
         method: HTTP method.
         path: Path below the root, without query.
-        query: What follows the question mark.
-        body: The JSON text, empty where there was none.
+        query: The part after the question mark.
+        body: The JSON text, or empty.
         headers: Headers of this call.
-        idempotent: Whether the caller allowed to repeat it.
+        idempotent: Whether the caller allowed repeating it.
     """
 
     method: str
@@ -58,7 +58,7 @@ class Asked:
 
     @property
     def json(self) -> Any:
-        """The body as decoded from its JSON text; None where there was none."""
+        """The decoded body, or None if it is empty."""
         return msgspec.json.decode(self.body) if self.body else None
 
 
@@ -66,14 +66,14 @@ class MemoryTransport:
     """Answers from a script.
 
     Args:
-        routes: By `"METHOD /path"` what is answered: a body (JSON value, text or bytes), an `Answer`, an
-            exception to raise, a function of `Asked` that gives any of these or a coroutine of one, or a list
-            of them to be used up call by call. A JSON list is written as `Answer([...])`. A route that is
-            missing answers 404, and one that is used up is an `AssertionError`.
-        base_url: What the server is called.
+        routes: The answer by `"METHOD /path"`: a body (JSON value, text or bytes), an `Answer`, an exception
+            to raise, a function of `Asked` that returns any of these or a coroutine of one, or a list of them
+            to be used up call by call. A JSON list is written as `Answer([...])`. Missing routes answer 404,
+            and a used-up list raises `AssertionError`.
+        base_url: URL of the server in requests and errors.
 
     Attributes:
-        base_url: What the server is called.
+        base_url: URL of the server in requests and errors.
         asked: Every request, in order.
         cancelled: Requests whose caller gave up while they were under way.
         closed: Calls of `aclose`.
@@ -104,7 +104,7 @@ class MemoryTransport:
         idempotent: bool | None = None,
         max_reply_bytes: int | None = None,
     ) -> Reply:
-        """Record the request and give the scripted answer; never repeats a call."""
+        """Record the request and return the scripted answer. A call is never repeated."""
         asked = self._record(method, path, json, headers, idempotent)
         try:
             async with asyncio.timeout(timeout):
@@ -142,7 +142,7 @@ class MemoryTransport:
             raise EngineConnectionError("the connection broke", where=self._where(asked))
 
     async def aclose(self) -> None:
-        """Count the call; nothing is open."""
+        """Count the call."""
         self.closed += 1
 
     def _record(
@@ -155,7 +155,7 @@ class MemoryTransport:
         return self.asked[-1]
 
     async def _answer(self, asked: Asked) -> tuple[Answer, bytes]:
-        """The scripted answer and its body; one that is an error is raised."""
+        """Return the scripted answer and its body, or raise the scripted error."""
         key = f"{asked.method} {asked.path}"
         script = self._routes.get(key, Answer({"detail": "Not Found"}, status=404))
         if isinstance(script, list):

@@ -99,7 +99,7 @@ def check_parity(
         documents=documents,
         accepts=pair.accepts,
         videos=videos,
-        alike=not pair.joins_videos,
+        equal_frames=not pair.joins_videos,
     )
     for case in range(cases):
         # Two of four hold texts alone, one under each rule: most of the time goes into pictures.

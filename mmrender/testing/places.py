@@ -2,8 +2,8 @@
 
 `python -m mmrender.testing.places MODEL...` checks model directories.
 
-What the template wrote is known from provenance: with each character of content masked, only the template's
-own tokens are left to find. A rendering may have no others, and a masked text no trace of the content.
+Provenance shows the template's own text: with each character of content masked, only the template's tokens
+are left to find. A rendering may have only these, and a masked text must not hold any of the content.
 """
 
 import sys
@@ -30,22 +30,38 @@ _USER = {"role": "user", "content": "hi"}
 _CALL_ID = "call00001"
 
 
-def _calling(arguments: dict[str, Any], name: str = "probe", call_id: str = _CALL_ID) -> dict[str, Any]:
+def _user(**fields: Any) -> Case:
+    return [{**_USER, **fields}], {}
+
+
+def _system(content: Any, role: str = "system") -> Case:
+    return [{"role": role, "content": content}, _USER], {}
+
+
+def _assistant(content: Any, *following: Any, **fields: Any) -> Case:
+    return [_USER, {"role": "assistant", "content": content, **fields}, *following], {}
+
+
+def _calling(
+    arguments: dict[str, Any], name: str = "probe", call_id: str = _CALL_ID, *following: Any
+) -> Case:
     function = {"name": name, "arguments": arguments}
-    call = {"id": call_id, "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return _assistant("", *following, tool_calls=[{"id": call_id, "type": "function", "function": function}])
 
 
 def _answered(content: Any = "done", name: str = "probe", call_id: str = _CALL_ID) -> Case:
     result = {"role": "tool", "content": content, "name": name, "tool_call_id": call_id}
-    return [_USER, _calling({}, name, call_id), result], {}
+    return _calling({}, name, call_id, result)
 
 
-def _with_tool(name: str = "probe", description: str = "a probe", **parameter: Any) -> Case:
-    key = parameter.pop("key", "x")
+def _with_tool(name: str = "probe", description: str = "a probe", key: str = "x", **parameter: Any) -> Case:
     parameters = {"type": "object", "properties": {key: {"type": "string", **parameter}}}
     function = {"name": name, "description": description, "parameters": parameters}
     return [_USER], {"tools": [{"type": "function", "function": function}]}
+
+
+def _with_document(**document: str) -> Case:
+    return [_USER], {"documents": [{"title": "x", "text": "x", **document}]}
 
 
 def _with_argument(name: str, text: str) -> Case:
@@ -56,26 +72,28 @@ def _parts(text: str, kind: str = "text") -> list[dict[str, str]]:
     return [{"type": kind, kind: text}]
 
 
+def _foreign(text: str) -> StrEnum:
+    """A string of a class of its own."""
+    return StrEnum("Foreign", {"VALUE": text}).VALUE  # type: ignore[attr-defined, no-any-return]
+
+
 PLACES: Mapping[str, Callable[[str], Case]] = {
-    "user text": lambda text: ([{**_USER, "content": text}], {}),
-    "user text part": lambda text: ([{**_USER, "content": _parts(text)}], {}),
-    "user name": lambda text: ([{**_USER, "name": text}], {}),
-    "user key of no standard": lambda text: ([{**_USER, "note": text}], {}),
-    "system text": lambda text: ([{"role": "system", "content": text}, _USER], {}),
-    "system text part": lambda text: ([{"role": "system", "content": _parts(text)}, _USER], {}),
-    "developer text": lambda text: ([{"role": "developer", "content": text}, _USER], {}),
-    "assistant text": lambda text: ([_USER, {"role": "assistant", "content": text}, _USER], {}),
-    "assistant text part": lambda text: ([_USER, {"role": "assistant", "content": _parts(text)}, _USER], {}),
-    "reasoning": lambda text: ([_USER, {"role": "assistant", "content": "a", "reasoning_content": text}], {}),
-    "reasoning part": lambda text: (
-        [_USER, {"role": "assistant", "content": [*_parts(text, "thinking"), *_parts("a")]}],
-        {},
-    ),
-    "call name": lambda text: ([_USER, _calling({}, text)], {}),
-    "call id": lambda text: ([_USER, _calling({}, call_id=text)], {}),
-    "argument key": lambda text: ([_USER, _calling({text: 1})], {}),
-    "argument value": lambda text: ([_USER, _calling({"x": text})], {}),
-    "nested argument": lambda text: ([_USER, _calling({"x": [{"y": text}, {text: [text]}]})], {}),
+    "user text": lambda text: _user(content=text),
+    "user text part": lambda text: _user(content=_parts(text)),
+    "user name": lambda text: _user(name=text),
+    "user key of no standard": lambda text: _user(note=text),
+    "system text": _system,
+    "system text part": lambda text: _system(_parts(text)),
+    "developer text": lambda text: _system(text, "developer"),
+    "assistant text": lambda text: _assistant(text, _USER),
+    "assistant text part": lambda text: _assistant(_parts(text), _USER),
+    "reasoning": lambda text: _assistant("a", reasoning_content=text),
+    "reasoning part": lambda text: _assistant([*_parts(text, "thinking"), *_parts("a")]),
+    "call name": lambda text: _calling({}, text),
+    "call id": lambda text: _calling({}, call_id=text),
+    "argument key": lambda text: _calling({text: 1}),
+    "argument value": lambda text: _calling({"x": text}),
+    "nested argument": lambda text: _calling({"x": [{"y": text}, {text: [text]}]}),
     "tool text": _answered,
     "tool text part": lambda text: _answered(_parts(text)),
     "tool name": lambda text: _answered(name=text),
@@ -86,31 +104,22 @@ PLACES: Mapping[str, Callable[[str], Case]] = {
     "schema parameter's text": lambda text: _with_tool(title=text),
     "schema enum": lambda text: _with_tool(enum=[text, "b"]),
     "schema value of a foreign type": lambda text: _with_tool(default=_foreign(text)),
-    "document title": lambda text: ([_USER], {"documents": [{"title": text, "text": "x"}]}),
-    "document text": lambda text: ([_USER], {"documents": [{"title": "x", "text": text}]}),
-    "document key": lambda text: ([_USER], {"documents": [{"title": "x", "text": "x", text: text}]}),
+    "document title": lambda text: _with_document(title=text),
+    "document text": lambda text: _with_document(text=text),
+    "document key": lambda text: _with_document(**{text: text}),
 }
-"""By the name of a place a conversation that holds a text there; template arguments join them."""
+"""By the name of a place, a conversation with a text there. The template's arguments are added."""
 
 _TRUSTED: Mapping[str, Author] = {
-    "system text": "system",
-    "system text part": "system",
+    **dict.fromkeys(("system text", "system text part"), "system"),
     "developer text": "developer",
-    "assistant text": "assistant",
-    "assistant text part": "assistant",
-    "reasoning": "assistant",
-    "reasoning part": "assistant",
+    **dict.fromkeys(("assistant text", "assistant text part", "reasoning", "reasoning part"), "assistant"),
 }
-"""Author of the places whose special tokens, other than those of media, are syntax by default."""
-
-
-def _foreign(text: str) -> StrEnum:
-    """A string of a class of its own."""
-    return StrEnum("Foreign", {"VALUE": text}).VALUE  # type: ignore[attr-defined, no-any-return]
+"""Author of the places whose special tokens, except media tokens, are syntax by default."""
 
 
 class Leak(NamedTuple):
-    """Content that became syntax: where, which token, under which rule, and how it shows."""
+    """Content that became syntax: the place, the token, the rule, and how it shows."""
 
     place: str
     token: str
@@ -125,7 +134,7 @@ class PlacesReport:
     Attributes:
         model: Its name.
         renderings: Number of renderings compared.
-        leaks: What became syntax.
+        leaks: Content that became syntax.
         unprinted: Places that the template does not print.
         refused: Places that it refuses, with the reason.
     """
@@ -159,34 +168,42 @@ class PlacesReport:
             try:
                 shown = _Shown.of(renderer, case(f"{_WORD}{token}{_WORD}"))
             except MMRenderError:
-                continue  # a template may refuse such a text
+                continue  # a template may refuse the token
             self.renderings += 1
-            # What the post-processor adds is in both.
-            expected = Counter(neutral.counts)
-            expected.update(shown.own)
+            # The template may write other tokens for another text. The post-processor adds the same to both.
+            expected = neutral.counts + shown.own
             expected.subtract(neutral.own)
             if _WORD in shown.masked:
-                self.leaks.append(
-                    Leak(place, token, rule, "the template's text holds content without its origin")
-                )
+                problem = "the template's text holds content without its origin"
+                self.leaks.append(Leak(place, token, rule, problem))
             elif shown.counts != expected:
                 self.leaks.append(Leak(place, token, rule, f"{+expected} expected, got {+shown.counts}"))
+
+    def lines(self) -> list[str]:
+        """Return the outcome for a person to read."""
+        lines = [f"{self.model}: {self.renderings:,} renderings, {len(self.leaks)} leaks"]
+        lines.append(f"  not printed: {', '.join(self.unprinted) or 'none'}")
+        lines += [f"  refused: {place}: {reason[:120]}" for place, reason in self.refused.items()]
+        return lines + [
+            f"  LEAK in {leak.place} ({leak.rule}): {leak.token!r}: {leak.problem}"
+            for leak in self.leaks[:20]
+        ]
 
 
 def check_places(renderer: Renderer, model: str = "", *, tokens: Iterable[str] | None = None) -> PlacesReport:
     """Write each token into each place, under the default rules and under `"text"` for all.
 
     Args:
-        renderer: The model's renderer; its own rules do not matter.
+        renderer: The model's renderer. Its own rules do not matter.
         model: Its name, for the report.
-        tokens: Added tokens to write; by default all that are no blanks.
+        tokens: Added tokens to write. By default all except blanks.
     """
     report = PlacesReport(model)
+    names = renderer.profile.arguments
     places = dict(PLACES)
-    for name in renderer.profile.arguments:
-        places[f"argument {name}"] = partial(_with_argument, name)
-    given = sorted(renderer.tokenizer.added_ids) if tokens is None else tokens
-    added = [token for token in given if not is_blank(token)]
+    places.update({f"argument {name}": partial(_with_argument, name) for name in names})
+    written = sorted(renderer.tokenizer.added_ids) if tokens is None else tokens
+    added = [token for token in written if not is_blank(token)]
     media = renderer.media.processor.placeholder_tokens if renderer.media is not None else ()
     rules: dict[str, Mapping[Author, SpecialTokenRule]] = {
         "default": DEFAULT_RULES,
@@ -203,8 +220,8 @@ def check_places(renderer: Renderer, model: str = "", *, tokens: Iterable[str] |
         )
         for place, case in places.items():
             is_parsed = by_author[_TRUSTED.get(place, "user")] == "parse"
-            written = [token for token in added if token in media or not is_parsed]
-            report.check(ruled, place, case, rule=rule, tokens=written)
+            tokens = [token for token in added if token in media or not is_parsed]
+            report.check(ruled, place, case, rule=rule, tokens=tokens)
     return report
 
 
@@ -218,41 +235,31 @@ class _Shown(NamedTuple):
 
     @classmethod
     def of(cls, renderer: Renderer, case: Case) -> "_Shown":
-        """Render a case, which holds no media."""
+        """Render a case without media."""
         messages, options = case
-        text = renderer.render_text(messages, **options)
+        text, tokenizer = renderer.render_text(messages, **options), renderer.tokenizer
         ids = renderer.render(messages, **options).token_ids
-        masked, tokenizer = _masked(text), renderer.tokenizer
+        masked = _masked(text)
         names = {token_id: token for token, token_id in tokenizer.added_ids.items() if not is_blank(token)}
-        found = Counter(match.token for match in tokenizer.find(masked))
-        counts = Counter(names[token_id] for token_id in ids if token_id in names)
-        return cls(
-            plain(text), masked, counts, Counter({key: found[key] for key in found if not is_blank(key)})
-        )
+        own = Counter(match.token for match in tokenizer.find(masked) if not is_blank(match.token))
+        return cls(plain(text), masked, Counter(names[each] for each in ids if each in names), own)
 
 
 def _masked(text: TracedStr) -> str:
-    pieces, position = [], 0
+    masked = plain(text)
     for start, stop, origin in text.spans:
         if origin.is_content:
-            pieces += [plain(text)[position:start], _MASK * (stop - start)]
-            position = stop
-    return "".join([*pieces, plain(text)[position:]])
+            masked = masked[:start] + _MASK * (stop - start) + masked[stop:]
+    return masked
 
 
 def main(directories: Iterable[str]) -> int:
-    """Check model directories and print what was found; return the exit status."""
-    leaks = 0
+    """Check model directories, print the outcome and return the exit status."""
+    reports = []
     for directory in directories:
-        report = check_places(Renderer.from_pretrained(directory), Path(directory).name)
-        leaks += len(report.leaks)
-        print(f"{report.model}: {report.renderings:,} renderings, {len(report.leaks)} leaks")
-        print(f"  not printed: {', '.join(report.unprinted) or 'none'}")
-        for place, reason in report.refused.items():
-            print(f"  refused: {place}: {reason[:120]}")
-        for leak in report.leaks[:20]:
-            print(f"  LEAK in {leak.place} ({leak.rule}): {leak.token!r}: {leak.problem}")
-    return 1 if leaks else 0
+        reports.append(check_places(Renderer.from_pretrained(directory), Path(directory).name))
+        print("\n".join(reports[-1].lines()), flush=True)
+    return 1 if any(report.leaks for report in reports) else 0
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def load_reference_image_processor(directory: Path, backend: ImageBackend) -> An
 
     Raises:
         MissingDependencyError: Transformers is not installed, or torchvision for the torch back end.
-        ProcessorError: Transformers has no such processor on this back end.
+        ProcessorError: Transformers lacks the processor on this back end.
     """
     if not has_reference_backend("pil"):
         raise MissingDependencyError.of_extra("transformers", "hf", "the reference image processor")
@@ -61,10 +61,10 @@ def load_reference_image_processor(directory: Path, backend: ImageBackend) -> An
 
 @cache
 def import_torchvision() -> None:
-    """Import torchvision, also beside a torch that its compiled operators were not built for.
+    """Import torchvision, also if its compiled operators were built for another torch.
 
-    There its import fails on the schemas of those operators only; with the schemas declared, its transforms,
-    which are all that an image processor uses, work.
+    Then its import fails on the schemas of those operators only. With the schemas declared, its transforms
+    work, and an image processor uses nothing else.
     """
     try:
         import torchvision
@@ -99,7 +99,7 @@ class ReferenceRenderer:
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
         if has_reference_backend("torch"):
-            import_torchvision()  # before Transformers does, which would fail beside a CPU torch
+            import_torchvision()  # before Transformers does, which would fail with a CPU torch
         try:
             from transformers import logging
             from transformers.processing_utils import ProcessorMixin
@@ -125,19 +125,19 @@ class ReferenceRenderer:
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = VideoSettings()
-        # It takes as long to load as all else, so the processor's own serves.
+        # Loading a tokenizer takes as long as all the rest, so the processor's own is used.
         self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(directory)
-        # Last, the places that Transformers overlooks.
+        # Files that Transformers overlooks come last.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 
     def read_text_alone(self, why: str) -> None:
-        """Leave the model's processor out, for a reason that `processor_missing` is to be."""
+        """Leave the model's processor out, and set the reason as `processor_missing`."""
         self.processor, self.processor_missing, self.takes_videos = None, why, False
         # Some processors change the tokenizer that they are given.
         self.tokenizer = _load_tokenizer(self._directory)
 
     def _find_video_processor(self, directory: Path) -> None:
-        """Give the processor its part for videos, where there is one and it can be built."""
+        """Set the processor's part for videos, if it has one that can be built."""
         part = getattr(self.processor, "video_processor", self)
         if (part is None or isinstance(part, VideoSettings)) and has_reference_backend("torch"):
             from transformers import AutoVideoProcessor
@@ -163,12 +163,12 @@ class ReferenceRenderer:
         return {"video_metadata": [metadata], "do_sample_frames": samples, "return_metadata": True}
 
     def text(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        """Run the chat template alone; raises what it raises."""
+        """Run the chat template alone. Its errors pass through."""
         template = self._templates
         if not isinstance(template, str):
             template = template["tool_use" if options.get("tools") and "tool_use" in template else "default"]
         if any("content" in message and message["content"] is None for message in messages):
-            # Given such a message, it would leave out what is None, which a template may ask for.
+            # `apply_chat_template` would leave out a key whose value is None, which a template may ask for.
             from transformers.utils.chat_template_utils import render_jinja_template
 
             variables = {**self.tokenizer.special_tokens_map, **options}
@@ -190,18 +190,18 @@ class ReferenceRenderer:
         how: dict[str, Any] = {
             "tokenize": True,
             "return_dict": True,
-            # NumPy has no bfloat16, as some pixels are.
+            # Some pixels are bfloat16, which NumPy lacks.
             "return_tensors": "pt" if importlib.util.find_spec("torch") is not None else "np",
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of what Transformers calls
+            warnings.simplefilter("ignore", DeprecationWarning)  # of functions that Transformers calls
             if self.processor_missing is not None:
                 has_bos = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
                 return ReferenceRendering(
                     text, self.tokenizer(text, add_special_tokens=not has_bos).input_ids
                 )
-            # For ids, but not for text, a processor looks for media in the content of every message: releases
-            # of Transformers differ in what they make of one that is no list.
+            # For ids, but not for text, a processor looks for media in the content of every message. Releases
+            # of Transformers treat a content that is not a list differently.
             shown = [
                 message if isinstance(message.get("content"), list) else {**message, "content": []}
                 for message in messages

@@ -1,7 +1,7 @@
 """`ScriptedEngine`: an engine in memory whose model is a formula and whose faults are scripted.
 
-What it samples after a prompt depends on the tokens before it alone, so a completion is the same whether it
-was sampled in one piece or in many. Some of its tokens have no text, as real ones do.
+A sampled token depends only on the tokens before it, so a completion is the same whether it was sampled in
+one piece or in several. Some of its tokens have no text, as real tokens do.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def next_token(ids: Sequence[int]) -> tuple[int, float]:
 
 
 def sampled(prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str] = ()) -> EngineResponse:
-    """Completion of an undisturbed engine; a stop string ends it as it ends vLLM's."""
+    """Completion of an undisturbed engine. A stop string ends it as in vLLM."""
     ids: list[int] = []
     logprobs: list[float] = []
     matched: int | str | None = None
@@ -61,16 +61,16 @@ def sampled(prompt_ids: Sequence[int], max_tokens: int, stop: Sequence[str] = ()
 
 
 def letters(ids: Sequence[int]) -> str:
-    """Text of tokens; the stop token and mute ones have none."""
+    """Text of tokens. The stop token and mute tokens have none."""
     return "".join(chr(ord("a") + token - FIRST_LETTER) for token in ids if token not in (STOP, MUTE))
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Fault of one request, `after` so many tokens.
+    """Fault of one request, after a number of tokens.
 
-    `abort` returns early; `..._logprob(s)` spoil a good reply; `stall` never answers; `error` is a status
-    500; `refuse` a broken connection; `die` ends the engine with all it has.
+    `abort` returns early, `..._logprob(s)` spoil a good reply, `stall` never answers, `error` is a status
+    500, `refuse` a broken connection, and `die` ends the engine with all its requests.
     """
 
     kind: FaultKind
@@ -98,15 +98,15 @@ class ScriptedEngine(InferenceEngineInterface):
 
     Args:
         name: Its name.
-        faults: Called for the fault of each request, in the order in which they come; None for no faults.
-        pause_modes: Modes that it knows.
-        journal: Where it notes `asked` and, for sound replies that are not aborts, `finished`; engines that
-            share one share its order.
-        limit: The longest prompt; None for no limit.
+        faults: Called for the fault of each request, in order of arrival.
+        pause_modes: Modes that it supports.
+        journal: Receives `asked` and, for sound replies that are not aborts, `finished`. Several engines may
+            share it.
+        limit: The longest prompt, if there is a limit.
 
     Attributes:
         asked: Requests, in order.
-        running: Those under way.
+        running: Requests in flight.
         controls: Control calls, in order.
         alive: Whether it can be reached.
         paused: How it is paused.
@@ -234,7 +234,7 @@ class ScriptedEngine(InferenceEngineInterface):
         """Pause as vLLM does: requests that come later wait here."""
         self._note(f"pause_generation {mode}")
         if mode not in self.pause_modes:
-            raise EngineUnsupportedError("no such pause", where=self.name)
+            raise EngineUnsupportedError("unknown pause mode", where=self.name)
         if self.paused is not None:
             raise EngineStateError("the engine is paused already", where=self.name)
         self.paused = mode
@@ -251,7 +251,7 @@ class ScriptedEngine(InferenceEngineInterface):
         self.paused = None
 
     async def abort_generation(self) -> None:
-        """Abort what has reached it."""
+        """Abort the requests that have reached the engine."""
         self._note("abort_generation")
         for running in self.running:
             running.aborted = True
@@ -262,7 +262,7 @@ class ScriptedEngine(InferenceEngineInterface):
         return self.paused is not None
 
     async def control(self, call: Control, /, **arguments: Any) -> Any:
-        """Note a call with its arguments; those that name weights name its own."""
+        """Note a call with its arguments. A call that names weights names the engine's."""
         if call == "weight_version":
             return self.version
         self._check_alive()

@@ -3,22 +3,22 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MOST_TRIES = 250
+_MAX_TRIES = 250
 _FIXED = ("role", "type")
 _KEPT = (*_FIXED, "content", "text", "function", "arguments")
-"""Keys without which a message is none."""
+"""Keys that every message keeps."""
 
 
 def shrink(value: Any, fails: Callable[[Any], bool]) -> Any:
-    """Return a value with less in it for which `fails` still holds; no step of ours makes it smaller.
+    """Return a value with less in it for which `fails` still holds, until no step makes it smaller.
 
     Args:
-        value: Lists, dicts and texts, nested; anything else stays or leaves as a whole.
+        value: Nested lists, dicts and texts. Anything else stays or leaves as a whole.
         fails: Called at most some hundreds of times, the biggest steps first.
     """
     tries = 0
     candidates = _smaller(value)
-    while (candidate := next(candidates, None)) is not None and tries < _MOST_TRIES:
+    while (candidate := next(candidates, None)) is not None and tries < _MAX_TRIES:
         tries += 1
         if fails(candidate):
             value, candidates = candidate, _smaller(candidate)

@@ -2,11 +2,11 @@
 
 The directory has the Hub's layout and loads with `AutoTokenizer`, `AutoImageProcessor` and
 `AutoModelForImageTextToText`; its architecture is Qwen3-VL with 64 hidden units and heads of 32, the smallest
-that inference servers take. An image takes 16 to 256 tokens. The weights are random, so what it says is
-noise. What it accepts and refuses is real, and that is what a demonstration or a test needs.
+that inference servers take. An image takes 16 to 256 tokens. The weights are random, so its answers are
+noise. Its formats and limits are real.
 
 Its settings and chat template are files in `data/tiny_model`; the tokenizer is trained on `data/corpus.txt`.
-Given one release of `tokenizers` and `torch`, equal seeds give equal files.
+With one release of `tokenizers` and `torch`, equal seeds make equal files.
 """
 
 import json
@@ -133,7 +133,7 @@ def train_byte_pairs(vocab_size: int, *more: str) -> Tokenizer:
 
 
 def _set_sizes(directory: Path, hidden_size: int, layers: int, patch_size: int) -> None:
-    """Write sizes into the settings; with those of the data, the files stay as they are."""
+    """Write sizes into the settings. Files whose sizes do not change stay as they are."""
     heads, inner = hidden_size // 32, 2 * hidden_size
     text = {"hidden_size": hidden_size, "intermediate_size": inner, "num_hidden_layers": layers}
     vision = {"hidden_size": hidden_size, "out_hidden_size": hidden_size, "intermediate_size": inner}
@@ -169,5 +169,5 @@ def _write_weights(directory: Path, seed: int) -> None:
             if parameter.ndim >= 2:
                 # Unit variance in, unit variance out: with the usual 0.02 every logit would be almost equal.
                 parameter.normal_(0.0, parameter[0].numel() ** -0.5)
-    # Not `save_pretrained`, which rewrites the configuration files beside the weights.
+    # Not `save_pretrained`, which rewrites the configuration files too.
     save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
