@@ -1,9 +1,7 @@
 """Rollouts of tiny models, and how faults are planted in them for an audit."""
 
-import io
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -44,6 +42,16 @@ class Row:
     def add(self, tokens: Sequence[int], sampled: bool = False) -> "Row":
         self.ids += map(int, tokens)
         self.mask += [sampled] * len(tokens)
+        return self
+
+    def take(self, sample: TrainingSample, start: int, stop: int) -> "Row":
+        """Tokens `[start, stop)` of a sample, with the images that begin there."""
+        moved = len(self.ids) - start
+        self.entries += [
+            (s.range.shifted(moved), s.item) for s in sample.media_spans if start <= s.start < stop
+        ]
+        self.ids += sample.token_ids[start:stop].tolist()
+        self.mask += sample.loss_mask[start:stop].tolist()
         return self
 
     def image(self, item: Any) -> "Row":
@@ -180,14 +188,6 @@ FAULTS: dict[str, tuple[tuple[str, ...], Plant]] = {}
 """By name: variations that name the fault, and how it is planted in one of a scene's rollouts."""
 
 
-def fault(name: str, *variations: str) -> Callable[[Plant], Plant]:
-    def register(plant: Plant) -> Plant:
-        FAULTS[name] = variations, plant
-        return plant
-
-    return register
-
-
 class Seen:
     """An item whose tensors another has changed."""
 
@@ -214,24 +214,8 @@ def showing(sample: TrainingSample, items: Sequence[Any]) -> TrainingSample:
     return replace(sample, multi_modal_data=MultiModalData.of(zip(ranges, items, strict=True)))
 
 
-def seen_as(
-    at: Scene, index: int, change: Callable[[Any], Any], which: int | None, **options: Any
-) -> Planted:
-    """The sampler saw one image, or all of them, changed."""
-    sample = at.samples[index]
-    items = images(sample)
-    number = len(items) - 1 if which == -1 else which
-    changed = [change(item) if number in (None, place) else item for place, item in enumerate(items)]
-    saw = scored(at.model, at.tiny, showing(sample, changed))
-    return Planted(as_trained(saw, sample), number or 0, options=options)
-
-
 def pixels_of(item: Any) -> Any:
     return item.tensors()["pixel_values"]
-
-
-def by_channel(item: Any) -> Any:
-    return pixels_of(item).reshape(len(pixels_of(item)), 3, -1)
 
 
 def reframed(item: Any, frames: Any) -> Any:
@@ -240,74 +224,6 @@ def reframed(item: Any, frames: Any) -> Any:
     grid = (1, frames.shape[-2] // patch, frames.shape[-1] // patch)
     frames = np.ascontiguousarray(frames)
     return msgspec.structs.replace(item, frames=frames, grid=grid, identity=f"{id(frames):064x}")
-
-
-def resized(at: Scene, item: Any, method: Any, jpeg: int | None = None) -> Any:
-    source = at.sources[item.identity]
-    if jpeg is not None:
-        out = io.BytesIO()
-        source.save(out, "JPEG", quality=jpeg)
-        source = Image.open(out)
-    height, width = item.frames.shape[-2:]
-    return reframed(item, np.asarray(source.resize((width, height), method)).transpose(2, 0, 1)[None])
-
-
-def numbered(at: Scene, index: int, edit: Callable[[Any, TrainingSample], Any], **named: Any) -> Planted:
-    sample = at.samples[index]
-
-    def change(inputs):
-        inputs["position_ids"] = edit(inputs["position_ids"].clone(), sample)
-
-    return Planted(scored(at.model, at.tiny, sample, change), **named)
-
-
-def cut(sample: TrainingSample, start: int, stop: int, tokens: Sequence[int] = ()) -> TrainingSample:
-    """Other prompt tokens in place of `[start, stop)`, where there are no images."""
-    row = Row()
-    row.ids = [*sample.token_ids[:start], *tokens, *sample.token_ids[stop:]]
-    row.mask = [*sample.loss_mask[:start], *[False] * len(tokens), *sample.loss_mask[stop:]]
-    grown = len(tokens) - stop + start
-    row.entries = [(s.range.shifted(grown if s.start >= stop else 0), s.item) for s in sample.media_spans]
-    return row.sample(sample.sample_id)
-
-
-def prompted(
-    at: Scene, index: int, start: int, stop: int, tokens: Sequence[int] = (), **named: Any
-) -> Planted:
-    """The sampler's prompt was another."""
-    sample = at.samples[index]
-    return Planted(as_trained(scored(at.model, at.tiny, cut(sample, start, stop, tokens)), sample), **named)
-
-
-def sampled_by(at: Scene, index: int, rule: Callable[[Any], Any]) -> Planted:
-    sample = at.samples[index]
-    return Planted(scored(at.model, at.tiny, sample, rule=rule))
-
-
-def values_of(at: Scene, index: int, form: Callable[[Any], Any]) -> Planted:
-    sample = at.samples[index]
-    return Planted(recorded(sample, form(sample.logprobs[sample.loss_mask])))
-
-
-def computed_by(at: Scene, index: int, change: Any, **options: Any) -> Planted:
-    with change:
-        sample = scored(at.model, at.tiny, at.samples[index])
-    return Planted(sample, options=options)
-
-
-@contextmanager
-def other_weights(model: Any, names: Callable[[str], bool], scale: float = 0.05) -> Any:
-    """Weights moved a little at random; yields what they are then."""
-    kept = {name: one.data for name, one in model.named_parameters()}
-    generator = torch.Generator().manual_seed(3)
-    for name, one in model.named_parameters():
-        if names(name) and one.ndim > 1:
-            one.data = one.data + scale * one.data.std() * torch.randn(one.shape, generator=generator)
-    try:
-        yield {name: one.data.clone() for name, one in model.named_parameters()}
-    finally:
-        for name, one in model.named_parameters():
-            one.data = kept[name]
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Case:
 
     @cached_property
     def suspects(self) -> list[MediaSpan]:
-        """Images that may be at fault; in front those that the first differing token was the first to see.
+        """Images that may be at fault. Those that the first differing token was the first to see come first.
 
         An image is left out if several tokens that saw it agree before that token.
         """

@@ -182,7 +182,7 @@ def test_ranges_and_masks_that_do_not_fit(samples):
     )
     (finding,) = inspect_sample(shifted)
     assert finding.statement == (
-        "the placeholder range of image 0 covers other tokens; the run that fits begins 1 place(s) earlier"
+        "the placeholder range of image 0 covers other tokens, and the run that fits begins 1 place(s) earlier"
     )
     outside = replace(sample, multi_modal_data=sidecar.shifted(10_000))
     (finding,) = inspect_sample(outside)
@@ -321,7 +321,6 @@ def test_a_tolerance_below_the_arithmetic_is_an_alarm_without_a_cause(samples, t
 
 def test_the_page_lists_what_is_tried_and_what_was_planted():
     page = " ".join((Path(__file__).parents[2] / "docs" / "audit.md").read_text().split())
-    assert len(FAULTS) >= 36
-    assert [name for name in FAULTS if name not in page] == []
+    assert f"plants {len(FAULTS)} faults" in page
     rows = [f"| `{one.name}` | `{one.cause}` | {one.about} |" for group in GROUPS for one in group]
     assert [row for row in rows if row not in page] == []
