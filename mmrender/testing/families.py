@@ -1,4 +1,4 @@
-"""`prove_family`: proof that batches of an architecture give the logits of single forwards.
+"""`prove_family`: proof that batches of an architecture have the logits of single forwards.
 
 A family is proved on its own architecture, built small with random weights, or on a model of the caller's.
 Samples with images and without run one by one, as the model numbers and masks them itself, and then in
@@ -148,7 +148,7 @@ def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) 
 
 @dataclass(frozen=True)
 class _Difference:
-    """Where a batch differs from single forwards, and a module of a layer that could run by sample."""
+    """The place of a difference, and a module of a layer that could run by sample."""
 
     text: str
     module: str = ""
@@ -175,7 +175,7 @@ class _Bench:
             ) from error
 
     def check_sensitive(self, items: Sequence[MediaItem]) -> None:
-        """Require that logits depend on the first token and, where there are images, on their pixels."""
+        """Require that logits depend on the first token and on the pixels of images."""
         whole = self.alone(self.samples[2])
         ids = self.samples[2].token_ids.copy()
         ids[0] += 1
@@ -364,7 +364,7 @@ def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
 
 
 def _counted_together(model: Any, draft: ModelFamily, items: list[ProcessedItem]) -> list[ProcessedItem]:
-    """Return two items as they are in one sample: some families cut an image only where it is alone."""
+    """Return two items as they are in one sample: some families cut an image only if it is alone."""
     parts = _image_features(model, **collate_mm_kwargs([_sample(draft, items, seed=0)], draft))
     if len(parts) != len(items):
         return items
@@ -404,7 +404,7 @@ def _image_processor(model_type: str, config: Any) -> Any:
 
 
 def _fitted(processor: Any, vision: Any) -> Any:
-    """Give an image processor the sizes that the vision tower is configured for, and the least budget."""
+    """Set an image processor to the sizes of the vision tower, and to the smallest budget."""
     for name, least in _SMALLEST.items():
         if getattr(processor, name, least) > least:
             setattr(processor, name, least)
@@ -462,6 +462,6 @@ def _sample(family: ModelFamily, items: Sequence[MediaItem], *, seed: int, text:
 
 
 def _samples(family: ModelFamily, items: Sequence[MediaItem]) -> list[TrainingSample]:
-    """Return samples with one image, two, none, and another: text alone where there are no images."""
+    """Return samples with one image, two, none, and another: text alone without images."""
     given = [[*items[:1]], [*items[1:3]], [], [*items[3:4]]]
     return [_sample(family, held, seed=seed, text=7 + 4 * seed) for seed, held in enumerate(given)]

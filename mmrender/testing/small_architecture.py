@@ -95,7 +95,7 @@ def build_small(config: Any) -> Any:
             model = build.from_config(small, dtype=torch.float32, attn_implementation="eager")
             for name, parameter in model.named_parameters():
                 if parameter.ndim >= 2 and "A_log" not in name:
-                    # Unit variance in, unit variance out: with the usual 0.02 all logits would be alike.
+                    # Unit variance in, unit variance out: with the usual 0.02 logits would be equal.
                     parameter.normal_(0.0, parameter[0].numel() ** -0.5)
     except Exception as error:  # a model's own code may raise anything
         raise BatchError(
@@ -113,7 +113,7 @@ def _shrunk(settings: Mapping[Any, Any], mrope: bool) -> dict[Any, Any]:
     kept = _kept_layers(settings)
     out: dict[Any, Any] = {}
     for key, value in settings.items():
-        # What a model has none of, it has none of when it is small.
+        # Zero stays zero.
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if isinstance(value, Mapping):
             numbered = bool(kept) and bool(value) and all(str(one).isdigit() for one in value)
@@ -174,7 +174,7 @@ def _same(numbered: Mapping[Any, Any], index: int) -> list[Any]:
 
 
 def _kept_layers(settings: Mapping[Any, Any]) -> list[int]:
-    """Return one layer of each kind, two at least, where the settings list their layers."""
+    """Return one layer of each kind, two at least, if the settings list their layers."""
     count = _layer_count(settings)
     lists = [value for value in settings.values() if isinstance(value, list) and len(value) == count]
     tables = [
@@ -193,7 +193,7 @@ def _kept_layers(settings: Mapping[Any, Any]) -> list[int]:
 
 
 def _rename_tokens(settings: dict[Any, Any], known: dict[int, int]) -> None:
-    """Give tokens beyond the small vocabulary an id within it, the same wherever they are named."""
+    """Rename tokens beyond the small vocabulary to an id within it, the same wherever they are named."""
     for key, value in settings.items():
         if isinstance(value, dict):
             _rename_tokens(value, known)

@@ -155,6 +155,19 @@ class TrainingBatch(OutOfBand):
                 behind[row, start:stop] = max(order.values()) - order[version]
         return behind
 
+    @property
+    def position_ids(self) -> Any:
+        """Position ids as the model takes them: int64 `(rows, width)`, or for M-RoPE `(3, rows, width)`.
+
+        Packed rows of models with M-RoPE have a fourth axis, the first one, which counts tokens.
+        """
+        if self.family.mrope is None:
+            return self.positions[0]
+        if not self.packed or self.family.image_blocks:
+            return self.positions
+        numbers = token_numbers(self.segments, self.input_ids)
+        return torch.cat([numbers[None], self.positions])
+
     def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward.
 
@@ -164,8 +177,7 @@ class TrainingBatch(OutOfBand):
             kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
 
         Returns:
-            `input_ids` int64 `(rows, width)`; `position_ids` int64 `(rows, width)`, for models with M-RoPE
-            `(3, rows, width)` and if packed `(4, rows, width)`; `attention_mask` int64 `(rows, width)` unless
+            `input_ids` int64 `(rows, width)`, `position_ids`, `attention_mask` int64 `(rows, width)` unless
             packed, `use_cache`, token types under the model's own keyword, and images, if the batch has any,
             under theirs.
 
@@ -174,18 +186,14 @@ class TrainingBatch(OutOfBand):
         """
         if self.packed and self.family.recurrent and not kept_apart:
             check_kept_apart(self.segments, self.width, self.family)
-        mrope = self.family.mrope is not None
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
-        inputs["position_ids"] = self.positions if mrope else self.positions[0]
+        inputs["position_ids"] = self.position_ids
         if not self.packed:
             inputs["attention_mask"] = self.attention_mask.to(torch.int64)
         elif self.family.image_blocks:
             dtypes = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
             dtype = mask_dtype or next(dtypes, torch.float32)
             inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, self.family, dtype)
-        elif mrope:
-            numbers = token_numbers(self.segments, self.input_ids)
-            inputs["position_ids"] = torch.cat([numbers[None], self.positions])
         if self.family.token_types is not None:
             types = in_completion(self.segments, self.input_ids) if self.family.prefix else self.token_types
             inputs[self.family.token_types] = types

@@ -314,12 +314,14 @@ def _check_same_fields(
                 expected=f"{expected}, as {segment.sample_id} has",
                 got=got,
             )
-    experts, wanted = sample.routed_experts, first.routed_experts
-    if experts is not None and wanted is not None and experts.shape[1:] != wanted.shape[1:]:
+    experts, expected_experts = sample.routed_experts, first.routed_experts
+    if experts is None or expected_experts is None:
+        return
+    if experts.shape[1:] != expected_experts.shape[1:]:
         raise BatchError(
             "router choices are of different models",
             where=f"{name}.routed_experts",
-            expected=f"(layers, top_k) = {wanted.shape[1:]}, as the first sample has",
+            expected=f"(layers, top_k) = {expected_experts.shape[1:]}, as the first sample has",
             got=str(experts.shape[1:]),
         )
 

@@ -207,18 +207,18 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             BatchError: An item differs from its descriptor.
         """
         reader = self._reader()
-        wanted = {index: step[index] for index in indices}
-        numbers = {one.record for one in wanted.values()}
+        descriptors = {index: step[index] for index in indices}
+        numbers = {descriptor.record for descriptor in descriptors.values()}
         records = {number: [*self._make(reader[number])] for number in numbers}
         samples: dict[int, Any] = {}
-        for index, one in wanted.items():
-            items = records[one.record]
-            item = items[one.item] if one.item < len(items) else None
-            if item is None or Descriptor.of(item, record=one.record, item=one.item) != one:
+        for index, descriptor in descriptors.items():
+            record, place = descriptor.record, descriptor.item
+            item = records[record][place] if place < len(records[record]) else None
+            if item is None or Descriptor.of(item, record=record, item=place) != descriptor:
                 raise BatchError(
                     "an item differs from its descriptor",
-                    where=f"{self._path}[{one.record}], item {one.item}",
-                    expected=str(one),
+                    where=f"{self._path}[{record}], item {place}",
+                    expected=str(descriptor),
                     got="no item" if item is None else str(Descriptor.of(item)),
                     remedy="Describe the same file, and let `make` return the same items each time",
                 )

@@ -300,8 +300,8 @@ def _rotary_limits(settings: Mapping[str, Any], where: str = "config") -> Iterat
             if "dynamic" not in kind and kind != "longrope" and "long_factor" not in rope:
                 continue
             limits = [one.get(key) for one in (rope, settings) for key in _ROTARY_LIMITS]
-            known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-            if not known:
+            lengths = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+            if not lengths:
                 raise BatchError(
                     "the rotary embedding follows the longest sample of a batch from an unknown length on",
                     where=f"{where}.{name}",
@@ -309,7 +309,7 @@ def _rotary_limits(settings: Mapping[str, Any], where: str = "config") -> Iterat
                     got=repr(kind),
                     remedy="Pass the configuration as Transformers reads it, which has all defaults",
                 )
-            yield min(known)
+            yield min(lengths)
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

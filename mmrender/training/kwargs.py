@@ -127,16 +127,20 @@ def _check_slices(elem: FieldElem, where: str) -> None:
     data, kind = elem.data, elem.field
     if not isinstance(kind, FlatField) or not isinstance(data, torch.Tensor):
         return
-    whole = kind.slices if isinstance(kind.slices, tuple) else (kind.slices,)
-    own = [part[kind.dim] if isinstance(part, tuple) and len(part) > kind.dim else part for part in whole]
-    known = [part for part in own if isinstance(part, slice) and None not in (part.start, part.stop)]
+    parts = kind.slices if isinstance(kind.slices, tuple) else (kind.slices,)
+    along = [part[kind.dim] if isinstance(part, tuple) and len(part) > kind.dim else part for part in parts]
+    lengths = [
+        part.stop - part.start
+        for part in along
+        if isinstance(part, slice) and None not in (part.start, part.stop)
+    ]
     rows = data.shape[kind.dim] if kind.dim < data.ndim else 0
     # The item's own slice is unknown: slices cover the batch that it was made in.
-    if known and len(known) == len(own) and rows not in [part.stop - part.start for part in known]:
+    if lengths and len(lengths) == len(along) and rows not in lengths:
         raise BatchError(
             "an item does not have the rows that its slices name",
             where=where,
-            expected=" or ".join(str(part.stop - part.start) for part in known[:4]),
+            expected=" or ".join(map(str, lengths[:4])),
             got=str(rows),
         )
 
@@ -211,7 +215,7 @@ def resolve_references(
         MediaError: A source cannot be loaded, or becomes another item than the sampler's.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
     """
-    known: dict[tuple[str, int], MediaItem] = {}
+    items: dict[tuple[str, int], MediaItem] = {}
     resolved = []
     for number, sample in enumerate(samples):
         name, spans = media_of(samples, number)
@@ -220,10 +224,10 @@ def resolve_references(
             item = span.item
             if isinstance(item, ReferenceItem):
                 key = (item.identity, len(spans))
-                if key not in known:
-                    known[key] = item.resolve(processor, policy, num_images=len(spans))
-                _check_length(item, known[key], span, f"{name}.mm_items[{span.modality!r}][{span.position}]")
-                item = known[key]
+                if key not in items:
+                    items[key] = item.resolve(processor, policy, num_images=len(spans))
+                _check_length(item, items[key], span, f"{name}.mm_items[{span.modality!r}][{span.position}]")
+                item = items[key]
             entries.append((span.range, item))
         has_references = any(isinstance(span.item, ReferenceItem) for span in spans)
         sidecar = MultiModalData.of(entries)

@@ -85,7 +85,7 @@ class SequenceShard:
     @cached_property
     def position_ids(self) -> Any:
         """This rank's part of the position ids: int64 `(rows, tokens)`, or `(3 or 4, rows, tokens)`."""
-        position_ids = self.model_inputs()["position_ids"]
+        position_ids = replace(self.whole, packed=True).position_ids
         return take_columns(position_ids, self.columns, position_ids.ndim - 2)
 
     @cached_property
@@ -142,15 +142,15 @@ class SequenceShard:
         """
         self.whole.check_aligned(values)
         follows = token_numbers(self.whole.segments, self.whole.input_ids) > 0
-        known = torch.where(follows, values, torch.zeros_like(values))
-        return self.take(torch.nn.functional.pad(known[:, 1:], (0, 1)))
+        values = torch.where(follows, values, torch.zeros_like(values))
+        return self.take(torch.nn.functional.pad(values[:, 1:], (0, 1)))
 
     def merge(self, parts: Sequence[Any]) -> Any:
         """Join the parts `(rows, tokens, ...)` of all ranks, in their order, to `(rows, width, ...)`."""
         order = torch.cat([self._columns_of(rank) for rank in range(self.world_size)], dim=1).argsort(1)
         return take_columns(torch.cat([*parts], dim=1), order)
 
-    def model_inputs(self, *, mask_dtype: Any = None) -> dict[str, Any]:
+    def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
         """Return the keyword arguments of a forward over whole rows, the same on every rank.
 
         Padding is not masked: `flash_attention_kwargs` has the bounds. Families whose images see themselves
@@ -158,8 +158,13 @@ class SequenceShard:
 
         Args:
             mask_dtype: As for `TrainingBatch.model_inputs`.
+            kept_apart: Says that recurrent layers keep packed samples apart, over all ranks.
+
+        Raises:
+            BatchError: As `TrainingBatch.model_inputs`.
         """
-        return replace(self.whole, packed=True).model_inputs(mask_dtype=mask_dtype, kept_apart=True)
+        whole = replace(self.whole, packed=True)
+        return whole.model_inputs(mask_dtype=mask_dtype, kept_apart=kept_apart)
 
     def flash_attention_kwargs(self) -> dict[str, Any]:
         """Return the bounds of the sequences that attention sees, as `TrainingBatch.flash_attention_kwargs`.

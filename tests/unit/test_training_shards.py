@@ -156,6 +156,7 @@ def test_a_batch_is_split_where_it_is(layout: str) -> None:
 
 PLAIN = family_of("internvl")
 SPLIT = collate([sample(text=5), sample(text=2)], PLAIN, pad_token_id=PAD_ID)
+PACKED = collate([sample(text=5), sample(text=2)], family_of("qwen3_5"), pad_token_id=PAD_ID, rows=[[0, 1]])
 LEFT = collate([sample(text=5)], PLAIN, pad_token_id=PAD_ID, padding_side="left")
 
 
@@ -170,6 +171,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         replace(SPLIT, family=family_of("gemma3")), "ring"
     ),
     "prompts that see themselves": lambda: shard_of(replace(SPLIT, family=family_of("paligemma")), "ulysses"),
+    "recurrent layers over packed samples": lambda: shard_of(PACKED, "ulysses").model_inputs(),
     "a tensor of other rows": lambda: shard_of(SPLIT, "ulysses").take(torch.zeros(2, 3)),
     "logits of other rows": lambda: shard_of(SPLIT, "ulysses").token_logprobs(torch.zeros(2, 6, 9)),
 }
