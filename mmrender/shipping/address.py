@@ -115,25 +115,15 @@ async def dial(address: Address, ssl: SSLContext | None, make_protocol: Callable
     raise ShippingConnectionError("nobody answers", where=str(address), got=str(problem)) from problem
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Accepts connections until it is closed.
-
-    Attributes:
-        url: The address with the port that was chosen.
-        close: Takes no more connections.
-    """
-
-    url: str
-    close: Callable[[], None]
-
-
 async def listen(
     address: Address, ssl: SSLContext | None, on_socket: Callable[[socket.socket, str], None]
-) -> Listener:
+) -> tuple[str, Callable[[], None]]:
     """Accept connections: `on_socket` is called on the event loop with each, and the name of the peer.
 
     The TLS handshake is left to `on_socket`, whose session reports its errors.
+
+    Returns:
+        The address with the port that was chosen, and a function that closes the socket.
 
     Raises:
         ShippingConnectionError: The address cannot be bound.
@@ -168,7 +158,7 @@ async def listen(
             if isinstance(place, str) and os.stat(place).st_ino == inode:
                 os.unlink(place)
 
-    return Listener(url, close)
+    return url, close
 
 
 def broken(error: Exception | None, peer: str) -> ShippingError:

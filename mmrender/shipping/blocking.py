@@ -218,7 +218,7 @@ class BlockingReceiver(_LoopThread[Receiver]):
         async def acknowledge() -> None:
             message.ack()
 
-        return replace(message, _acknowledge=lambda: self.run(acknowledge()))
+        return replace(message, _acknowledge=lambda _: self.run(acknowledge()))
 
     def __iter__(self) -> Iterator[Received]:
         while True:

@@ -127,6 +127,11 @@ class Data(_Header, frozen=True):
     kind: Annotated[str, Meta(max_length=32)]
     lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frames."""
+        return sum(self.lengths)
+
 
 class Answer(_Header, frozen=True):
     """About message `seq`."""

@@ -21,7 +21,7 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, Listener, broken, check_tls, listen
+from mmrender.shipping.address import Address, broken, check_tls, listen
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
     PLAIN,
@@ -47,7 +47,7 @@ _ID: Final = re.compile(r"([0-9a-f]{32}):([1-9][0-9]{0,18})")
 _log = logging.getLogger("mmrender.shipping")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Received:
     """A message that the consumer took.
 
@@ -61,7 +61,9 @@ class Received:
     value: Any
     id: str
     sender: str
-    _acknowledge: Callable[[], None] = field(repr=False)
+    _source: "_Source" = field(repr=False)
+    _data: Data = field(repr=False)
+    _acknowledge: Callable[["Received"], None] = field(repr=False)
 
     def ack(self) -> None:
         """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
@@ -69,7 +71,7 @@ class Received:
         Raises:
             ShippingClosedError: The receiver is closed. The sender keeps the message for the next receiver.
         """
-        self._acknowledge()
+        self._acknowledge(self)
 
 
 @dataclass(slots=True)
@@ -129,18 +131,6 @@ class _Source:
     unacked: dict[int, bytes] = field(default_factory=dict)
     session: "_Session | None" = None
     is_closed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """A message that waits for the consumer."""
-
-    id: str
-    source: _Source
-    seq: int
-    nonce: bytes
-    num_bytes: int
-    value: Any = None
 
 
 class Receiver(End):
@@ -210,13 +200,14 @@ class Receiver(End):
         self.errors: deque[MMRenderError] = deque(maxlen=100)
         self._ssl = ssl
         self._sources = _sources(seen)
-        self._queue: deque[_Incoming] = deque()
+        self._queue: deque[Received] = deque()
         # Messages that are arriving or in the queue, and their bytes. `_turn` grants room in order.
         self._messages = self._bytes = 0
         self._turn = asyncio.Lock()
         self._pool = BufferPool(max_idle_bytes=window_bytes)
         self._changed = Notifier()
-        self._listener: Listener | None = None
+        self._url = str(self.address)
+        self._stop_listening: Callable[[], None] | None = None
         self._sessions: set[_Session] = set()
         self._stats = ReceiverStats()
         self._closed = False
@@ -224,7 +215,7 @@ class Receiver(End):
     @property
     def url(self) -> str:
         """The address, with the port that was chosen."""
-        return self._listener.url if self._listener is not None else str(self.address)
+        return self._url
 
     @property
     def stats(self) -> ReceiverStats:
@@ -243,8 +234,8 @@ class Receiver(End):
         self.claim()
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
-        if self._listener is None:
-            self._listener = await listen(self.address, self._ssl, self._accept)
+        if self._stop_listening is None:
+            self._url, self._stop_listening = await listen(self.address, self._ssl, self._accept)
 
     async def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
@@ -261,13 +252,11 @@ class Receiver(End):
             await self._changed.wait_until(lambda: bool(self._queue) or self._closed)
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
-        entry = self._queue.popleft()
-        self._leave(entry.num_bytes)
+        message = self._queue.popleft()
+        self._leave(message._data.num_bytes)
         if self.ack == "taken":
-            self._acknowledge(entry)
-        value, entry.value = entry.value, None
-        peer = entry.source.session.connection.peer if entry.source.session else self.url
-        return Received(value, entry.id, peer, lambda: self._acknowledge(entry))
+            message.ack()
+        return message
 
     async def __aiter__(self) -> AsyncIterator[Received]:
         while True:
@@ -284,8 +273,8 @@ class Receiver(End):
             return
         self._closed = True
         self._changed.notify()
-        if self._listener is not None:
-            self._listener.close()
+        if self._stop_listening is not None:
+            self._stop_listening()
         bye = Bye("the receiver was closed")
         await asyncio.gather(*(each.end(bye) for each in list(self._sessions)))
 
@@ -317,45 +306,45 @@ class Receiver(End):
         self._bytes -= num_bytes
         self._changed.notify()
 
-    def _put(self, entry: _Incoming) -> bool:
+    def _put(self, message: Received) -> bool:
         """Take in a message that has arrived whole, and return True. A duplicate is dropped: False.
 
         Raises:
             ShippingProtocolError: Another message arrived under its number.
         """
-        source, seq = entry.source, entry.seq
+        source, seq, nonce = message._source, message._data.seq, message._data.nonce
         self._stats.messages += 1
-        self._stats.received_bytes += entry.num_bytes
+        self._stats.received_bytes += message._data.num_bytes
         if seq > source.last and not any(seq in run for run in source.seen):
-            source.last, source.last_nonce = seq, entry.nonce
-            source.unacked[seq] = entry.nonce
-            self._queue.append(entry)
+            source.last, source.last_nonce = seq, nonce
+            source.unacked[seq] = nonce
+            self._queue.append(message)
             self._changed.notify()
             return True
-        nonce = source.last_nonce if seq == source.last else source.unacked.get(seq, entry.nonce)
-        if nonce != entry.nonce:
+        known = source.last_nonce if seq == source.last else source.unacked.get(seq, nonce)
+        if known != nonce:
             raise ShippingProtocolError(
                 "another message has arrived under this number",
-                where=f"message {entry.id!r}",
+                where=f"message {message.id!r}",
                 remedy="Make a sender of its own in each process; two have the identity of one",
             )
         self._stats.duplicates += 1
         return False
 
-    def _acknowledge(self, entry: _Incoming) -> None:
+    def _acknowledge(self, message: Received) -> None:
         self.claim()
-        source = entry.source
-        if entry.seq not in source.unacked:
+        source, seq = message._source, message._data.seq
+        if seq not in source.unacked:
             return  # acknowledged before
         if self._closed:
             raise ShippingClosedError(
                 "the receiver is closed, so the sender gets no answer",
-                where=f"message {entry.id!r}",
+                where=f"message {message.id!r}",
                 remedy="Acknowledge before closing; or give the next receiver the ids you have, as seen=",
             )
-        del source.unacked[entry.seq]
+        del source.unacked[seq]
         if source.session is not None:
-            source.session.connection.post(Acked(entry.seq))
+            source.session.connection.post(Acked(seq))
         self._forget(source)
 
     def _forget(self, source: _Source) -> None:
@@ -457,7 +446,7 @@ class _Session:
     async def _take_in(self, source: _Source, decoder: Decoder, data: Data) -> None:
         """Take in a message."""
         owner, connection = self._receiver, self.connection
-        num_bytes, max_bytes = sum(data.lengths), owner.limits.max_bytes
+        num_bytes, max_bytes = data.num_bytes, owner.limits.max_bytes
         if num_bytes > max_bytes:
             raise ShippingProtocolError(
                 "a message is too long",
@@ -465,7 +454,7 @@ class _Session:
                 expected=f"at most {max_bytes} bytes",
                 got=str(num_bytes),
             )
-        entry = _Incoming(f"{source.name}:{data.seq}", source, data.seq, data.nonce, num_bytes)
+        name = f"{source.name}:{data.seq}"
         async with owner._turn:
             await owner._changed.wait_until(lambda: owner._has_room(num_bytes))
             owner._messages += 1
@@ -475,17 +464,17 @@ class _Session:
             frames = await connection.read_frames(data.lengths, owner._pool)
             try:
                 decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
-                entry.value = from_wire(data.kind, decoder.decode(frames))
+                value = from_wire(data.kind, decoder.decode(frames))
             except Exception as error:
                 # Without an answer the sender would send the same message again and again.
                 connection.post(Refused(data.seq, str(error)[:1000]))
                 raise ShippingProtocolError(
                     "a message that cannot be used",
-                    where=f"message {entry.id!r} from {connection.peer}",
+                    where=f"message {name!r} from {connection.peer}",
                     got=str(error),
                 ) from error
             try:
-                is_new = owner._put(entry)
+                is_new = owner._put(Received(value, name, connection.peer, source, data, owner._acknowledge))
             except ShippingProtocolError as error:
                 connection.post(Refused(data.seq, str(error)[:1000]))
             else:

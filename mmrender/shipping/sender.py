@@ -264,7 +264,7 @@ class Sender(End):
         # this connection, this one is encoded without a table, to prove that it can be.
         is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
         self._encode(delivery, self._encoder if is_in_turn else None)
-        delivery._num_bytes = sum(delivery.data.lengths)
+        delivery._num_bytes = delivery.data.num_bytes
         self._next += 1
         self._unacked[data.seq] = delivery
         self._unacked_bytes += delivery._num_bytes
@@ -480,7 +480,7 @@ class Sender(End):
                     remedy="Leave a value alone until it is acknowledged",
                 )
                 self._fail(delivery, problem)
-            num_bytes = sum(delivery.data.lengths)
+            num_bytes = delivery.data.num_bytes
             if num_bytes > max_bytes and not delivery.done:
                 problem = ShippingProtocolError(
                     "the message is longer than the receiver takes",
