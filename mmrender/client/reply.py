@@ -363,7 +363,7 @@ def routed_experts(
         problem = "the reply has another number of routed rows"
         raise EngineReplyError(problem, where=where, expected=str(count), got=str(len(array)))
     experts = RoutedExperts(array, start)
-    return experts.from_position(min(max(asked, start), experts.stop))
+    return experts.cut(max(asked, start), experts.stop)
 
 
 def _expert_rows(data: str | ReportedExperts, shape: tuple[int, int] | None, where: str) -> npt.NDArray[Any]:

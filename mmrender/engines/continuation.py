@@ -300,5 +300,5 @@ def join_experts(
             expected=f"rows up to and from {seam}",
             got=" and ".join(bounds),
         )
-    rows = [before.cut(before.start, seam).data, piece.from_position(seam).data]
+    rows = [before.cut(before.start, seam).data, piece.cut(seam, piece.stop).data]
     return RoutedExperts(np.concatenate(rows), before.start)

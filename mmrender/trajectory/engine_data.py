@@ -121,21 +121,6 @@ class RoutedExperts:
         """Position after the last row."""
         return self.start + len(self.data)
 
-    def from_position(self, start: int) -> "RoutedExperts":
-        """Return the rows of the positions from `start` on, as a view.
-
-        Raises:
-            TrajectoryError: `start` lies before the first row, or more than one position after the last.
-        """
-        if not self.start <= start <= self.stop:
-            raise TrajectoryError(
-                "there are no routed experts from that position on",
-                where="routed_experts",
-                expected=f"{self.start}..{self.stop}",
-                got=str(start),
-            )
-        return self.cut(start, self.stop)
-
     def cut(self, start: int, stop: int) -> "RoutedExperts":
         """Return the rows of positions within `[start, stop)`, which keep their positions, as a view."""
         low, high = (min(max(position - self.start, 0), len(self.data)) for position in (start, stop))

@@ -3,9 +3,9 @@
 The form is a dict:
 
 - `format` and `version`.
-- `table`, uint8: a msgpack `Table` of trajectories, their steps, and distinct messages. Arrays and other
-  values that msgpack lacks are extensions of type 1, which hold a message of the codec. Versions 3 and 4,
-  which are read but not written, hold each message as frames of the codec.
+- `table`, uint8: a msgpack `Table` of trajectories, their steps, and distinct messages. A message with arrays
+  or other values that msgpack lacks is an extension of type 1, which holds a message of the codec. Versions 3
+  and 4, which are read but not written, hold all messages as frames of the codec.
 - `items`: the distinct media items, as `mmrender.media.wire.items_to_wire` writes them.
 - `experts`: by name of the step, such as `trajectories[0].steps[3]`, the first position of its router choices
   and the array `[rows, layers, top_k]`.
@@ -21,6 +21,7 @@ bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, get_args
 
@@ -45,7 +46,7 @@ _VERSIONS: Final = (3, 4, VERSION)
 _MAX_TOKENS: Final = 1 << 26
 """Maximum number of tokens of all steps together. On the wire, roots may share tokens."""
 _CODED: Final = 1
-"""Type of the extension for values that msgpack lacks."""
+"""Type of the extension for messages that msgpack cannot keep."""
 _SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
@@ -241,12 +242,12 @@ class _Writer:
             return known[1]
         record = isinstance(message, Message), plain_message(message, self.media_sources, where)
         try:
-            encoded = msgspec.msgpack.encode(_packed(record))
-        except (ValueError, OverflowError) as error:
+            encoded = _encoded(record)
+        except mmcodecs.CodecError as error:
             raise TrajectoryError(
                 "a message cannot be encoded",
                 where=where,
-                got=_problem(record) or str(error),
+                got=str(error),
                 remedy="Give media as bytes or URLs, or write with media_sources='drop'",
             ) from error
         row = self.messages.setdefault(encoded, len(self.messages))
@@ -254,31 +255,26 @@ class _Writer:
         return row
 
 
-def _packed(value: Any) -> Any:
-    """Return a plain value for msgpack, with messages of the codec for types that msgpack lacks."""
+def _encoded(record: tuple[bool, Any]) -> bytes:
+    """Return msgpack of a plain message, or of an extension with a message of the codec."""
+    if _is_plain(record[1]):
+        with suppress(OverflowError, UnicodeEncodeError):  # for which the codec's error names the place
+            return msgspec.msgpack.encode(record)
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(record))))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether msgpack keeps a value as it is."""
     kind = type(value)
-    if kind in _SCALARS:
-        return value
-    if kind is dict and all(type(key) is str for key in value):
-        return {key: _packed(entry) for key, entry in value.items()}
-    if kind is list or kind is tuple:
-        return list(map(_packed, value))
-    return msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(value)))
+    if kind is dict:
+        return all(type(key) is str and _is_plain(entry) for key, entry in value.items())
+    return kind in _SCALARS or (kind is list and all(map(_is_plain, value)))
 
 
 def _unpacked(kind: int, data: memoryview) -> Any:
     if kind != _CODED:
         raise ValueError(f"extension {kind} is unknown")
     return mmcodecs.decode(bytes(data))
-
-
-def _problem(record: Any) -> str | None:
-    """Return the codec's words for the value that cannot be encoded, with its path."""
-    try:
-        mmcodecs.encode(record)
-    except mmcodecs.CodecError as error:
-        return str(error)
-    return None
 
 
 _MALFORMED: Final = (
