@@ -9,6 +9,8 @@ the warm-up, if something is left at the end, or if a rollout is lost or failed.
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -210,6 +212,9 @@ async def watch(samples: list[Sample], counts: Counts, receiver: int) -> None:
     while counts.goes_on():
         await asyncio.sleep(min(INTERVAL, (1 - WARM_UP) * counts.seconds / MIN_SAMPLES))
         gc.collect()
+        with contextlib.suppress(AttributeError, OSError):  # the allocator of glibc
+            # Pages that are free do not count, so a rise is not merely the highest use so far.
+            ctypes.CDLL(None).malloc_trim(0)
         samples.append(
             Sample(
                 time.monotonic(),

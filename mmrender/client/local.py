@@ -98,6 +98,7 @@ class LocalBackend:
         self._lock = threading.Lock()
         self._worker = ThreadPoolExecutor(1, "mmrender-local")
         self._waiting: deque[Completion] = deque()
+        self._is_queued = False  # whether `_work` is still to begin, which takes all waiting requests
         self._updates: list[tuple[Callable[[], None], Future[None]]] = []
         self._running: dict[str, threading.Event] = {}
 
@@ -130,7 +131,9 @@ class LocalBackend:
         completion = Completion(request, asyncio.get_running_loop(), on_tokens)
         self._running[request.request_id] = completion.stopped
         self._waiting.append(completion)
-        self._worker.submit(self._work)
+        if not self._is_queued:
+            self._is_queued = True
+            self._worker.submit(self._work)
         try:
             return await completion.response
         except asyncio.CancelledError:
@@ -271,6 +274,7 @@ class LocalBackend:
 
     def _work(self) -> None:
         """Sample waiting and arriving requests to their ends, on the worker's thread."""
+        self._is_queued = False
         count, taken, max_batch_size = 0, WeakSet[Completion](), self._options["max_batch_size"]
         while count < len(self._waiting) < max_batch_size:
             count = len(self._waiting)

@@ -288,8 +288,14 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
     asyncio.run(closing())
 
 
-def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, prompts):
-    backend, counts = LocalBackend(tiny_model), []
+def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, prompts, monkeypatch):
+    backend, alive, counts = LocalBackend(tiny_model), weakref.WeakSet(), []
+
+    def watched(*args):
+        alive.add(completion := Completion(*args))
+        return completion
+
+    monkeypatch.setattr("mmrender.client.local.Completion", watched)
 
     async def busy():
         endless = {"ignore_eos": True, "max_tokens": 400}
@@ -297,13 +303,14 @@ def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, prompts
         for number in range(4):
             await backend.generate(request(prompts["text"], str(number), max_tokens=2))
             gc.collect()
-            counts.append(sum(type(each) is Completion for each in gc.get_objects()))
+            counts.append((len(alive), backend._worker._work_queue.qsize()))
         assert not running.done()
         backend.abort("long")
         await running
 
     asyncio.run(busy())
-    assert max(counts) <= 2  # the long one, and perhaps the last short one
+    assert max(counts) <= (2, 1)  # the long one and perhaps the last short one
+    assert max(queued for _, queued in counts) <= 1
 
 
 def test_what_cannot_be_padded_runs_apart_and_is_said_why(tiny_model, prompts, monkeypatch):
