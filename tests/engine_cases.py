@@ -3,15 +3,16 @@
 import asyncio
 import functools
 import selectors
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
+from mmrender.errors import EngineStatusError
 from mmrender.sidecar import MultiModalData, PlaceholderRange
 from mmrender.testing.scripted_engine import Asked, Fault, ScriptedEngine
 
@@ -114,6 +115,44 @@ def setup(
         kind(f"engine{index}", faults=fault_of(index), journal=journal, **options) for index in range(count)
     ]
     return Setup(engines, InferenceEngineClient(engines, **(policy or patient())), journal)
+
+
+class Faulty(ScriptedEngine):
+    """An engine whose methods, by name, `hang` or `fail`, or do so `late`: after their effect.
+
+    Attributes:
+        calls: By method, its fault.
+        called: Methods, in the order of their calls.
+    """
+
+    def __init__(self, name: str = "faulty", calls: Mapping[str, str] = MappingProxyType({}), **options: Any):
+        super().__init__(name, **options)
+        self.calls = calls
+        self.called: list[str] = []
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        self.called.append(method)
+        fault, result = self.calls.get(method, ""), None
+        if not fault or "late" in fault:
+            result = await getattr(ScriptedEngine, method)(self, *args, **options)
+        if "hang" in fault:
+            await asyncio.Event().wait()
+        if "fail" in fault:
+            raise EngineStatusError("the server answered 500", status=500)
+        return result
+
+
+FAULTY = (
+    "max_prompt_len",
+    "check_health",
+    "pause_generation",
+    "resume_generation",
+    "abort_generation",
+    "control",
+)
+HANGING = dict.fromkeys(FAULTY, "hang")
+for name in FAULTY:
+    setattr(Faulty, name, functools.partialmethod(Faulty._call, name))
 
 
 async def turns(count: int) -> None:

@@ -199,7 +199,15 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def max_prompt_len(self) -> int | None:
         """Return the maximum length of a prompt on every engine that serves, or None if no engine says."""
-        return await self._pool.max_prompt_len()
+        pool = self._pool
+        serving = [each for each in pool.targets if each.down is None]
+        limits = await pool.answers(serving, lambda engine: engine.max_prompt_len(), within=HEALTH_TIMEOUT)
+        for replica, limit in limits.items():
+            if isinstance(limit, EngineTimeoutError):
+                pool.take_down(replica, str(limit))  # so that nobody waits for it again
+            elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
+                raise limit
+        return min((limit for limit in limits.values() if isinstance(limit, int)), default=None)
 
     def as_backend(self) -> RendererBackend:
         """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""
@@ -307,7 +315,14 @@ class InferenceEngineClient(InferenceEngineInterface):
                 raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
             # Before engines pause: a request that reaches one after its pause would never end.
             if mode == "wait" and not await pool.until_idle(deadline):
-                raise self._still_running(deadline)
+                calls = [f"{each.name}: {call.about}" for each in pool.targets for call in each.calls]
+                more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
+                raise EngineTimeoutError(
+                    f"requests did not end within {deadline:g} s, so nothing was paused",
+                    where="pause_generation",
+                    got="; ".join(calls[:8]) + more,
+                    remedy="Pause with 'abort', after which they are continued, or pass a longer deadline",
+                )
             for call in pool.calls():
                 call.set_time(None)
             for each in able:
@@ -329,16 +344,6 @@ class InferenceEngineClient(InferenceEngineInterface):
             pool.move("pausing", "open")
             raise
         pool.move("pausing", "paused")
-
-    def _still_running(self, deadline: float | None) -> EngineTimeoutError:
-        calls = [f"{each.name}: {call.about}" for each in self._pool.targets for call in each.calls]
-        more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
-        return EngineTimeoutError(
-            f"requests did not end within {deadline:g} s, so nothing was paused",
-            where="pause_generation",
-            got="; ".join(calls[:8]) + more,
-            remedy="Pause with 'abort', after which they are continued, or pass a longer deadline",
-        )
 
     async def _reach(self, replicas: Sequence[Replica], action: Action) -> None:
         """Act on engines concurrently. One that is not reached is taken down. Another error is raised."""
@@ -385,7 +390,11 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def abort_generation(self) -> None:
         """End all work, running and waiting: each piece returns its tokens so far, with `abort`."""
-        await self._pool.abort()
+        pool = self._pool
+        pool.enter()
+        pool.aborts += 1
+        pool.changed.notify_all()
+        await pool.end_calls("aborted", look=0.0)
 
     async def check_health(self) -> None:
         """Return if any engine serves, after asking those that are down too.
@@ -399,10 +408,17 @@ class InferenceEngineClient(InferenceEngineInterface):
     async def teardown(self, *, wait: float = 0.0) -> None:
         """Take no more work, let requests run for `wait` more seconds, end them, and close the engines."""
         pool = self._pool
-        if await pool.close(wait):
-            closing = dict.fromkeys([*pool.replicas, *pool.targets])
-            for error in (await pool.failures(closing, lambda engine: engine.teardown())).values():
-                raise error
+        pool.enter()
+        if pool.state == "closed":
+            return
+        pool.state = "closed"
+        pool.changed.notify_all()
+        if not await pool.until_idle(wait):
+            for call in pool.calls():
+                call.end("aborted")
+            await pool.until_idle()
+        for error in (await pool.failures(self.replicas, lambda engine: engine.teardown())).values():
+            raise error
 
     # --- weights ---
 

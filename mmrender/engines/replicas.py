@@ -151,9 +151,11 @@ class ReplicaPool:
         replicas: The engines, to which control calls go.
         targets: The targets of requests: the engines, or the router.
         state: Requests pass while it is `open`.
+        changed: Wakes waiting work after a change of `state` or `aborts`.
         retries: How often and how soon failed requests are repeated.
         pause_timeout: Seconds that engines may take to obey a pause.
         version: Name of the weights since the last update.
+        aborts: How often all work was aborted.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class ReplicaPool:
         self.pause_timeout = pause_timeout
         self._arguments = (engines, router, retries, attempt_timeout, pause_timeout)
         self._attempt_timeout = attempt_timeout
-        self._aborts = 0
+        self.aborts = 0
         self._turns = itertools.count()
         self.renew_after_fork()
         watch_forks(self)
@@ -189,7 +191,7 @@ class ReplicaPool:
     def renew_after_fork(self) -> None:
         """Forget the parent's event loop and its requests in flight."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed, self._ended = Condition(), Condition()
+        self.changed, self._ended = Condition(), Condition()
         self._looks: AsyncSingleFlight[Replica, bool] = AsyncSingleFlight()
         for target in self.targets:
             target.calls.clear()
@@ -228,7 +230,7 @@ class ReplicaPool:
         if after == "open":
             for call in self.calls():
                 call.set_time(call.limit)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     # --- requests ---
 
@@ -247,11 +249,11 @@ class ReplicaPool:
             return replica is first, hashlib.blake2b(f"{key}@{replica.name}".encode()).digest()
 
         order = sorted(self.targets, key=rank, reverse=True)
-        return Work(about, order, self._aborts, self._attempt_timeout)
+        return Work(about, order, self.aborts, self._attempt_timeout)
 
     def is_aborted(self, work: Work) -> bool:
         """Whether all work was aborted since this one began."""
-        return work.aborts != self._aborts
+        return work.aborts != self.aborts
 
     def calls(self) -> list[Work]:
         """Work with a request in flight."""
@@ -282,7 +284,7 @@ class ReplicaPool:
     ) -> Result | None:
         work.paused = False
         while True:
-            await self._changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(work))
+            await self.changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(work))
             if self.state == "closed":
                 raise _torn_down()
             if self.is_aborted(work):
@@ -327,13 +329,6 @@ class ReplicaPool:
         """Wait until no request is in flight, or return False after `timeout` seconds."""
         return await self._ended.wait_for(lambda: not self.calls(), timeout)
 
-    async def abort(self) -> None:
-        """End all work, waiting or in flight, and wait until it has ended."""
-        self.enter()
-        self._aborts += 1
-        self._changed.notify_all()
-        await self.end_calls("aborted", look=0.0)
-
     async def end_calls(self, ending: Ending, look: float = 0.05) -> None:
         """Let engines abort every request in flight, and wait until each has ended.
 
@@ -355,19 +350,6 @@ class ReplicaPool:
             for call in late:
                 call.end(ending)
             look = min(2 * max(look, 0.05), 1.0)
-
-    async def close(self, wait: float) -> bool:
-        """Stop accepting, then cancel after `wait` seconds. Return False if it was closed before."""
-        self.enter()
-        if self.state == "closed":
-            return False
-        self.state = "closed"
-        self._changed.notify_all()
-        if not await self.until_idle(wait):
-            for call in self.calls():
-                call.end("aborted")
-            await self.until_idle()
-        return True
 
     # --- calls to several engines ---
 
@@ -469,17 +451,6 @@ class ReplicaPool:
         if any(report is True for report in reports.values()):
             return True
         return False if all(report is False for report in reports.values()) else None
-
-    async def max_prompt_len(self) -> int | None:
-        """Return the smallest limit of the engines that serve. One that does not answer in time is down."""
-        serving = [each for each in self.targets if each.down is None]
-        limits = await self.answers(serving, lambda engine: engine.max_prompt_len(), within=HEALTH_TIMEOUT)
-        for replica, limit in limits.items():
-            if isinstance(limit, EngineTimeoutError):
-                self.take_down(replica, str(limit))
-            elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
-                raise limit
-        return min((limit for limit in limits.values() if isinstance(limit, int)), default=None)
 
 
 def _torn_down() -> EngineStateError:

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine_cases import in_loop, on_fake_clock, patient, setup, sidecar, turns
+from engine_cases import HANGING, Faulty, in_loop, on_fake_clock, patient, setup, sidecar, turns
 from mmrender.client.transport import RetryPolicy
 from mmrender.client.types import EngineResponse, Usage
-from mmrender.engines import replicas
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import (
     EngineConnectionError,
@@ -239,18 +238,14 @@ async def test_a_dead_engine_is_ejected_and_comes_back():
 
 @in_loop
 async def test_a_hung_engine_is_found_out_and_its_work_is_done_elsewhere():
-    class Hung(ScriptedEngine):
-        async def check_health(self):
-            raise EngineTimeoutError("no answer", where=self.name)
-
-    hung = Hung("hung", faults=lambda: Fault("stall", 0))
+    hung = Faulty("hung", {"check_health": "fail"}, faults=lambda: Fault("stall", 0))
     client = client_of(hung, ScriptedEngine("well"))
     prompts = [[2, n] for n in range(2, 8)]
     output = await client.generate(batch(prompts))
     assert output["response_ids"] == wholes(prompts)
     assert hung.asked
     assert not hung.running
-    assert client.replicas[0].down == "hung: no answer"
+    assert client.replicas[0].down == "the server answered 500"
     await client.teardown()
 
 
@@ -267,15 +262,7 @@ WAYS = {
 async def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a_later_one(count, way):
     """Also where all have failed: what they hold may be half of the one and half of the other."""
 
-    class Failing(ScriptedEngine):
-        fails = True
-
-        def _note(self, control):
-            super()._note(control)
-            if self.fails:
-                raise EngineStatusError("the server answered 500", status=500)
-
-    engines = [Failing(f"engine{index}") for index in range(count)]
+    engines = [Faulty(f"engine{index}", {"control": "fail late"}) for index in range(count)]
     client = client_of(*engines, attempts=2)
     with pytest.raises(EngineStatusError):
         await WAYS[way](client)
@@ -284,7 +271,7 @@ async def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a
             await call
     assert not any(engine.asked for engine in engines)
     for engine in engines:
-        engine.fails = False
+        engine.calls = {}
     await WAYS[way](client)
     await client.check_health()
     await client.generate(batch([[2, 5]]))
@@ -454,30 +441,10 @@ async def test_one_event_loop_uses_a_client_and_other_threads_ask_it_to(sentence
     assert str(refusals[0]) == sentence
 
 
-class Deaf(ScriptedEngine):
-    """Carries out a pause of its `deaf` ones, or no resumption, and says that it has not."""
-
-    def __init__(self, *deaf):
-        super().__init__("deaf")
-        self.deaf = frozenset(deaf)
-
-    async def pause_generation(self, mode="abort", *, clear_cache=True):
-        await super().pause_generation(mode, clear_cache=clear_cache)
-        if "pause" in self.deaf:
-            raise EngineStatusError("the server answered 500", status=500)
-        if "slow pause" in self.deaf:
-            await asyncio.Event().wait()
-
-    async def resume_generation(self):
-        if "resume" in self.deaf:
-            raise EngineStatusError("the server answered 500", status=500)
-        await super().resume_generation()
-
-
-@pytest.mark.parametrize("fault", ["pause", "slow pause"])
+@pytest.mark.parametrize("fault", ["fail late", "hang late"])
 @in_loop
 async def test_a_pause_that_fails_behind_its_effect_is_undone(fault):
-    engine, well = Deaf(fault), ScriptedEngine("well")
+    engine, well = Faulty(calls={"pause_generation": fault}), ScriptedEngine("well")
     client = client_of(engine, well)
     with pytest.raises((EngineStatusError, TimeoutError)):
         async with asyncio.timeout(0.01):
@@ -485,12 +452,13 @@ async def test_a_pause_that_fails_behind_its_effect_is_undone(fault):
     assert (engine.paused, well.paused, client.is_paused) == (None, None, False)
 
 
-@pytest.mark.parametrize("faults", [["pause", "resume"], ["resume"]])
+@pytest.mark.parametrize("pause", ["", "fail late"])
 @in_loop
-async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
-    engine, well = Deaf(*faults), ScriptedEngine("well")
+async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(pause):
+    engine = Faulty(calls={"pause_generation": pause, "resume_generation": "fail"})
+    well = ScriptedEngine("well")
     client = client_of(engine, well)
-    if "pause" in faults:
+    if pause:
         with pytest.raises(EngineStatusError):
             await client.pause_generation("abort")
     else:
@@ -498,9 +466,9 @@ async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
         await client.resume_generation()
     assert (client.is_paused, well.paused) == (False, None)
     down = client.replicas[0].down
-    assert down == ("" if "pause" in faults else "it did not resume: ") + "the server answered 500"
+    assert down == ("" if pause else "it did not resume: ") + "the server answered 500"
     await client.generate(batch([[2, 5]]))
-    engine.deaf = frozenset()
+    engine.calls = {}
     await client.check_health()
     assert (engine.paused, client.replicas[0].down) == (None, None)
 
@@ -508,20 +476,20 @@ async def test_an_engine_that_does_not_resume_is_ejected_until_it_does(faults):
 @pytest.mark.parametrize("has_router", [False, True])
 @in_loop
 async def test_where_no_engine_resumes_requests_fail_until_one_does(has_router):
-    engine, router = Deaf("resume"), ScriptedEngine("router")
+    engine, router = Faulty(calls={"resume_generation": "fail"}), ScriptedEngine("router")
     client = client_of(engine, router=router if has_router else None)
     await client.pause_generation("keep")
     waiting = asyncio.ensure_future(client.generate(batch([[2, 5]])))
     with pytest.raises(EngineUnavailableError) as caught:
         await client.resume_generation()
-    said = "no healthy engine is left - got deaf: it did not resume: the server answered 500"
+    said = "no healthy engine is left - got faulty: it did not resume: the server answered 500"
     assert str(caught.value).startswith(said)
-    assert caught.value.__cause__.__notes__ == ["engine deaf"]
+    assert caught.value.__cause__.__notes__ == ["engine faulty"]
     for request in (waiting, client.generate(batch([[2, 5]]))):
         async with asyncio.timeout(20):
             with pytest.raises(EngineUnavailableError, match=r"no healthy.*: the server answered 500"):
                 await request
-    engine.deaf = frozenset()
+    engine.calls = {}
     await client.generate(batch([[2, 5]]))
     assert (engine.paused, client.is_paused) == (None, False)
 
@@ -627,34 +595,6 @@ def test_importing_starts_nothing_and_loads_no_framework():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-class Hanging(ScriptedEngine):
-    """Answers no control call: its server accepts connections and says nothing."""
-
-    asked: tuple[str, ...] = ()
-
-    async def _hang(self, call):
-        self.asked = (*self.asked, call)
-        await asyncio.Event().wait()
-
-    async def max_prompt_len(self):
-        await self._hang("max_prompt_len")
-
-    async def check_health(self):
-        await self._hang("check_health")
-
-    async def pause_generation(self, mode="abort", *, clear_cache=True):
-        await self._hang("pause")
-
-    async def resume_generation(self):
-        await self._hang("resume")
-
-    async def abort_generation(self):
-        await self._hang("abort")
-
-    async def control(self, call, /, **arguments):
-        await self._hang(call)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -665,34 +605,33 @@ class Hanging(ScriptedEngine):
 )
 @on_fake_clock
 async def test_a_short_control_call_ends_without_an_engine_that_hangs(call):
-    client = InferenceEngineClient([ScriptedEngine("good"), Hanging("hung")], pause_timeout=30)
+    client = InferenceEngineClient([ScriptedEngine("good"), Faulty("hung", HANGING)], pause_timeout=30)
     with pytest.raises(EngineTimeoutError, match="hung: the engine did not answer within 30 s"):
         await call(client)
     assert asyncio.get_running_loop().time() == pytest.approx(30)
 
 
-@in_loop
-async def test_the_limit_of_a_hung_engine_is_not_waited_for_again(monkeypatch):
-    monkeypatch.setattr(replicas, "HEALTH_TIMEOUT", 0.01)
-    hung, good = Hanging("hung"), ScriptedEngine("good")
+@on_fake_clock
+async def test_the_limit_of_a_hung_engine_is_not_waited_for_again():
+    hung, good = Faulty("hung", HANGING), ScriptedEngine("good")
     client = InferenceEngineClient([hung, good], **patient())
     expected = await good.max_prompt_len()
     for _ in range(3):
         assert await client.max_prompt_len() == expected
-    assert hung.asked.count("max_prompt_len") == 1
+    assert hung.called.count("max_prompt_len") == 1
 
 
 @on_fake_clock
 async def test_an_engine_that_is_down_holds_up_no_request():
     """It is asked for its health while others work, once at a time; nobody waits for the answer."""
-    hung, good = Hanging("hung"), ScriptedEngine("good")
+    hung, good = Faulty("hung", HANGING), ScriptedEngine("good")
     client = InferenceEngineClient([hung, good], **patient())
     assert not await client._pool.look_at(client.replicas[0])
-    begun, looks = asyncio.get_running_loop().time(), hung.asked.count("check_health")
+    begun, looks = asyncio.get_running_loop().time(), hung.called.count("check_health")
     prompts = [[2, n] for n in range(2, 12)]
     for rounds in range(3):
         assert (await client.generate(batch(prompts)))["response_ids"] == wholes(prompts)
-        assert hung.asked.count("check_health") == looks + rounds + 1
+        assert hung.called.count("check_health") == looks + rounds + 1
     assert asyncio.get_running_loop().time() == begun
     assert len(asyncio.all_tasks()) == 1
 
@@ -700,7 +639,7 @@ async def test_an_engine_that_is_down_holds_up_no_request():
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 @in_loop
 async def test_a_pause_ends_without_an_engine_that_hangs(mode):
-    hung, good = Hanging("hung"), ScriptedEngine("good")
+    hung, good = Faulty("hung", HANGING), ScriptedEngine("good")
     client = InferenceEngineClient([hung, good], **patient(pause_timeout=0.01))
     await client.pause_generation(mode)
     assert client.is_paused
@@ -709,13 +648,12 @@ async def test_a_pause_ends_without_an_engine_that_hangs(mode):
     assert not client.is_paused
 
 
-@in_loop
-async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled(monkeypatch):
-    monkeypatch.setattr(replicas, "HEALTH_TIMEOUT", 0.01)
-    hung = Hanging("hung")
+@on_fake_clock
+async def test_a_pause_that_waits_for_a_hung_engine_can_be_cancelled():
+    hung = Faulty("hung", HANGING)
     client = InferenceEngineClient([hung, ScriptedEngine("good")], **patient(pause_timeout=3600))
     pausing = asyncio.create_task(client.pause_generation("abort"))
-    while "pause" not in hung.asked:
+    while "pause_generation" not in hung.called:
         await asyncio.sleep(0)
     pausing.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -42,19 +42,19 @@ def backend(tiny_model):
     return LocalBackend(tiny_model)
 
 
+def prompt_of(renderer, *parts):
+    kinds = ["text" if isinstance(part, str) else "image" for part in parts]
+    content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
+    return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
 @pytest.fixture(scope="module")
 def prompts(renderer):
     photo, chart = (picture.resize((160, 128)) for picture in shipped_pictures())
-
-    def prompt(*parts):
-        kinds = ["text" if isinstance(part, str) else "image" for part in parts]
-        content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
-        return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
-
     return {
-        "text": prompt("What stands on the beach?"),
-        "image": prompt(photo, "Which animal is this?"),
-        "images": prompt("First", photo, chart, "and again", photo),
+        "text": prompt_of(renderer, "What stands on the beach?"),
+        "image": prompt_of(renderer, photo, "Which animal is this?"),
+        "images": prompt_of(renderer, "First", photo, chart, "and again", photo),
     }
 
 
@@ -149,13 +149,8 @@ def test_a_seed_decides_whatever_else_runs(tiny_model, prompts, renderer):
 def test_a_prompt_is_prefilled_once_and_alike_ones_share_a_forward(tiny_model, renderer):
     pictures = [picture.resize((96, 96)) for picture in shipped_pictures()]
 
-    def prompt(*parts):
-        kinds = ["text" if isinstance(part, str) else "image" for part in parts]
-        content = [{"type": kind, kind: part} for kind, part in zip(kinds, parts, strict=True)]
-        return renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
-
-    boards = [prompt(picture, "Which?") for picture in pictures]
-    other = prompt("Hello")
+    boards = [prompt_of(renderer, picture, "Which?") for picture in pictures]
+    other = prompt_of(renderer, "Hello")
     backend = LocalBackend(tiny_model)
     stop = renderer.get_stop_token_ids()[0]
     requests = [
@@ -164,15 +159,9 @@ def test_a_prompt_is_prefilled_once_and_alike_ones_share_a_forward(tiny_model, r
         for index, board in enumerate(boards)
         for seed in range(4)
     ]
-    seen = []
-    handle = backend.model.register_forward_pre_hook(
-        lambda _, inputs, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        # The first request of all keeps the worker busy until the others have come.
-        generate(backend, request(other, "first", max_tokens=4, ignore_eos=True), *requests)
-    finally:
-        handle.remove()
+    seen, _ = watched(backend)
+    # The first request of all keeps the worker busy until the others have come.
+    generate(backend, request(other, "first", max_tokens=4, ignore_eos=True), *requests)
     prefills = [shape for shape in seen if shape[1] > 1]
     assert sorted(prefills) == sorted([(1, len(other)), (len(boards), len(boards[0]))])
     # Of 4 in each group, 3 go on to 12 tokens, beside the first request if they came together.
@@ -255,6 +244,7 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
     model = weakref.ref(named.model)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("mmrender-local")}
     generate(named, request(prompts["text"]))
+    named._worker.submit(int).result()  # its thread has left the model
     (worker,) = (
         each
         for each in threading.enumerate()
