@@ -1,8 +1,8 @@
-"""Images: any source to pixels under a policy, and to media items as the model's own processor makes them.
+"""Images and videos: any source to pixels under a policy, and to items equal to the model's own processor.
 
-From bottom to top: `policy`, `sources` and `fetch` give encoded bytes; `load` decodes them; `pixels` and
-`levels` hold arrays; `item` has the media items, and `wire` their form in messages; `processors` make them;
-`resolve` does all of it for the media parts of a conversation, and keeps the items.
+From bottom to top: `policy`, `sources` and `fetch` read encoded bytes, `load` and `decode` decode them,
+`pixels` and `levels` compute on arrays, `item` defines media items and `wire` their form in messages,
+`processors` make them, and `resolve` does all of it for the media of a request and keeps the items.
 """
 
 import lazy_loader

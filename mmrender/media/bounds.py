@@ -1,8 +1,8 @@
 """Refuse encoded images that take far longer to open and decode than their pixels do.
 
 Decoders take time for each chunk, segment, tag and item of a file, however little it adds to the picture. A
-progressive JPEG writes all its pixels again for each scan of ten bytes; libavif compares every item with all
-others. Here such pieces are counted first, without decoding anything, and no further than the bound.
+progressive JPEG writes all its pixels again for each scan of ten bytes, and libavif compares all items with
+each other. Here these pieces are counted before anything is decoded, and no further than the bound.
 """
 
 import re
@@ -16,23 +16,23 @@ from mmrender.errors import MediaLimitError
 from mmrender.media.policy import MediaPolicy
 
 MAX_PASSES: Final = 16
-"""Bound on how often a JPEG writes the pixels of the largest allowed image. Encoders write them 5 times."""
+"""Maximum number of times that a JPEG writes the pixels of the largest allowed image. Encoders need 5."""
 MAX_PIECES: Final = 1 << 16
-"""Bound on the pieces of a file beside its pixels. Reading one takes some five microseconds."""
+"""Maximum number of pieces of a file besides its pixels. Reading one takes about five microseconds."""
 
 _SOS: Final = 0xDA
-"""Marker of a JPEG that begins a scan."""
+"""JPEG marker at the start of a scan."""
 _MARKER: Final = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")
-"""A marker of a JPEG, other than those within the data of a scan."""
+"""A marker of a JPEG outside the data of scans."""
 _FRAMES: Final = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""Markers of segments that say how many components a JPEG has."""
+"""Markers of segments with the number of components."""
 _TIFF_BYTES: Final = frozenset({1, 2, 6, 7})
-"""Types of TIFF tags that Pillow reads as a whole; it makes an object of each number of the others."""
+"""Types of TIFF tags that Pillow reads at once. For other types it makes an object of each number."""
 _AVIF_TABLES: Final = frozenset({b"iinf", b"iloc", b"iref", b"ipma"})
 
 
 def check_pieces(name: str, data: bytes) -> None:
-    """Refuse a file with too many pieces. To be called before it is opened.
+    """Refuse a file with too many pieces. Call it before the file is opened.
 
     Args:
         name: One of `FORMATS`.
@@ -46,7 +46,7 @@ def check_pieces(name: str, data: bytes) -> None:
         count += pieces
         if count > MAX_PIECES:
             raise MediaLimitError(
-                f"the {name} holds too much beside its pixels",
+                f"the {name} has too many pieces beside its pixels",
                 expected=f"at most {MAX_PIECES} chunks, segments, tags or items",
                 got="more",
                 remedy="Save it again, or decode it yourself and pass the PIL.Image.",
@@ -59,7 +59,7 @@ def check_passes(data: bytes, pixels: int, policy: MediaPolicy) -> None:
     Args:
         data: The file.
         pixels: Number of pixels of the image.
-        policy: Its `max_pixels` bounds them.
+        policy: Bounds the pixels by its `max_pixels`.
 
     Raises:
         MediaLimitError: All passes over the pixels write more than `MAX_PASSES` times `max_pixels`.
@@ -70,12 +70,11 @@ def check_passes(data: bytes, pixels: int, policy: MediaPolicy) -> None:
         if marker in _FRAMES:
             components, is_progressive = max(1, *data[payload + 5 : payload + 6]), marker & 3 == 2
         elif marker == _SOS:
-            within = max(1, *data[payload : payload + 1])
-            if not passes and (
-                (within == components and not is_progressive) or _max_scans(data) * pixels <= bound
-            ):
-                return  # libjpeg reads no further than a scan of everything
-            passes += within / components
+            scanned = max(1, *data[payload : payload + 1])
+            is_whole = scanned == components and not is_progressive
+            if not passes and (is_whole or _max_scans(data) * pixels <= bound):
+                return  # libjpeg does not read beyond a scan of all components
+            passes += scanned / components
     if passes * pixels > bound:
         raise MediaLimitError(
             "the scans of the JPEG write its pixels too often",
@@ -86,24 +85,24 @@ def check_passes(data: bytes, pixels: int, policy: MediaPolicy) -> None:
 
 
 def _max_scans(data: bytes) -> int:
-    """Return how often the two bytes that begin a scan are in a JPEG: much faster than to read it closely."""
+    """Return an upper bound of the number of scans: how often the two bytes at their start occur."""
     values = np.frombuffer(data, np.uint8)
     return int(np.count_nonzero((values[:-1] == 0xFF) & (values[1:] == _SOS)))
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield each segment of a JPEG: its marker, where its payload begins, and the bytes skipped before it."""
+    """Yield each segment of a JPEG: its marker, the start of its payload, and the bytes skipped before it."""
     position = 2
-    while (found := _MARKER.search(data, position)) is not None and found[1] != b"\xd9":
-        start = found.end()
-        yield found[1][0], start + 2, found.start() - position
-        has_length = found[1] not in b"\x01\xd8"
+    while (match := _MARKER.search(data, position)) is not None and match[1] != b"\xd9":
+        start = match.end()
+        yield match[1][0], start + 2, match.start() - position
+        has_length = match[1] not in b"\x01\xd8"
         position = start + (max(2, int.from_bytes(data[start : start + 2])) if has_length else 0)
 
 
 def _jpeg_pieces(data: bytes) -> Iterator[int]:
     for marker, payload, skipped in _segments(data):
-        # Pillow reads bytes between segments one by one, and copies all Exif anew with each segment of it.
+        # Pillow reads bytes between segments one by one, and copies all Exif data with each Exif segment.
         yield 1 + skipped
         if marker == 0xE1 and data.startswith(b"Exif", payload):
             yield 1024
@@ -167,7 +166,7 @@ def _avif_pieces(data: bytes) -> Iterator[int]:
 
 
 def _boxes(data: bytes, start: int, stop: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, begin and end of the payload of each box of ISO/IEC 14496-12 within a part of a file."""
+    """Yield kind, start and end of the payload of each box of ISO/IEC 14496-12 in a part of a file."""
     while start + 8 <= stop:
         size, kind = struct.unpack_from(">I4s", data, start)
         payload = start + 8

@@ -1,7 +1,7 @@
 """Decode encoded videos with PyAV (extra `video`), under a `MediaPolicy`.
 
 Headers are not trusted: frames are counted and timed by their packets before any of them is decoded, so
-number and rate of frames are those of the data. Sampled frames are decoded one by one, from the key frame
+number and rate of frames follow from the data. Sampled frames are decoded one by one, from the key frame
 before each of them if frames lie between.
 
 The container format follows from the first bytes and is passed to FFmpeg by name: FFmpeg's own guess would
@@ -78,7 +78,7 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
         )
     deadline = time.monotonic() + policy.decode_timeout
     try:
-        # FFmpeg decodes first frames to learn what headers leave out: the last two are options of that.
+        # FFmpeg decodes first frames if headers are incomplete. The last two options apply to that.
         options = {"protocol_whitelist": "", "threads": "1", "max_pixels": str(policy.max_pixels)}
         with av.open(io.BytesIO(data), format=CONTAINERS[kind], options=options) as container:
             yield Decoder(container, policy, deadline)

@@ -1,18 +1,18 @@
 """Fetch one `http(s)` URL under a `MediaPolicy`: URL in, bytes out.
 
-httpcore speaks HTTP over connections that are opened here. The host is resolved once per hop, the resolved
-addresses are checked, and the connection goes to a checked address itself, so a name that changes between
-check and connection (DNS rebinding) gains nothing. The `Host` header, TLS server name and certificate check
-still use the name in the URL.
+httpcore speaks HTTP over connections that are opened here. The host is resolved once per hop, the addresses
+are checked, and the connection goes to a checked address, so a name that changes between check and
+connection (DNS rebinding) has no effect. The `Host` header, TLS server name and certificate check use the
+name in the URL.
 
 Rules:
 
-- GET only, no retries, no cookies, no compression; `user:password@` in a URL is sent as basic authentication
+- GET only, no retries, no cookies, no compression. `user:password@` in a URL is sent as basic authentication
   to that host only.
 - Proxy settings of the environment are not used: a proxy resolves names out of reach of the address check.
-- A redirect is checked as a URL of its own. It may not leave `http(s)`, nor go from `https` to `http`.
-- Every wait is bounded by a timeout of its own and by what is left of `total_timeout`.
-- Errors print a URL without its user, password, query and fragment, since signed URLs keep secrets there.
+- Each redirect is checked as a new URL. It may not leave `http(s)`, nor go from `https` to `http`.
+- Every wait is bounded by its own timeout and by the rest of `total_timeout`.
+- Errors print a URL without its user, password, query and fragment, which contain the secrets of signed URLs.
 """
 
 import base64
@@ -38,17 +38,17 @@ Error = TypeVar("Error", bound=MediaError)
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _SAFE = "%/:=&~+!$,;'@()*[]"
-"""Characters of a URL that are left as they are beside letters, digits and `_.-`."""
+"""Characters of a URL that are not quoted, besides letters, digits and `_.-`."""
 
 
 def resolve(host: str, port: int) -> list[str]:
     """Return the IP addresses of `host`, in the system resolver's order. Tests replace this function."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def fetch(url: str, policy: MediaPolicy) -> bytes:
-    """Return the body behind `url`, following redirects; raises what `load_image` raises."""
+    """Return the body of a URL, following redirects. Raises as `load_image` does."""
     deadline = time.monotonic() + policy.total_timeout
     for _ in range(policy.max_redirects + 1):
         answer = _Request(url, policy, deadline).send()
@@ -83,7 +83,7 @@ def printable_url(url: str) -> str:
 
 
 def _tls_context() -> ssl.SSLContext:
-    # OpenSSL locks a context in use, so a forked child makes its own.
+    # OpenSSL locks a context in use, so a forked child needs a new one.
     return _tls_context_of(os.getpid())
 
 
@@ -93,7 +93,7 @@ def _tls_context_of(_: int) -> ssl.SSLContext:
 
 
 class _Request(httpcore.NetworkBackend):
-    """One request for one URL, and the network that its connection is opened on."""
+    """One request for one URL, and the network backend of its connection."""
 
     def __init__(self, url: str, policy: MediaPolicy, deadline: float) -> None:
         self.url = url
@@ -105,14 +105,14 @@ class _Request(httpcore.NetworkBackend):
         return kind(f"{printable_url(self.url)} {problem}", **details)
 
     def wait(self, limit: float) -> float:
-        """Return `limit` or what is left of the deadline, whichever is less; raise when nothing is left."""
+        """Return the smaller of `limit` and the seconds until the deadline. Raise after it."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise self.too_slow("total_timeout")
         return min(limit, left)
 
     def too_slow(self, field: str) -> MediaLimitError:
-        """Build the error for a wait that ended without an answer."""
+        """Build the error for a wait without an answer."""
         policy = self.policy
         return self.error(
             MediaLimitError,
@@ -123,7 +123,7 @@ class _Request(httpcore.NetworkBackend):
         )
 
     def send(self) -> bytes | str:
-        """Return the body, or the location that a redirect names."""
+        """Return the body, or the location of a redirect."""
         target, headers = self._target_and_headers()
         try:
             with (
@@ -222,7 +222,7 @@ class _Request(httpcore.NetworkBackend):
         raise self.error(MediaFetchError, "has a host that resolves to no address")
 
     def _checked_addresses(self, host: str, port: int) -> list[str]:
-        # The system resolver takes no timeout, so it runs in a thread that may be left behind.
+        # The system resolver has no timeout, so it runs in a thread that may be abandoned.
         answer: Future[list[str]] = Future()
 
         def run() -> None:
@@ -254,9 +254,9 @@ class _Request(httpcore.NetworkBackend):
 
 
 class _BoundedStream(httpcore.NetworkStream):
-    """A connection whose every wait ends by the deadline of its request.
+    """A connection whose waits all end by the deadline of its request.
 
-    A plain timeout bounds one read, so a server that sends a byte now and then would never be late.
+    A plain timeout bounds one read, so a server that sends a byte at a time would never exceed it.
     """
 
     def __init__(self, stream: httpcore.NetworkStream, request: _Request) -> None:

@@ -1,8 +1,8 @@
 """Media items: resized pixels, tensors of any processor in compact form, or a reference to the image.
 
-The reference's `pixel_values` repeats an image for each time step of a patch and holds float32: eight times
-the bytes of the pixels it was made from. An item keeps the smallest exact form and expands it on demand, also
-straight into buffers of the caller's, such as the rows of a training batch.
+The reference's `pixel_values` repeats an image for each time step of a patch in float32: eight times the
+bytes of the pixels. An item keeps the smallest exact form and expands it on demand, also straight into the
+caller's buffers, such as the rows of a training batch.
 """
 
 import io
@@ -17,13 +17,13 @@ import numpy.typing as npt
 import pybase64
 from blake3 import blake3
 from msgspec import Meta
-from PIL import ExifTags, Image
+from PIL import Image
 
 from mmcodecs import BufferPool
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, PixelArithmetic, storage_of
-from mmrender.media.load import load_image, open_image
+from mmrender.media.load import load_image, open_image, orientation_of
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.sources import sniff
@@ -46,6 +46,7 @@ Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _BLOCK_VALUES: Final = 1 << 15
 """Values of one channel that are expanded at once: 128 KiB as float32."""
 _POOLED_BYTES: Final = 1 << 20
+"""Minimum size of an array that reuses memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,9 @@ class TensorSpec:
     """One tensor of an item.
 
     Attributes:
-        shape: As `MediaItem.tensors` gives it.
-        dtype: Of the numpy array that holds it; bfloat16 is held as uint16.
-        floating: Whether it follows the dtype that was asked for; integers keep their own.
+        shape: Its shape.
+        dtype: Of the numpy array; uint16 for bfloat16.
+        floating: Whether the requested dtype applies to it. Integers keep their own.
     """
 
     shape: tuple[int, ...]
@@ -64,11 +65,11 @@ class TensorSpec:
 
 
 _memory = BufferPool(max_idle_bytes=64 << 20)
-"""Of expanded tensors: fresh pages, zeroed by the system, cost as much as what is written to them."""
+"""Memory of expanded tensors: fresh pages, which the system zeroes, cost as much as writing the tensors."""
 
 
 def _new_array(spec: TensorSpec) -> npt.NDArray[Any]:
-    """An array of this form with any values."""
+    """Return an array with any values."""
     nbytes = math.prod(spec.shape) * spec.dtype.itemsize
     if nbytes < _POOLED_BYTES:
         return np.empty(spec.shape, spec.dtype)
@@ -77,12 +78,12 @@ def _new_array(spec: TensorSpec) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PatchLayout:
-    """Layout of the patches that pixels are cut into.
+    """How pixels are cut into patches.
 
     Attributes:
         patch: Side of a patch in pixels.
         merge: Side, in patches, of the square that the model merges into one token.
-        temporal: Frames in a patch; an image is repeated that often.
+        temporal: Frames in a patch. An image is repeated as often.
     """
 
     patch: Annotated[int, Meta(ge=1, le=1024)]
@@ -91,7 +92,7 @@ class PatchLayout:
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind"):
-    """Base of the items here; see `MediaItem`. Equal identities make equal items."""
+    """Base of the items here. See `MediaItem`. Equal identities make equal items."""
 
     identity: Identity
     size: tuple[Count, Count]
@@ -113,18 +114,18 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
     """An item that has tensors."""
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
-        """Return name and form of each tensor; see `tensor_specs`."""
+        """Return the spec of each tensor by name. See `tensor_specs`."""
         raise NotImplementedError
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor that `out` has an array of, which is of its spec."""
+        """Write the tensors that `out` names into its arrays, which follow the specs."""
         raise NotImplementedError
 
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Expand to what the model's processor returns for this image, floating tensors in `dtype`.
+        """Expand to the tensors that the model's processor returns, floating ones in `dtype`.
 
-        Nothing is memoised: each call writes other arrays, which the caller owns. Memory of those that nobody
-        refers to any more, at most 64 MiB of it, is used again.
+        Each call writes new arrays, which the caller owns. Memory that is no longer referenced, at most 64
+        MiB, is reused.
 
         Raises:
             MissingDependencyError: `framework="torch"` without torch.
@@ -150,17 +151,17 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
 class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
     """One image or video of the Qwen2-VL kind: the resized pixels as uint8 planes.
 
-    Its tensors are `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64; for a video
-    `pixel_values_videos` and `video_grid_thw`, and `second_per_grid_ts` `(1,)`, float32, where the family
-    numbers time in seconds.
+    Its tensors are `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64. For a video
+    `pixel_values_videos` and `video_grid_thw`, and `second_per_grid_ts` `(1,)`, float32, if the family counts
+    time in seconds.
 
     Attributes:
         frames: `(1, 3, height, width)` for an image; `(n, 3, height, width)` for the `n` sampled frames of a
             video; uint8, read-only. The last frame fills the patches of its time step.
         layout: How they are cut into patches.
         arithmetic: How levels become values.
-        times: When each frame of a video is shown, in seconds.
-        second_per_grid: Seconds that a time step of a video lasts, for families that ask for it.
+        times: Time of each frame of a video, in seconds.
+        second_per_grid: Duration of a time step of a video in seconds, for families that need it.
     """
 
     grid: tuple[Count, Count, Count]
@@ -181,7 +182,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         return math.prod(self.grid), 3 * self.layout.temporal * self.layout.patch**2
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
-        """Return name and form of each tensor; see `tensor_specs`."""
+        """Return the spec of each tensor by name. See `tensor_specs`."""
         pixels = TensorSpec(self.pixel_shape, np.dtype(STORAGE[dtype]), True)
         grid = TensorSpec((1, 3), np.dtype(np.int64), False)
         if self.modality == "image":
@@ -192,7 +193,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         return specs
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor that `out` has an array of, which is of its spec."""
+        """Write the tensors that `out` names into its arrays, which follow the specs."""
         pixels, *others = self.specs(dtype)
         if pixels in out:
             self._write_patches(out[pixels], dtype)
@@ -201,23 +202,23 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
                 out[name][0] = value
 
     def levels(self) -> npt.NDArray[np.uint8]:
-        """Expand to patches that are neither rescaled nor normalised: uint8 of `pixel_shape`, a new array.
+        """Return patches before rescaling and normalising, a new uint8 array of `pixel_shape`.
 
-        Servers that normalise on the device take them.
+        For servers that normalise on the device.
         """
         patches = np.empty(self.pixel_shape, np.uint8)
         self._write_patches(patches, "uint8")
         return patches
 
     def steps(self) -> list["PatchItem"]:
-        """Return each time step of a video with text between them as an image of its own; planes are views.
+        """Return each time step of a video with text between steps as an image. Planes are views.
 
-        Families that write such text attend within a step and number it like an image, so the image gives the
-        same features.
+        Families that write text between steps attend within a step and number it like an image, so the image
+        has the same features.
         """
         images = []
-        held = [piece for piece in self.expansion if isinstance(piece, Repeat)]
-        for step, features in enumerate(held):
+        steps = [piece for piece in self.expansion if isinstance(piece, Repeat)]
+        for step, features in enumerate(steps):
             start, stop = step * self.layout.temporal, (step + 1) * self.layout.temporal
             image = msgspec.structs.replace(
                 self,
@@ -242,7 +243,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         for index, planes in enumerate(self.frames):
             step, offset = divmod(index, layout.temporal)
             repeats = slice(offset, None if index == len(self.frames) - 1 else offset + 1)
-            # One element is one row of a patch, so the transposition moves whole rows and never splits them.
+            # One element is one row of a patch, so the transposition moves whole rows.
             rows = planes.view(f"V{patch}").reshape(3, height // merge, merge, patch, width // merge, merge)
             for band in range(0, rows.shape[1], bands):
                 block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
@@ -253,7 +254,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
                     for channel in range(3):
                         self.arithmetic.write(levels[channel], channel, dtype, values[channel])
                 start = band * per_band
-                # One store in the order of the target: channel by channel, each line is fetched three times.
+                # One store in the order of the target. Channel by channel would fetch each line three times.
                 part = target[step, start : start + levels.shape[1], :, repeats]
                 part[...] = values.transpose(1, 0, 2)[:, :, None]
 
@@ -268,7 +269,7 @@ def time_steps(span: MediaSpan) -> list[MediaSpan] | None:
 
 
 class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="processed"):
-    """One image as the model's own processor made it, each tensor in its smallest exact form."""
+    """One image or video as the model's own processor made it, each tensor in its smallest exact form."""
 
     parts: Mapping[str, Compact]
 
@@ -279,18 +280,18 @@ class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="proces
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are kept."""
+        """Bytes of all tensors in their kept form."""
         return sum(part.values.nbytes for part in self.parts.values())
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
-        """Return name and form of each tensor; see `tensor_specs`."""
+        """Return the spec of each tensor by name. See `tensor_specs`."""
         return {
             name: TensorSpec(part.shape, storage_of(part, dtype), not isinstance(part, Integers))
             for name, part in self.parts.items()
         }
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
-        """Write each tensor that `out` has an array of, which is of its spec."""
+        """Write the tensors that `out` names into its arrays, which follow the specs."""
         for name, part in self.parts.items():
             if name in out:
                 part.write(out[name], dtype)
@@ -299,11 +300,11 @@ class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="proces
 class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
     """One image without tensors: for servers that process images, and trainers that process them again.
 
-    It holds the image as it came, encoded, or only its URL, and says what processing must give, so two sides
-    that process differently are detected instead of trained on.
+    It holds the encoded image or its URL, and the expected result of processing it, so two sides that process
+    differently are detected instead of trained on.
 
     Attributes:
-        identity: Of the item that processing `source` must give; 64 hex digits.
+        identity: Of the item that processing `source` must produce; 64 hex digits.
         expected_length: Number of tokens of the placeholder range in the prompt.
         source: The encoded image, or its URL.
     """
@@ -313,7 +314,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
 
     @classmethod
     def of(cls, item: MediaItem, source: bytes | str, expected_length: int) -> "ReferenceItem":
-        """Return the reference to `item`, which was made of `source`."""
+        """Return the reference to an item of `source`."""
         return cls(
             identity=item.identity,
             size=item.size,
@@ -349,12 +350,12 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         """Load and process the image, and compare the item with the expected one.
 
         Args:
-            processor: The model's, with the settings that the sampling side had.
-            policy: What may be loaded; see `mmrender.media.policy`.
+            processor: The model's, with the settings of the sampling side.
+            policy: Limits of loading. See `mmrender.media.policy`.
             num_images: Number of images in the conversation, this one included.
 
         Raises:
-            MediaError: It cannot be loaded, or it becomes another item than the one expected.
+            MediaError: It cannot be loaded, or becomes an unexpected item.
         """
         where = f"item {self.identity[:12]}"
         if self.modality == "image":
@@ -378,12 +379,12 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
 
 
 def tensor_specs(item: MediaItem, dtype: TensorDtype = "float32") -> dict[str, TensorSpec]:
-    """Return name and form of each tensor of an item, in the order of `item.tensors(dtype)`.
+    """Return the spec of each tensor of an item by name, in the order of `item.tensors(dtype)`.
 
-    An item of a class from elsewhere is expanded to find out.
+    An item of another package's class is expanded for it.
 
     Raises:
-        MediaError: The item has no tensors, being a reference.
+        MediaError: The item is a reference, without tensors.
     """
     if isinstance(item, TensorItem):
         return item.specs(dtype)
@@ -397,16 +398,15 @@ def tensor_specs(item: MediaItem, dtype: TensorDtype = "float32") -> dict[str, T
 def expand_into(item: MediaItem, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype = "float32") -> None:
     """Write an item's tensors into arrays, such as slices of a batch.
 
-    Pixels that are kept compactly are expanded in place, so nothing but the arrays is written.
+    Compact pixels are expanded in place, without a copy in between.
 
     Args:
-        item: Any media item that has tensors.
-        out: For each name of `tensor_specs(item, dtype)` a C-contiguous array of that shape and dtype;
-            bfloat16 is held in uint16 arrays.
-        dtype: Of the floating-point tensors.
+        item: Any media item with tensors.
+        out: For each name of `tensor_specs(item, dtype)` a C-contiguous array of that shape and dtype.
+        dtype: Of the floating-point tensors; bfloat16 is written to uint16 arrays.
 
     Raises:
-        MediaError: The item has no tensors, being a reference.
+        MediaError: The item is a reference, without tensors.
     """
     if isinstance(item, TensorItem):
         item.write(out, dtype)
@@ -418,7 +418,7 @@ def expand_into(item: MediaItem, out: Mapping[str, npt.NDArray[Any]], dtype: Ten
 _PNG_COMPRESSION: Final = 1
 """zlib level: on photographs level 6 saves a tenth of the bytes and takes four times as long."""
 _VERBATIM: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp"}
-"""Formats that are passed on as they came; servers decode them with the same libraries."""
+"""Formats that are passed on unchanged. Servers decode them with the same libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,17 +440,17 @@ _encoded: LRUCache[tuple[str, type], EncodedImage] = LRUCache(64 << 20, size_of=
 def encoded_image(item: MediaItem) -> EncodedImage:
     """Return an item as an encoded image that a server's own processor turns into the same tensors.
 
-    - A `PatchItem` that is an image gives a PNG of its resized pixels. Families resize an image of such sides
-      to the same size or to another number of tokens, so a server that is seen to widen it to as many tokens
-      as the item has resized nothing.
-    - A `ReferenceItem` that holds bytes gives these where every decoder reads them alike (PNG, JPEG or WebP
-      in RGB, without an orientation), and otherwise a PNG of the pixels that mmrender loads from them. The
-      server resizes it with its own back end.
+    - For a `PatchItem` of an image: a PNG of its resized pixels. Families resize an image of these sides to
+      the same size or to another number of tokens, so a server that expands it to the item's number of tokens
+      has resized nothing.
+    - For a `ReferenceItem` with bytes: the bytes, if every decoder reads them equally (PNG, JPEG or WebP in
+      RGB, without an orientation), else a PNG of the pixels that mmrender loads from them. The server resizes
+      it with its own back end.
 
     The last 64 MiB of encoded images are kept, so an item of many turns is encoded once.
 
     Raises:
-        MediaError: The item is a video, or holds neither pixels nor an encoded image.
+        MediaError: The item is a video, or has neither pixels nor an encoded image.
         MediaDecodeError: A reference's bytes are not an image.
     """
     try:
@@ -467,13 +467,13 @@ def _encode(item: MediaItem) -> EncodedImage:
         mime = _VERBATIM.get(sniff(item.source) or "")
         if mime is not None:
             opened = open_image(item.source, MediaPolicy())
-            upright = opened.getexif().get(ExifTags.Base.Orientation, 1) in (0, 1)
-            if opened.mode == "RGB" and upright and not getattr(opened, "is_animated", False):
+            is_plain = opened.mode == "RGB" and not getattr(opened, "is_animated", False)
+            if is_plain and orientation_of(opened) is None:
                 return EncodedImage(item.source, mime)
         return _png(load_image(item.source).image)
     raise MediaError(
         "an item cannot be sent as an encoded image",
-        expected="an image of the Qwen2-VL kind, or a reference that holds the encoded image",
+        expected="an image of the Qwen2-VL kind, or a reference with the encoded image",
         got=f"{type(item).__name__} of modality {item.modality!r}",
         remedy="Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem",
     )

@@ -1,11 +1,11 @@
 """From uint8 levels to normalised floats and back, bit for bit as the reference computes.
 
-A pixel value depends on its level and channel only, so 3 x 256 values define everything: they are computed
-once by the reference's formula, and the fast way of computing whole arrays is proved equal to them.
+A pixel value depends on its level and channel only, so 3 x 256 values define everything. They are computed
+once by the reference's formula, and the fast computation of whole arrays is proved equal to them.
 
-Tensors of any processor are kept in the smallest form that gives them back unchanged. The processor's
-settings do not decide whether normalised pixels can be kept as levels: each array is mapped back to levels
-and expanded again, and only an array that survives this is kept so.
+Tensors of any processor are kept in the smallest exact form. The processor's settings do not decide whether
+normalised pixels become levels: each array is mapped back to levels and expanded again, and stays as levels
+only if the result is equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ STORAGE: dict[TensorDtype, type[np.generic]] = {
     "float16": np.float16,
     "bfloat16": np.uint16,
 }
-"""The numpy type that holds each tensor dtype; numpy has no bfloat16, so its bit patterns are held."""
+"""The numpy type of each tensor dtype. Bit patterns for bfloat16, which numpy lacks."""
 
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=8)]
 
@@ -37,8 +37,8 @@ class PixelArithmetic:
     Attributes:
         mean: Per channel, in units of the rescaled image.
         std: Per channel.
-        rescale: Factor from levels to that unit, 1/255 as a rule.
-        backend: Whose order of operations is followed.
+        rescale: Factor from levels to that unit, usually 1/255.
+        backend: Back end whose order of operations is followed.
     """
 
     mean: tuple[float, float, float]
@@ -102,12 +102,12 @@ _Steps: TypeAlias = Sequence[tuple[Callable[..., Any], np.float32]]
 
 @lru_cache(maxsize=32)
 def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
-    """Return, per channel, two operations on whole float32 arrays that give exactly the table's values.
+    """Return, per channel, two operations on whole float32 arrays that produce exactly the table's values.
 
-    None where they do not: pairs of levels are looked up then, which takes as long where the processor's
-    caches hold their table, and longer where they do not.
+    None if no order of operations does. Pairs of levels are looked up then, which is as fast while their
+    table fits the processor's caches, and else slower.
     """
-    found: list[_Steps | None] = []
+    per_channel: list[_Steps | None] = []
     for mean, std, row in zip(arithmetic.mean, arithmetic.std, arithmetic.table(), strict=True):
         scale = np.float32(1.0 / arithmetic.rescale)
         shift, factor = np.float32(mean) * scale, np.float32(std) * scale
@@ -116,12 +116,12 @@ def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
             [(np.subtract, shift), (np.divide, factor)],
             [(np.divide, factor), (np.subtract, np.float32(mean) / np.float32(std))],
         )
-        found.append(next((steps for steps in orders if _gives(steps, row)), None))
-    return tuple(found)
+        per_channel.append(next((steps for steps in orders if _produces(steps, row)), None))
+    return tuple(per_channel)
 
 
-def _gives(steps: _Steps, row: npt.NDArray[np.float32]) -> bool:
-    """Whether the operations turn all 256 levels into these very values."""
+def _produces(steps: _Steps, row: npt.NDArray[np.float32]) -> bool:
+    """Whether the operations turn all 256 levels into exactly these values."""
     values = np.arange(256, dtype=np.float32)
     for operation, operand in steps:
         operation(values, operand, out=values)
@@ -134,7 +134,7 @@ def _pair_table(
 ) -> npt.NDArray[np.unsignedinteger]:
     """Return the values of two neighbouring levels as one word, for each of the 65,536 pairs.
 
-    Gathering pairs halves the look-ups; converting float32 arrays costs twice as much for bfloat16 and six
+    Gathering pairs halves the look-ups. Converting float32 arrays costs twice as much for bfloat16 and six
     times as much for float16, which numpy converts in software.
     """
     values = cast(arithmetic.table()[channel], dtype)
@@ -163,8 +163,8 @@ class Levels(_Form, frozen=True, eq=False, tag="levels"):
 
     Attributes:
         values: `(tiles held, 3, height, width)`, uint8.
-        held: Which tiles of the whole these are; the others are all zero, padding added after normalising.
-        shape: Of the whole: `(..., 3, height, width)`.
+        held: Indices of these tiles in the whole. Other tiles are zero, as padding after normalising.
+        shape: Shape of the whole: `(..., 3, height, width)`.
         arithmetic: How levels become values.
     """
 
@@ -199,14 +199,14 @@ class Floats(_Form, frozen=True, eq=False, tag="floats"):
 
 
 class Integers(_Form, frozen=True, eq=False, tag="integers"):
-    """Integers or booleans: one value where they are all equal, else a narrower type that holds them."""
+    """Integers or booleans: a single value if all are equal, else the narrowest type."""
 
     values: npt.NDArray[Any]
     shape: Shape
     dtype: np.dtype[Any]
 
     def write(self, out: npt.NDArray[Any], _: TensorDtype) -> None:
-        """Write the values into `out`, whose type is `dtype` whatever floating-point type is asked for."""
+        """Write the values into `out`, whose type is always `dtype`."""
         np.copyto(out, self.values, casting="unsafe")
 
 
@@ -214,7 +214,7 @@ Compact: TypeAlias = Levels | Floats | Integers
 
 
 def storage_of(part: Compact, dtype: TensorDtype) -> np.dtype[Any]:
-    """Return the numpy type of an expanded tensor: `dtype` as held, or an integer type of its own."""
+    """Return the numpy type of an expanded tensor: the storage of `dtype`, or its own integer type."""
     return part.dtype if isinstance(part, Integers) else np.dtype(STORAGE[dtype])
 
 
@@ -226,7 +226,7 @@ def expanded(part: Compact, dtype: TensorDtype) -> npt.NDArray[Any]:
 
 
 def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> Compact:
-    """Return the smallest exact form of an array; pixels have their three channels third from the end."""
+    """Return the smallest exact form of an array. Pixels have their three channels third from the end."""
     if values.dtype.kind != "f":
         narrow = values
         if values.size and (values == values.flat[0]).all():
@@ -261,7 +261,7 @@ def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Lev
 
 
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    # A view would keep all of its base alive.
+    # A view would keep its whole base alive.
     if values.base is not None or not values.flags.c_contiguous:
         values = values.copy(order="C")
     values.flags.writeable = False

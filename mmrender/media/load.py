@@ -6,7 +6,7 @@ orientation is applied as by the first, transparency as by the second. `docs/med
 
 The format of encoded bytes follows from their first bytes, and its Pillow plugin is opened directly:
 `PIL.Image.open` tries some forty formats, one of which runs Ghostscript, and enforces a process-wide pixel
-limit through warnings. No such global decides anything here, except one: while
+limit through warnings. No global decides anything here, except one: while
 `PIL.ImageFile.LOAD_TRUNCATED_IMAGES` is set, Pillow fills the gaps of a damaged file with grey, so decoding
 is refused.
 
@@ -77,7 +77,7 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
     Args:
         source: A PIL image, a uint8 array of shape (H, W), (H, W, 1), (H, W, 3) or (H, W, 4), or a source
             that `mmrender.media.sources` reads.
-        policy: Limits of reading; the default policy if None.
+        policy: Limits of reading. The default policy if None.
         where: Path of the source for error messages, such as `messages[0].content[1]`.
 
     Raises:
@@ -104,7 +104,7 @@ def _of_bytes(data: bytes, policy: MediaPolicy) -> LoadedImage:
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
-    """Open encoded bytes at their first frame; the header is read and checked, no pixel is decoded."""
+    """Open encoded bytes at their first frame. The header is read and checked, no pixel is decoded."""
     name = sniff(data[:64])
     if name is None:
         got = format_name(data)
@@ -131,7 +131,7 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
 
 
 def reading(image: Image.Image) -> AbstractContextManager[None]:
-    """Hold the lock of an image, see `ReadLocks`; reading changes nothing if all of it is loaded."""
+    """Hold the lock of an image, see `ReadLocks`. Reading changes nothing if all of it is loaded."""
 
     def is_lazy() -> bool:
         return bool(getattr(image, "tile", None) or (image.info and getattr(image, "_exif", None) is None))

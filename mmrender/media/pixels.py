@@ -1,7 +1,7 @@
 """Pixels as arrays: Pillow's memory without a copy, colour planes, and exact resampling.
 
-Pillow keeps an RGB pixel in four bytes, red first, the fourth one unused. Its Arrow export gives that memory
-as it is: hashing it takes a third of the time of `image.tobytes()`, and torch resamples it without repacking.
+Pillow keeps an RGB pixel in four bytes, red first, the fourth one unused. Its Arrow export shares that
+memory: hashing it takes a third of the time of `image.tobytes()`, and torch resamples it without repacking.
 """
 
 import ctypes
@@ -20,13 +20,15 @@ from mmrender.errors import MissingDependencyError
 from mmrender.media.load import LoadedImage
 
 ImageBackend: TypeAlias = Literal["torch", "pil"]
-"""Back end of the reference that pixels equal."""
+"""Back end of the reference whose pixels are reproduced."""
 IMAGE_BACKENDS: tuple[ImageBackend, ...] = get_args(ImageBackend)
 
 _STRIP_PIXELS = 1 << 20
+"""Pixels of a band of an image in several blocks."""
 _BLOCK_PIXELS = 1 << 16
-"""Pixels that are split at once: 256 KiB, which the second-level cache holds."""
+"""Pixels that are split at once: 256 KiB, which fit the second-level cache."""
 _MAPPED_BYTES = 8 << 20
+"""Minimum size of an array outside the heap of malloc."""
 _BYTES_PER_ELEMENT = {"I": 4, "F": 4, "I;16": 2}
 
 
@@ -42,8 +44,8 @@ _capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
     """Return the memory of a loaded image as a view `(height, width, bytes per pixel)`, not to be written to.
 
-    The view keeps the memory alive. None where Pillow holds the image in several blocks (over 16 MiB by
-    default) or its mode has no Arrow form of whole bytes.
+    The view keeps the memory alive. None if Pillow keeps the image in several blocks (over 16 MiB by default)
+    or its mode has no Arrow form of whole bytes.
     """
     image.load()
     width, height = image.size
@@ -64,7 +66,7 @@ def raw_pixels(image: Image.Image) -> npt.NDArray[np.uint8] | None:
 def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of a loaded image in bands of rows, each of shape `(rows, width, bytes per pixel)`.
 
-    An image in one block gives one band, without a copy; others give bands that are each copied once.
+    An image in one block is one band, without a copy. Bands of other images are each copied once.
     """
     whole = raw_pixels(image)
     if whole is not None:
@@ -81,17 +83,20 @@ def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def rgb_planes(loaded: LoadedImage, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
-    """Return the pixels as a uint8 array of shape `(3, height, width)`: `out`, or a fresh one."""
+    """Return the pixels as a uint8 array of shape `(3, height, width)`: `out`, or a new one."""
     planes = _new_array(3, loaded.height, loaded.width) if out is None else out
-    _write_planes(loaded, planes)
+    top = 0
+    for strip in [loaded.pixels] if isinstance(loaded.pixels, np.ndarray) else raw_strips(loaded.pixels):
+        _split_planes(strip, planes[:, top : top + len(strip)])
+        top += len(strip)
     return planes
 
 
 def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
-    """An uninitialised uint8 array; a large one is mapped.
+    """Return an uninitialised uint8 array. A large one is mapped.
 
-    In the heap of malloc, items that live long would lie among the temporaries of resampling, and hold on to
-    as much memory again.
+    In the heap of malloc, long-lived items would lie among the temporaries of resampling, and keep as much
+    memory again from being freed.
     """
     size = math.prod(shape)
     if size < _MAPPED_BYTES:
@@ -102,18 +107,8 @@ def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8).reshape(shape)
 
 
-def _write_planes(loaded: LoadedImage, planes: npt.NDArray[np.uint8]) -> None:
-    if isinstance(loaded.pixels, np.ndarray):
-        _split_planes(loaded.pixels, planes)
-        return
-    top = 0
-    for strip in raw_strips(loaded.pixels):
-        _split_planes(strip, planes[:, top : top + len(strip)])
-        top += len(strip)
-
-
 def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`; a fourth channel is dropped."""
+    """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`, without a fourth channel."""
     scratch, rows = _scratch(pixels)
     for top in range(0, len(pixels), rows):
         for channel in range(3):
@@ -121,7 +116,7 @@ def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> 
 
 
 def _scratch(pixels: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint32], int]:
-    """Memory for the words of a block of pixels, and the number of rows of a block."""
+    """Return memory for the words of a block of pixels, and the number of rows of a block."""
     rows = max(1, _BLOCK_PIXELS // pixels.shape[1])
     return np.empty((rows, pixels.shape[1]), "<u4"), rows
 
@@ -136,7 +131,7 @@ def _copy_channel(
     if block.shape[-1] != 4 or not block.flags.c_contiguous:
         np.copyto(out, block[..., channel])
         return
-    # A shift of whole pixels followed by a narrowing store runs at vector speed; a stride of four does not.
+    # A shift of whole pixels and a narrowing store run at vector speed. A stride of four does not.
     words = block.view("<u4")[..., 0]
     if channel:
         words = np.right_shift(words, 8 * channel, out=scratch[: len(words)])
@@ -144,10 +139,10 @@ def _copy_channel(
 
 
 def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: bytes = b"") -> str:
-    """Return the identity of pixels `(..., 3, height, width)`, uint8, under given settings: 64 hex digits.
+    """Return the identity of pixels `(..., 3, height, width)`, uint8, under settings: 64 hex digits.
 
-    `context` is whatever else the tensors depend on. One thread hashes: the library's thread pool does not
-    survive a fork, and data loaders fork.
+    The tensors may depend on `context` as well. One thread hashes: the library's thread pool does not survive
+    a fork, and data loaders fork.
     """
     digest = _digest(settings, frames.shape, context)
     digest.update(frames.reshape(-1).data)
@@ -155,11 +150,11 @@ def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: byte
 
 
 def image_identity(settings: bytes, loaded: LoadedImage, context: bytes = b"") -> str:
-    """Return `media_identity` of the planes of an image, which are not kept in memory."""
+    """Return `media_identity` of the planes of an image, without keeping the planes."""
     digest = _digest(settings, (3, loaded.height, loaded.width), context)
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is None:
-        # Copied band by band three times, an image in several blocks would take longer than Pillow does.
+        # Copying an image in several blocks band by band three times would take longer than Pillow.
         for channel in range(3):
             for strip in raw_strips(loaded.image.getchannel(channel)):
                 digest.update(strip.reshape(-1).data)
@@ -175,7 +170,7 @@ def image_identity(settings: bytes, loaded: LoadedImage, context: bytes = b"") -
 
 
 def _digest(settings: bytes, shape: tuple[int, ...], context: bytes) -> blake3:
-    """A digest of pixels that has read all but the pixels."""
+    """Return a digest that has read everything but the pixels."""
     digest = blake3(settings)
     digest.update(repr((shape, context)).encode())
     return digest
@@ -190,9 +185,9 @@ def resized_planes(
 ) -> npt.NDArray[np.uint8]:
     """Resample to uint8 `(3, height, width)`, bicubic with antialiasing, bit for bit as the reference does.
 
-    Written to `out` where it is given. The two back ends differ by at most one level in about 0.2 % of the
-    values. The torch one runs the kernel of `interpolate` on uint8, as torchvision's `resize` does;
-    torchvision itself is not needed.
+    The result is `out`, or a new array. The two back ends differ by at most one level in about 0.2 % of the
+    values. The torch back end runs the kernel of `interpolate` on uint8, as torchvision's `resize` does,
+    without torchvision.
 
     Raises:
         MissingDependencyError: The torch back end without torch.
@@ -200,8 +195,7 @@ def resized_planes(
     planes = _new_array(3, height, width) if out is None else out
     if backend == "pil":
         resized = loaded.image.resize((width, height), Image.Resampling.BICUBIC)
-        _write_planes(LoadedImage(resized, height, width), planes)
-        return planes
+        return rgb_planes(LoadedImage(resized, height, width), planes)
     try:
         import torch
     except ImportError as error:
@@ -209,26 +203,26 @@ def resized_planes(
             "torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'
         ) from error
 
-    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel need not repack;
-    # torch tells the layout by the strides, that of the batch of one among them.
+    # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel does not repack. Torch
+    # recognises the layout by all strides, including the stride of the batch of one.
     source = _whole_pixels(loaded)
     resampled = _new_array(height, width, source.shape[-1])
-    given, taken = (torch.from_numpy(each)[None].permute(0, 3, 1, 2) for each in (source, resampled))
-    # What `interpolate` calls; it has no `out`, and what it allocates would stay in the heap.
-    torch.ops.aten._upsample_bicubic2d_aa.out(given, [height, width], False, None, None, out=taken)
-    del source, given
+    source_view, out_view = (torch.from_numpy(each)[None].permute(0, 3, 1, 2) for each in (source, resampled))
+    # `interpolate` calls this kernel but has no `out`, and its own allocation would stay in the heap.
+    torch.ops.aten._upsample_bicubic2d_aa.out(source_view, [height, width], False, None, None, out=out_view)
+    del source, source_view
     _split_planes(resampled, planes)
     return planes
 
 
 def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
-    """Return an array `(height, width, 3 or 4)` that torch, which takes writable ones, only reads."""
+    """Return an array `(height, width, 3 or 4)` that is not marked read-only, as torch requires."""
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is not None:
         if pixels.flags.writeable:
             return pixels
-        held = np.ascontiguousarray(pixels)
-        return _at_address(held.ctypes.data, held.size, owner=held).reshape(held.shape)
+        array = np.ascontiguousarray(pixels)
+        return _at_address(array.ctypes.data, array.size, owner=array).reshape(array.shape)
     whole = _new_array(loaded.height, loaded.width, 4)
     top = 0
     for strip in raw_strips(loaded.image):
@@ -238,7 +232,7 @@ def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:
 
 
 def _at_address(address: int, size: int, *, owner: object) -> npt.NDArray[np.uint8]:
-    """Return so many bytes of memory as an array not marked read-only, which keeps their owner alive."""
+    """Return memory as an array that is not marked read-only, and keeps the memory's owner alive."""
     memory: Any = (ctypes.c_ubyte * size).from_address(address)
     memory.owner = owner
     return np.frombuffer(memory, np.uint8)

@@ -31,7 +31,7 @@ _LIMITS: Mapping[Limit, tuple[str, str, str]] = {
         ", or pass fewer or smaller frames",
     ),
 }
-"""For each limit the problem of exceeding it, its unit, and what else to do about it."""
+"""For each limit the problem of exceeding it, its unit, and another remedy."""
 
 _NOT_PUBLIC = ("unspecified", "loopback", "link_local", "site_local", "multicast", "private", "reserved")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -43,13 +43,13 @@ class MediaPolicy:
 
     Attributes:
         schemes: URL schemes that may be read, out of `data`, `file`, `http` and `https`.
-        local_roots: Folders under which a `str` path or a `file:` URL may name a local file; symbolic links
+        local_roots: Folders under which a `str` path or a `file:` URL may name a local file. Symbolic links
             are resolved before the check. A `pathlib.Path` is always read: only the program can make one.
         allow_private_addresses: Whether `http(s)` may reach addresses that are not public: private,
             loopback, link-local, multicast, reserved or unspecified, also inside IPv4-mapped, NAT64 and 6to4
             IPv6 addresses. Checked on the resolved address, before every connection.
         allow_networks: Networks that may be reached although they are not public, such as `"10.2.0.0/16"`.
-        deny_networks: Networks that are never reached; stronger than both of the above.
+        deny_networks: Networks that are never reached. Stronger than both of the above.
         max_bytes: Maximum size of an encoded image or video, in bytes.
         max_pixels: Maximum size of an image or frame, in pixels, checked in the header before decoding.
         max_items: Maximum number of images and videos of one conversation.

@@ -1,7 +1,7 @@
-"""The interface of every media processor, and the settings files that all of them read.
+"""The interface of media processors, and their settings files.
 
-A processor turns a decoded image into a `MediaItem` and knows, from height and width alone, into how many
-placeholder tokens. It is immutable and may be used from many threads.
+A processor turns a decoded image into a `MediaItem`, and knows the number of its placeholder tokens from
+height and width alone. It is immutable and may be used from many threads.
 """
 
 import json
@@ -24,12 +24,12 @@ from mmrender.sidecar import Expansion, MediaItem, feature_count
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of an image of a given size after processing, known without its pixels.
+    """The shape of a processed image, known without its pixels.
 
     Attributes:
-        grid: `(t, h, w)` in patches, or `(tiles,)`; families differ.
-        expansion: What replaces the template's placeholder.
-        resized: Height and width the pixels are resampled to, where there is one such size.
+        grid: `(t, h, w)` in patches, or `(tiles,)`. Families differ.
+        expansion: The replacement of the template's placeholder.
+        resized: Height and width after resampling, if it is one image.
     """
 
     grid: tuple[int, ...]
@@ -44,26 +44,26 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A medium whose identity is known and whose item is still to be made by `finish`."""
+    """A medium with a known identity; `finish` makes its item."""
 
     identity: str
     finish: Callable[[], MediaItem]
 
 
 BosPlace: TypeAlias = Literal["none", "first", "later"]
-"""Where the template's text of a prompt holds BOS."""
+"""Position of BOS in the template's text of a prompt."""
 
 
 class Affixes(msgspec.Struct, frozen=True):
-    """All that a processor writes into prompts of one kind beside the template's text and expansions.
+    """Text and tokens that a processor adds to prompts of one kind, besides expansions.
 
     Attributes:
         first: Ids of the tokens before everything else.
         opening: Text at the start of the prompt, or behind some of its images.
-        behind: Images that `opening` follows: those that the prompt begins with, or the last.
+        behind: The images that `opening` follows: the leading images of the prompt, or the last image.
         ending: Text after the prompt.
         last: Ids of the tokens after everything else.
-        refusal: Why the processor takes no such prompt, or None.
+        refusal: Why the processor refuses prompts of this kind, or None.
     """
 
     first: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class Affixes(msgspec.Struct, frozen=True):
     refusal: str | None = None
 
     def start(self, images: Sequence[tuple[int, int]]) -> int:
-        """Return the character that `opening` is put before, in a text with images at these characters."""
+        """Return the position of `opening` in a text with images at these characters."""
         if self.behind == "last" and images:
             return images[-1][1]
         stop = 0
@@ -84,7 +84,7 @@ class Affixes(msgspec.Struct, frozen=True):
 
     @property
     def closes(self) -> bool:
-        """Whether a longer conversation does not begin with all that is written for a shorter one."""
+        """Whether the prompt of a conversation is not a prefix of the prompt of a longer one."""
         return bool(self.ending or self.last or (self.opening and self.behind == "last"))
 
 
@@ -92,16 +92,15 @@ class MediaProcessor(ABC):
     """One model's image processing, with its settings fixed.
 
     Attributes:
-        name: The reference image processor that this one equals, for display.
-        image_backend: Which of the reference's two back ends the tensors equal.
-        settings_digest: Digest of everything but the pixels that the tensors depend on, `image_backend`
-            among it; videos have one of their own.
+        name: The equal image processor of the reference, for display.
+        image_backend: The equal back end of the reference.
+        settings_digest: Digest of everything but the pixels that the tensors depend on, including
+            `image_backend`. Videos have their own digest.
         placeholder: The text that the model's template writes for one image or video.
-        placeholder_tokens: Tokens of media, or replaced by it; content must never become one
-            of them.
-        depends_on_image_count: Whether a lone image's tensors differ from those of one among several; all
-            numbers above one are alike.
-        videos: The model's processing of videos; None where it has none.
+        placeholder_tokens: Tokens of media, and tokens that media replace. Content never becomes one of them.
+        depends_on_image_count: Whether the tensors of a lone image differ from the tensors of an image among
+            several. All numbers above one are equal.
+        videos: The model's processing of videos, or None.
     """
 
     name: str
@@ -118,29 +117,29 @@ class MediaProcessor(ABC):
 
         Args:
             height: Of the image, in pixels.
-            width: The same.
-            num_images: Number of images in the conversation, this one included; most families ignore it.
+            width: Of the image, in pixels.
+            num_images: Number of images in the conversation, this one included. Many families ignore it.
 
         Raises:
             MediaError: The family cannot process an image of this size.
         """
 
     def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
-        """Return the text and tokens that it writes beside a prompt; None for the tokenizer's own tokens.
+        """Return the text and tokens that it adds to a prompt; None for the tokenizer's own tokens.
 
         Args:
-            bos: Where the prompt holds BOS.
-            images: Whether the prompt holds images.
+            bos: Position of BOS in the prompt.
+            images: Whether the prompt has images.
 
         Raises:
-            MissingDependencyError: To find out takes a package that is not installed.
+            MissingDependencyError: It depends on a package that is not installed.
             ProcessorError: The processor cannot be loaded.
         """
         del bos, images
         return None
 
     def load(self) -> "MediaProcessor":
-        """Return the processor itself, loaded; only a deferred one returns another object.
+        """Return the processor itself, loaded. Only a deferred one returns another object.
 
         Raises:
             MissingDependencyError: It needs a package that is not installed.
@@ -150,7 +149,7 @@ class MediaProcessor(ABC):
 
     @abstractmethod
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Identify one image, so that an item made before can be taken in place of a new one.
+        """Identify one image, so that an existing item can be used instead of a new one.
 
         Raises:
             MediaError: The family cannot process an image of this size.
@@ -170,10 +169,10 @@ class VideoProcessor(ABC):
     """One model's video processing, with its settings fixed.
 
     Attributes:
-        name: The reference video processor that this one equals, for display.
+        name: The equal video processor of the reference, for display.
         settings_digest: Digest of everything but the frames and their times that the tensors depend on.
         covers: Text before and after a placeholder that an expansion replaces as well.
-        takes_several: Whether a prompt may hold several videos.
+        takes_several: Whether a prompt may have several videos.
     """
 
     name: str
@@ -186,21 +185,20 @@ class VideoProcessor(ABC):
         """Sample an open video, and identify it.
 
         Raises:
-            MediaError: A frame cannot be loaded, or the family cannot process such a video.
+            MediaError: A frame cannot be loaded, or the family cannot process the video.
             MissingDependencyError: It needs a package that is not installed.
         """
 
 
 @dataclass(frozen=True)
 class ProcessorFiles:
-    """The settings files of a model directory that concern its processor.
+    """The settings files of a model's processor.
 
     Attributes:
         model: The model directory.
-        image: Settings of the image processor; empty where the directory has none.
-        video: Settings of the video processor, which are those of the image processor where it has no file of
-            its own; empty where the directory has neither.
-        processor: Settings of the processor as a whole, such as the number of tokens per tile.
+        image: Settings of the image processor, or empty.
+        video: Settings of the video processor. Without a file of its own, settings of the image processor.
+        processor: Settings of the whole processor, such as the number of tokens per tile.
     """
 
     model: ModelDir
@@ -210,7 +208,7 @@ class ProcessorFiles:
 
     @classmethod
     def read(cls, directory: Path | ModelDir) -> "ProcessorFiles":
-        """Read the files that exist; a nested `image_processor` comes before a file of its own.
+        """Read the files that exist. A nested `image_processor` comes before a file of its own.
 
         Raises:
             ModelError: A file is not a JSON object.
@@ -218,10 +216,10 @@ class ProcessorFiles:
         model = directory if isinstance(directory, ModelDir) else ModelDir(directory)
         processor = model.read_json("processor_config.json")
         image, video = processor.get("image_processor"), processor.get("video_processor")
-        alone = model.read_json("preprocessor_config.json")
+        image_file = model.read_json("preprocessor_config.json")
         if not isinstance(video, dict):
-            video = model.read_json("video_preprocessor_config.json") or alone
-        return cls(model, image if isinstance(image, dict) else alone, video, processor)
+            video = model.read_json("video_preprocessor_config.json") or image_file
+        return cls(model, image if isinstance(image, dict) else image_file, video, processor)
 
     @property
     def directory(self) -> Path:
@@ -230,13 +228,13 @@ class ProcessorFiles:
 
     @property
     def image_processor_type(self) -> str | None:
-        """Class of the image processor without its back-end suffix, or `None` where no file names one."""
+        """Class of the image processor without its back-end suffix, or None."""
         name = self.image.get("image_processor_type")
         return name.removesuffix("Fast").removesuffix("Pil") if isinstance(name, str) else None
 
     @property
     def video_processor_type(self) -> str | None:
-        """Class of the video processor, by the name of that of images where it has no name of its own."""
+        """Class of the video processor, if need be by the name of the image processor."""
         if isinstance(name := self.video.get("video_processor_type"), str):
             return name
         name = self.video.get("image_processor_type")
@@ -244,7 +242,7 @@ class ProcessorFiles:
 
     @property
     def processor_class(self) -> str | None:
-        """Class of the whole processor, from whichever file names it."""
+        """Class of the whole processor, from the first file that names it."""
         for settings in (self.processor, self.image, self.model.tokenizer_config):
             if isinstance(name := settings.get("processor_class"), str):
                 return name
@@ -256,11 +254,11 @@ class ProcessorFiles:
         return self.model.special_tokens.get("bos_token") or ""
 
     def token_ids(self, modality: Modality) -> list[int]:
-        """Ids of the tokens that hold features of a modality, where `config.json` names any."""
+        """Ids of the feature tokens of a modality in `config.json`."""
         ids = (self.model.config.get(f"{modality}_token_{key}") for key in ("id", "index"))
         return [index for index in ids if isinstance(index, int)]
 
 
 def digest_settings(settings: Mapping[str, Any]) -> bytes:
-    """Return a 32-byte digest of settings that JSON can hold, whatever the order of their keys."""
+    """Return a 32-byte digest of JSON settings, independent of the order of their keys."""
     return blake3(json.dumps(settings, sort_keys=True, allow_nan=True).encode()).digest()

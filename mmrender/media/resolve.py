@@ -36,15 +36,15 @@ _EXPECTED_SOURCES: dict[Modality, str] = {
     "image": "an image, bytes, a path or a URL",
     "video": "frames or a video",
 }
-# Fingerprints live in one process; its own seed keeps anyone from preparing two images that share one.
+# Fingerprints live in one process. Its own seed keeps anyone from preparing two images that share one.
 _SEED = secrets.randbits(64)
 
 
 class MediaCache:
-    """Processed items; the least recently used are dropped first, and an item over the bound is never kept.
+    """Processed items. The least recently used are dropped first, and an item over the bound is never kept.
 
     Safe to share between threads and between processors: identities include the processor's settings. Threads
-    that ask for the same item at once compute it once: the first one works, and the others wait.
+    that ask for the same item at once compute it once: the first works while others wait.
 
     Args:
         max_bytes: Bound on the sum of `item.nbytes`; 0 keeps nothing.
@@ -62,7 +62,7 @@ class MediaCache:
 
     @property
     def stats(self) -> CacheStats:
-        """Counters of items; sizes are bytes."""
+        """Counters of items. Sizes are bytes."""
         return self._items.stats
 
     def get(self, identity: str) -> MediaItem | None:
@@ -75,7 +75,7 @@ class MediaCache:
         return None if identity is None else self._items.get(identity)
 
     def get_or_load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
-        """Return the item of a source; an unknown source is loaded and processed.
+        """Return the item of a source. An unknown source is loaded and processed.
 
         Args:
             source: A key that determines the item, or None for a source that may change.
@@ -95,7 +95,7 @@ class MediaCache:
         return item
 
     def clear(self) -> None:
-        """Drop all items; counters stay."""
+        """Drop all items. Counters stay."""
         self._items.clear()
         self._identities.clear()
 
@@ -105,8 +105,8 @@ class MediaResolver:
 
     Args:
         processor: The model's processor of images and videos.
-        policy: What may be loaded.
-        cache: Keeps items; may be shared with other resolvers.
+        policy: Limits of loading.
+        cache: Keeps items. May be shared with other resolvers.
         executor: Threads that share the work of one call with the calling thread, item by item.
     """
 
@@ -147,7 +147,7 @@ class MediaResolver:
     def resolve(
         self, media: Sequence[RequestMedia], *, earlier_images: int = 0, earlier_videos: int = 0
     ) -> list[MediaItem]:
-        """Return one item per media part, in order; equal sources have the same item.
+        """Return one item per media part, in order. Equal sources have the same item.
 
         Args:
             media: The parts.
@@ -212,7 +212,7 @@ class MediaResolver:
             raise
 
     def _settings(self, entry: RequestMedia, num_images: int) -> Hashable:
-        # With the policy: a resolver must not find in a shared cache what its own policy forbids.
+        # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
         processor = self.processor
         if isinstance(entry.part, VideoPart):
             return (processor.videos and processor.videos.settings_digest), self.policy
@@ -298,7 +298,7 @@ def _image_fingerprint(image: Image.Image) -> Hashable | None:
 def map_shared(
     function: Callable[[Argument], Result], arguments: Sequence[Argument], executor: Executor | None = None
 ) -> list[Result]:
-    """Return `function` of each, in order; threads of the executor take calls that are not begun yet.
+    """Return `function` of each, in order. Threads of the executor take calls that are not begun yet.
 
     The calling thread only waits for calls that have begun, so it cannot be stalled by an executor that is
     busy or shut down, or whose threads call this themselves.
@@ -313,7 +313,7 @@ def map_shared(
     for argument in others:
         try:
             futures.append(executor.submit(function, argument))
-        except RuntimeError:  # shut down meanwhile: the calling thread runs what no thread takes
+        except RuntimeError:  # shut down meanwhile: the calling thread runs the rest
             futures.append(Future())
     try:
         results = [function(first)]

@@ -73,7 +73,7 @@ class ReadLocks:
 
     def renew_after_fork(self) -> None:
         """Replace the locks, and record the objects that other threads were reading."""
-        # One object always has the same lock; two objects rarely share one.
+        # One object always has the same lock. Two objects rarely share one.
         self._locks = tuple(threading.Lock() for _ in range(64))
         self._reading.pop(threading.get_ident(), None)
         self._interrupted += self._reading.values()

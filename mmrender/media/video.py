@@ -74,7 +74,7 @@ class Frames:
         return len(self.timeline.indices or ())
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise MediaLimitError if so many RGB frames of this size may not be kept."""
+        """Raise MediaLimitError if the policy forbids to keep as many RGB frames of this size."""
         size = len(self) * height * width * 3
         self._policy.check("max_video_bytes", size, got=f"{len(self)} frames of {width}x{height} = {size}")
 
@@ -84,7 +84,7 @@ class Video:
     """An open video before sampling.
 
     Attributes:
-        timeline: Times of its frames; with indices if it was sampled elsewhere.
+        timeline: Times of its frames. With indices if it was sampled elsewhere.
     """
 
     timeline: Timeline
@@ -92,7 +92,7 @@ class Video:
     _policy: MediaPolicy = field(repr=False)
 
     def sample(self, choose: Callable[[Timeline], Sequence[int]] | None = None) -> Frames:
-        """Return the frames that `choose` returns, or all; a video that was sampled elsewhere is kept.
+        """Return the frames that `choose` returns, or all. A video that was sampled elsewhere is kept.
 
         Raises:
             MediaError: A frame cannot be loaded, or differs in size from the first.
@@ -130,7 +130,7 @@ def open_video(part: VideoPart, policy: MediaPolicy, where: str) -> Iterator[Vid
     """Open a video, to be used within the context.
 
     Raises:
-        MediaError: As for `load_image`; or it has no frames, or times that do not fit its frames.
+        MediaError: As for `load_image`. Or it has no frames, or times that do not fit its frames.
         MissingDependencyError: It is encoded, and PyAV is not installed (extra `video`).
     """
     try:

@@ -7,9 +7,9 @@ item_from_wire(mmcodecs.decode(message))  # tensors equal to the last bit; pixel
 
 The plain form is `{"version": 2, "items": [...]}`: for each item its `kind` and the fields of its class, with
 dicts for nested classes and lists for tuples. Arrays are wrapped as `mmcodecs.Shared` unless `share=False`,
-under keys made of the item's identity, so that `mmcodecs.Encoder` sends the pixels of an item once over a
-connection; readers take either. Data that does not fit the classes, or contradicts itself, is a `MediaError`
-with a path.
+under keys made of the item's identity, so `mmcodecs.Encoder` sends the pixels of an item once over a
+connection. Readers accept both forms. Data that does not fit the classes, or contradicts itself, is a
+`MediaError` with a path.
 """
 
 import math
@@ -31,7 +31,7 @@ from mmrender.sidecar import MediaItem, feature_count
 
 WIRE_VERSION: Final = 2
 _MAX_VALUES: Final = 1 << 28
-"""Most values that an item may claim to expand to, however few bytes it is made of."""
+"""Maximum number of values of an expanded tensor, however few bytes encode it."""
 _INTEGERS: Final = ("bool", *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")))
 _STRUCTS: Final = (Item, *get_args(Compact))
 _EXPECTED_GOT = re.compile(r"(?s)Expected (?P<expected>.*?)(?:, got (?P<got>.*))?")
@@ -51,7 +51,7 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
     """Return items as plain data, arrays wrapped for an encoder with a table if `share`.
 
     Raises:
-        MediaError: An item is of no class of `mmrender.media.item`.
+        MediaError: The class of an item is not in `mmrender.media.item`.
     """
     for index, item in enumerate(items):
         if not isinstance(item, Item):
@@ -80,10 +80,10 @@ def _plain(value: Any, share: str | None, name: str) -> Any:
 
 
 def items_from_wire(wire: Mapping[str, Any], *, where: str = "wire") -> list[MediaItem]:
-    """Return the items of `items_to_wire`. Their arrays are read-only views of those given.
+    """Return the items of `items_to_wire`. Their arrays are read-only views of the arrays in `wire`.
 
     Raises:
-        MediaError: The form is of another version, or anything in it is missing, malformed or does not fit.
+        MediaError: The form has another version, or anything in it is missing, malformed or inconsistent.
     """
     try:
         table = msgspec.convert(wire, _Table, dec_hook=_decoded)
@@ -116,7 +116,7 @@ def items_from_wire(wire: Mapping[str, Any], *, where: str = "wire") -> list[Med
 def _reference(item: _Reference, where: str) -> ReferenceItem:
     source = item.source.value if isinstance(item.source, mmcodecs.Shared) else item.source
     if isinstance(source, np.ndarray) and source.dtype == np.uint8:
-        source = source.tobytes()  # copied: decoders of images take nothing but bytes
+        source = source.tobytes()  # copied: decoders of images need bytes
     if not isinstance(source, str | bytes):
         _refuse("a source is malformed", where, "a URL or uint8 [n]", _form_of(source))
     return ReferenceItem.of(item, source, item.expected_length)
@@ -129,9 +129,9 @@ def _decoded(kind: Any, value: Any) -> Any:
             raise ValueError(f"Expected a dtype of integers, got {value!r:.80}")
         return np.dtype(value)
     array = value.value if isinstance(value, mmcodecs.Shared) else value
-    (wanted,) = get_args(get_args(kind)[1])
-    if not isinstance(array, np.ndarray) or (wanted is not Any and array.dtype != wanted):
-        expected = "an array" if wanted is Any else f"an array of {wanted.__name__}"
+    (dtype,) = get_args(get_args(kind)[1])
+    if not isinstance(array, np.ndarray) or (dtype is not Any and array.dtype != dtype):
+        expected = "an array" if dtype is Any else f"an array of {dtype.__name__}"
         raise ValueError(f"Expected {expected}, got {_form_of(array)}")
     if not array.flags.c_contiguous or not array.dtype.isnative or array.dtype.kind not in "biuf":
         raise ValueError(f"Expected a C-contiguous array of native numbers, got {_form_of(array)}")
@@ -197,10 +197,10 @@ def item_to_wire(item: MediaItem, *, share: bool = True) -> dict[str, Any]:
 
 
 def item_from_wire(wire: Mapping[str, Any]) -> MediaItem:
-    """Return the item of `item_to_wire`. Raises what `items_from_wire` raises, and for any number but one."""
+    """Return the item of `item_to_wire`. Raises as `items_from_wire` does, and unless there is one item."""
     items = items_from_wire(wire)
     if len(items) != 1:
-        _refuse("this is not one item", "wire.items", "1 item", str(len(items)))
+        _refuse("the number of items is wrong", "wire.items", "1 item", str(len(items)))
     return items[0]
 
 

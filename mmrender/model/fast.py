@@ -1,12 +1,12 @@
-"""A faster engine beside `tokenizers`, which serves only after it was proved equal.
+"""A faster engine than `tokenizers`, used only after a proof that both are equal.
 
-`fastokens` encodes byte-pair vocabularies some ten times as fast as `tokenizers`, and takes seconds to load.
-So it is loaded in a thread, once a process has encoded enough to make that worth while, and compared with
-`tokenizers` over texts that are made to tell the two apart. Where it refuses the vocabulary or differs
-anywhere, `tokenizers` goes on serving; `EngineChoice.reason` says which one does, and why.
+`fastokens` encodes byte-pair vocabularies about ten times as fast as `tokenizers`, and takes seconds to load.
+So a thread loads it once a process has encoded enough text to pay for that, and compares it with `tokenizers`
+over texts that distinguish tokenizers. If it refuses the vocabulary or differs anywhere, `tokenizers` stays
+in use. `EngineChoice.reason` names the engine and the reason.
 
-It gives no offsets. They follow from the bytes of each token, as long as the normalizer changes no character
-but blanks; that is proved in the same comparison, and checked against the length of every text.
+It returns no offsets. They follow from the bytes of each token if the normalizer changes only blanks, which
+is proved in the same comparison, and checked against the length of every text.
 """
 
 import json
@@ -14,7 +14,6 @@ import random
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,48 +26,48 @@ from mmcodecs.forks import watch_forks
 _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
 _WORTH = 1 << 20
-"""Characters that `tokenizers` encodes before the fast engine is loaded, which costs as much as they do."""
+"""Characters that `tokenizers` encodes before the fast engine is loaded. Loading takes as long."""
 _BLANK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>\Z")
 _UNCOUNTABLE = -(1 << 40)
-"""Length of a token that may stand for any text: no sum with it is that of a text."""
+"""Length of a token with unknown text. No sum with it is the length of a text."""
 
 
 class DiffersError(Exception):
-    """The fast engine is not equal to `tokenizers`; the message says where."""
+    """The fast engine differs from `tokenizers` for the text in the message."""
 
 
 class FastEngine:
     """`fastokens` in place of an engine without added tokens.
 
     Args:
-        twin: The engine.
+        engine: The engine.
 
     Raises:
         ImportError: `fastokens` is not installed.
-        ValueError: It does not take this tokenizer.
+        ValueError: It does not support this tokenizer.
     """
 
-    def __init__(self, twin: Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         from fastokens import Tokenizer
 
-        fast = Tokenizer.from_json_str(twin.to_str())
+        fast = Tokenizer.from_json_str(engine.to_str())
         fast.no_truncation()
         fast.no_padding()
-        self._twin = twin
+        self._engine = engine
         self._encode = fast.encode_ordinary
         self._inside: set[int] = set()
-        self._normalizer = twin.normalizer
-        self._keeps_ascii = twin.normalizer is None or _state(twin.normalizer)["type"] == "NFC"
-        self._lengths = _byte_lengths(twin) if isinstance(twin.model, models.BPE) else None
+        self._normalizer = normalizer = engine.normalizer
+        self._keeps_ascii = normalizer is None or json.loads(normalizer.__getstate__())["type"] == "NFC"
+        self._lengths = _byte_lengths(engine) if isinstance(engine.model, models.BPE) else None
 
     def ids(self, text: str) -> list[int] | None:
-        """Tokens of a text; None where `fastokens` gives up on it, as on a lone surrogate."""
+        """Return the tokens of a text, or None if `fastokens` cannot encode it, such as a lone surrogate."""
         thread = threading.get_ident()
         self._inside.add(thread)
         try:
             ids: list[int] = self._encode(text).ids
-        except Exception:  # noqa: BLE001 - it raises what its regular expressions raise
+        except Exception:  # noqa: BLE001 - its regular expressions raise any error
             return None
         finally:
             self._inside.discard(thread)
@@ -76,23 +75,23 @@ class FastEngine:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether another thread is encoding, and may hold locks that a fork leaves locked."""
+        """Whether another thread is encoding. A fork would leave its locks locked."""
         return bool(self._inside - {threading.get_ident()})
 
     def starts(self, text: str, ids: list[int]) -> npt.NDArray[np.int32] | None:
-        """Index of the first character of each token, int32; None where the bytes do not say."""
+        """Return the index of the first character of each token, int32, or None if it is unknown."""
         if self._lengths is None:
             return None
-        written, shift = text, 0
+        normalized, shift = text, 0
         if self._normalizer is not None and not (self._keeps_ascii and text.isascii()):
-            written = self._normalizer.normalize_str(text)
-            shift = len(written) - len(text)
-            if shift not in (0, 1) or written[shift:].replace(_BLANK, " ") != text.replace(_BLANK, " "):
+            normalized = self._normalizer.normalize_str(text)
+            shift = len(normalized) - len(text)
+            if shift not in (0, 1) or normalized[shift:].replace(_BLANK, " ") != text.replace(_BLANK, " "):
                 return None
         lengths = self._lengths[np.array(ids, np.int64)]
         stops = lengths.cumsum()
-        data = b"" if written.isascii() else written.encode()
-        if (int(stops[-1]) if len(ids) else 0) != (len(data) or len(written)):
+        data = b"" if normalized.isascii() else normalized.encode()
+        if (int(stops[-1]) if len(ids) else 0) != (len(data) or len(normalized)):
             return None
         starts = stops - lengths
         if data:
@@ -103,16 +102,16 @@ class FastEngine:
         return starts.astype(np.int32)
 
     def prove(self, added: Iterable[str]) -> int:
-        """Compare with the engine over texts, the added tokens amid them; return the number of texts.
+        """Compare with the engine over texts that contain the added tokens, and return their number.
 
-        Where only offsets differ, `starts` gives None from then on.
+        If only offsets differ, `starts` returns None from then on.
 
         Raises:
-            DiffersError: Some text gives other tokens.
+            DiffersError: The tokens of a text differ.
         """
         count = 0
         for count, text in enumerate(proof_texts(added), 1):  # noqa: B007 - the last number is returned
-            encoding = self._twin.encode(text, add_special_tokens=False)
+            encoding = self._engine.encode(text, add_special_tokens=False)
             ids = self.ids(text)
             if ids != encoding.ids:
                 raise DiffersError(f"other tokens for {text[:60]!r}")
@@ -123,21 +122,21 @@ class FastEngine:
 
 
 class EngineChoice:
-    """Which of the two encodes.
+    """Chooses the engine that encodes.
 
     Args:
-        twin: The engine of `tokenizers`, without added tokens.
-        added: The added tokens, to be proved amid text.
+        engine: The engine of `tokenizers`, without added tokens.
+        added: The added tokens, which the proof puts into texts.
 
     Attributes:
         fast: The fast engine once it is loaded and proved, else None.
-        reason: Which one serves, and why.
+        reason: The engine in use, and the reason.
     """
 
-    def __init__(self, twin: Engine, added: Collection[str]) -> None:
+    def __init__(self, engine: Engine, added: Collection[str]) -> None:
         self.fast: FastEngine | None = None
         self.reason = f"{_SERVED}: {_NAME} is loaded after {_WORTH:,} characters"
-        self._twin = twin
+        self._engine = engine
         self._added = added
         self._left = _WORTH
         self._is_settled = False
@@ -145,7 +144,7 @@ class EngineChoice:
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Load the fast engine again, in time, if another thread was inside it."""
+        """Forget the fast engine if another thread was inside it, and load it again later."""
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         if self.fast is not None and self.fast.is_interrupted:
@@ -153,19 +152,19 @@ class EngineChoice:
             self.reason = f"{_SERVED}: {_NAME} is loaded again after a fork"
 
     def spend(self, characters: int) -> None:
-        """Count what `tokenizers` encodes; beyond what loading is worth, the fast engine is loaded."""
+        """Count characters that `tokenizers` encodes, and load the fast engine once they pay for it."""
         self._left -= characters
         if self._left < 0 and not self._is_settled:
             with self._starting:
                 if self._thread is None:
-                    # No daemon: returning from compiled code while Python ends would abort the process.
+                    # Not a daemon: returning from compiled code while Python ends would abort the process.
                     self._thread = threading.Thread(
                         target=self._load, name="mmrender-tokenizer", daemon=False
                     )
                     self._thread.start()
 
     def settle(self) -> str:
-        """Wait until the choice is made, and return the reason."""
+        """Make the choice, or wait for it, and return the reason."""
         if self._thread is not None:
             self._thread.join()
         if not self._is_settled:
@@ -176,14 +175,14 @@ class EngineChoice:
         from importlib.metadata import version
 
         try:
-            fast = FastEngine(self._twin)
+            fast = FastEngine(self._engine)
             count = fast.prove(self._added)
         except ImportError:
             self.reason = f"{_SERVED}: {_NAME} is not installed"
         except DiffersError as error:
-            self.reason = f"{_SERVED}: {_NAME} {version(_NAME)} gives {error}"
-        except Exception as error:  # noqa: BLE001 - it refuses what it does not take with any error
-            self.reason = f"{_SERVED}: {_NAME} {version(_NAME)} does not take it: {error}"
+            self.reason = f"{_SERVED}: {_NAME} {version(_NAME)} returns {error}"
+        except Exception as error:  # noqa: BLE001 - it refuses unsupported tokenizers with any error
+            self.reason = f"{_SERVED}: {_NAME} {version(_NAME)} does not support it: {error}"
         else:
             self.reason = f"{_NAME} {version(_NAME)}: equal to {_SERVED} over {count} texts"
             self.fast = fast
@@ -191,19 +190,14 @@ class EngineChoice:
             self._is_settled = True
 
 
-def _state(part: Any) -> Any:
-    """The definition of a part of a tokenizer."""
-    return json.loads(part.__getstate__())
-
-
-def _byte_lengths(twin: Engine) -> npt.NDArray[np.int64]:
-    """For each id the number of bytes of text that it stands for."""
-    vocabulary = twin.get_vocab(with_added_tokens=False)
-    is_byte_level = twin.pre_tokenizer is not None and b"ByteLevel" in twin.pre_tokenizer.__getstate__()
+def _byte_lengths(engine: Engine) -> npt.NDArray[np.int64]:
+    """Return for each id the number of bytes of its text."""
+    vocabulary = engine.get_vocab(with_added_tokens=False)
+    is_byte_level = engine.pre_tokenizer is not None and b"ByteLevel" in engine.pre_tokenizer.__getstate__()
     lengths = np.full(max(vocabulary.values(), default=0) + 1, _UNCOUNTABLE, np.int64)
     length = len if is_byte_level else _utf8_length
     lengths[list(vocabulary.values())] = list(map(length, vocabulary))
-    unknown = twin.model.unk_token
+    unknown = engine.model.unk_token
     if unknown in vocabulary:
         lengths[vocabulary[unknown]] = _UNCOUNTABLE
     return lengths
@@ -223,55 +217,25 @@ _SAMPLE = (
 )
 _WORDS = _SAMPLE.split()
 _SPACES = (
-    " ",
-    "  ",
-    "   ",
-    "\n",
-    "\n\n",
-    "\n \n",
-    "\t",
-    "\t\t",
-    "\r\n",
-    "\u00a0",
-    "\u3000",
-    "\u2028",
-    "\x85",
-    "\x1c",
+    *(" ", "  ", "   ", "\n", "\n\n", "\n \n", "\t", "\t\t", "\r\n"),
+    *("\u00a0", "\u3000", "\u2028", "\x85", "\x1c"),
 )
 _MARKS = (
-    "",
-    ".",
-    ", ",
-    "!?",
-    "...",
-    "'s",
-    "'\u017f",
-    "\u2019s",
-    "()",
-    "{}",
-    "[];",
-    "<|",
-    "|>",
-    "</",
-    "_",
-    "\u2581",
-    "<0x0A>",
+    *("", ".", ", ", "!?", "...", "'s", "'\u017f", "\u2019s", "()", "{}", "[];", "<|", "|>", "</", "_"),
+    *("\u2581", "<0x0A>"),
 )
-_REACH = (
-    (0x20, 0x250),
-    (0x250, 0x3000),
-    (0x3000, 0xD800),
-    (0xE000, 0x10000),
-    (0x10000, 0x20000),
-    (0xE0000, 0xE0200),
+_RANGES = (
+    *((0x20, 0x250), (0x250, 0x3000), (0x3000, 0xD800)),
+    *((0xE000, 0x10000), (0x10000, 0x20000), (0xE0000, 0xE0200)),
 )
+"""Ranges of code points from which random characters are drawn."""
 
 
 def proof_texts(added: Iterable[str]) -> Iterator[str]:
-    """Yield texts that tell tokenizers apart.
+    """Yield texts that distinguish tokenizers.
 
     White space in runs, digits, scripts, emoji, contractions, characters that normalizers change, words
-    longer than caches keep, random characters and bytes, and each added token amid text.
+    too long for caches, random characters and bytes, and each added token within text.
     """
     source = random.Random(0)  # noqa: S311 - the same texts everywhere
     yield ""
@@ -305,4 +269,4 @@ def _letters(source: random.Random) -> str:
 
 
 def _character(source: random.Random) -> str:
-    return chr(source.randrange(*source.choice(_REACH)))
+    return chr(source.randrange(*source.choice(_RANGES)))

@@ -1,6 +1,6 @@
-"""A model's own files: found in a local directory or fetched from the hub, and what they say.
+"""A model's own files, in a local directory or fetched from the hub.
 
-Special tokens, stop tokens and the vocabulary size are read here. No weights are ever fetched.
+Special tokens, stop tokens and the vocabulary size are read here. Weights are never fetched.
 """
 
 import json
@@ -16,24 +16,24 @@ from mmrender.errors import ModelError, ModelNotFoundError
 _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tekken.json", "additional_chat_templates/*"]
 _IGNORED = ["*.safetensors*", "*.bin*", "*.gguf", "onnx/*", "*.index.json"]
 SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Special tokens that every tokenizer may name, and templates read."""
+"""Special tokens of all tokenizers, which templates read."""
 
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
-"""By the name of a parameter in `generation_config.json` vLLM's."""
+"""vLLM's name of each parameter in `generation_config.json`."""
 
 
 @dataclass(frozen=True)
 class ModelDir:
-    """A directory in hub layout; each JSON file is read once."""
+    """A directory in hub layout. Each JSON file is read once."""
 
     path: Path
     _read: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def read_text(self, name: str) -> str | None:
-        """Read a file; None if there is no such file.
+        """Return the text of a file, or None if it does not exist.
 
         Raises:
             ModelError: The file is not UTF-8.
@@ -47,7 +47,7 @@ class ModelDir:
             raise self._unreadable(name, "UTF-8 text", str(error)) from error
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read the object of a JSON file; an empty one if there is no such file.
+        """Return the object of a JSON file, or an empty one if it does not exist.
 
         Raises:
             ModelError: The file is not a JSON object.
@@ -89,16 +89,15 @@ class ModelDir:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of ids that the model has embeddings for, from `config.json`; None if it does not say."""
+        """Number of ids with embeddings, from `config.json`, or None."""
         sizes = (config.get("vocab_size") for config in (self._text_config, self.config))
         return next((size for size in sizes if isinstance(size, int)), None)
 
     @cached_property
     def token_settings(self) -> Mapping[str, Any]:
-        """`tokenizer_config.json`, with the special tokens of other files where Transformers reads them.
+        """`tokenizer_config.json`, with the special tokens of other files that Transformers reads.
 
-        `special_tokens_map.json` counts only if `tokenizer_config.json` does not list the added tokens; its
-        entries then override.
+        The entries of `special_tokens_map.json` override it if it does not list the added tokens.
         """
         config = dict(self.tokenizer_config)
         if not config.get("extra_special_tokens"):
@@ -124,25 +123,23 @@ class ModelDir:
 
     @property
     def sampling_defaults(self) -> dict[str, float]:
-        """Sampling parameters that `generation_config.json` names, in vLLM's names; greedy if it says so."""
+        """Sampling parameters of `generation_config.json` under vLLM's names. Greedy is temperature 0."""
         config = self.generation_config
-        found = {ours: config[name] for name, ours in _SAMPLING.items() if _is_number(config.get(name))}
-        return found if config.get("do_sample") is not False else {**found, "temperature": 0.0}
+        values = {ours: config[name] for name, ours in _SAMPLING.items() if _is_number(config.get(name))}
+        return values if config.get("do_sample") is not False else {**values, "temperature": 0.0}
 
     def stop_token_ids(self, token_id: Callable[[str], int | None]) -> list[int]:
         """`eos_token_id` of generation config, config and text config, and the tokenizer's `eos_token`.
 
         Args:
-            token_id: Gives the id of a whole token.
+            token_id: Returns the id of a whole token.
         """
-        found: set[int] = set()
+        text = _token_text(self.tokenizer_config.get("eos_token"))
+        values: list[Any] = [token_id(text)] if isinstance(text, str) else []
         for config in (self.generation_config, self.config, self._text_config):
             value = config.get("eos_token_id")
-            ids = value if isinstance(value, list) else [value]
-            found.update(item for item in ids if isinstance(item, int))
-        text = _token_text(self.tokenizer_config.get("eos_token"))
-        named = token_id(text) if isinstance(text, str) else None
-        return sorted(found if named is None else {*found, named})
+            values += value if isinstance(value, list) else [value]
+        return sorted({value for value in values if isinstance(value, int)})
 
 
 def _is_number(value: object) -> bool:
@@ -173,7 +170,7 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
         )
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(
-            "no such model directory",
+            "the model directory does not exist",
             where=name,
             expected="an existing directory, or a hub id such as org/name",
         )
@@ -188,9 +185,9 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ModelNotFoundError(
-            "no such model directory, and the hub did not give it",
+            "the model directory does not exist, and the hub did not return it",
             where=name,
             expected="an existing directory, or a hub id such as org/name",
             got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            remedy="Check the name; offline, pass the path of a local copy",
+            remedy="Check the name, or pass the path of a local copy if you are offline",
         ) from error

@@ -1,10 +1,10 @@
-"""A model's tokenizer, able to encode text as text.
+"""A model's tokenizer, able to encode text literally.
 
-`tokenizers` finds added tokens in whatever it encodes, and an option to skip special ones still matches
-those that are not marked special. So added tokens are found here, by its rules (`added_vocabulary.rs`) but
-under the caller's control, and the runs between them are encoded by a twin of the tokenizer without any.
-Where the vocabulary spells one even so, by its merges or after its normalizer, another twin lacks the word.
-Runs are memoised, so a long system prompt is encoded once per process.
+`tokenizers` finds added tokens in any text, and its option to skip special ones still matches added tokens
+that are not special. So added tokens are found here, by its rules (`added_vocabulary.rs`) but under the
+caller's control, and the runs between them are encoded by a copy of the tokenizer without added tokens. If
+merges or the normalizer still produce one, a second copy without that word encodes the run. Runs are
+memoised, so a long system prompt is encoded once per process.
 """
 
 import json
@@ -27,14 +27,15 @@ from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import TokenizerError
 from mmrender.model.fast import EngineChoice
 from mmrender.model.files import ModelDir
+from mmrender.sidecar import common_prefix
 
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _WORD_START = "\u2581"
 
 Before: TypeAlias = Literal["nothing", "token", "text"]
-"""What a run follows: nothing, an added token, or text that it continues.
+"""Kind of text before a run: nothing, an added token, or text that it continues.
 
-Some tokenizers prefix a space to the first run alone, some to every run, none within a text.
+Some tokenizers prefix a space to the first run alone, and some to every run, but not within a text.
 """
 
 
@@ -43,10 +44,9 @@ class Run(NamedTuple):
 
     Attributes:
         ids: Its tokens.
-        starts: For each token the index of its first character, int32 of shape `(n,)`; None where nobody
-            asked.
-        syntax: Ids of added tokens, blank ones aside, that the vocabulary spells in it.
-        nbytes: Memory that it takes, about.
+        starts: Index of the first character of each token, int32 of shape `(n,)`, or None if not requested.
+        syntax: Ids of added tokens, except blank ones, that the vocabulary spells in it.
+        nbytes: Approximate memory.
     """
 
     ids: list[int]
@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 
 class Match(NamedTuple):
-    """An added token found in text: characters `[start, stop)` with the white space that it swallows.
+    """An added token in a text: characters `[start, stop)` with the white space that it includes.
 
     Its own characters are `[own_start, own_stop)`.
     """
@@ -83,7 +83,7 @@ class Tokenizer:
         memo_bytes: Bound of the memo of runs.
 
     Attributes:
-        choice: Which engine encodes runs, and why.
+        choice: Chooses the engine that encodes runs.
     """
 
     def __init__(self, engine: Engine, *, memo_bytes: int = 48 << 20) -> None:
@@ -107,21 +107,21 @@ class Tokenizer:
         self._looked_for_later = [token.content for token in normalized]
         self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
         self._normalized = _finder(normalized, engine.normalizer) if normalized else None
-        self._within: LRUCache[str, _Found] = LRUCache(8 << 20, size_of=lambda found: found.nbytes)
-        self._twins = _without_added(engine, engine.model)
-        self.choice = EngineChoice(self._twins["token"], self.added_ids)
+        self._within: LRUCache[str, _Matches] = LRUCache(8 << 20, size_of=lambda entry: entry.nbytes)
+        self._engines = _without_added(engine, engine.model)
+        self.choice = EngineChoice(self._engines["token"], self.added_ids)
         self._memo: LRUCache[tuple[Engine, str], Run] = LRUCache(memo_bytes, size_of=lambda run: run.nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The memo is filled anew where it arrives.
+        # A copy elsewhere fills its own memo.
         return partial(type(self), memo_bytes=self._memo.max_size), (self._engine,)
 
     @classmethod
     def load(cls, model: ModelDir) -> "Tokenizer":
-        """Load `tokenizer.json` and the added tokens that `tokenizer_config.json` declares beside it.
+        """Load `tokenizer.json` and the added tokens that `tokenizer_config.json` declares.
 
         Raises:
-            TokenizerError: There is no `tokenizer.json`, or it cannot be read.
+            TokenizerError: `tokenizer.json` does not exist or cannot be read.
         """
         file = model.path / "tokenizer.json"
         if not file.is_file():
@@ -137,7 +137,7 @@ class Tokenizer:
             raise TokenizerError("cannot read tokenizer.json", where=str(file), got=str(error)) from error
         if model.tokenizer_config.get("split_special_tokens"):
             raise TokenizerError(
-                "the tokenizer is set to take special tokens for text",
+                "the tokenizer is set to read special tokens as text",
                 where=str(model.path / "tokenizer_config.json"),
                 expected="split_special_tokens: false",
                 got="true, with which no chat template can write a turn",
@@ -155,12 +155,12 @@ class Tokenizer:
         return self._engine.id_to_token(token_id)
 
     def decode(self, ids: Sequence[int], *, before: Sequence[int] = ()) -> str:
-        """Text of tokens, special ones included; some decoders strip a space where none are `before`."""
+        """Text of tokens, special ones included. Some decoders strip a first space without `before`."""
         text = self._engine.decode([*before, *ids], skip_special_tokens=False)
         if not before:
             return text
         left = self._engine.decode(list(before), skip_special_tokens=False)
-        # Half of a character is written otherwise once it is whole.
+        # Half of a character changes once it is whole.
         return text[len(left) :] if text.startswith(left) else self.decode(ids)
 
     @property
@@ -176,9 +176,8 @@ class Tokenizer:
             TokenizerError: It changes the tokens of the text itself.
         """
         plain, full = (self._engine.encode("a", add_special_tokens=adds) for adds in (False, True))
-        written = [is_special for is_special, _ in groupby(full.special_tokens_mask)]
-        runs = [len(list(run)) for _, run in groupby(full.special_tokens_mask)]
-        before = runs[0] if written[0] else 0
+        runs = [(is_special, len(list(run))) for is_special, run in groupby(full.special_tokens_mask)]
+        before = runs[0][1] if runs[0][0] else 0
         after = len(full.ids) - before - len(plain.ids)
         if full.ids[before : before + len(plain.ids)] != plain.ids:
             raise TokenizerError(
@@ -190,9 +189,9 @@ class Tokenizer:
 
     @cached_property
     def dependent_token(self) -> str | None:
-        """An added token beside which a run is encoded differently than in the whole text, shown by a probe.
+        """An added token next to which a run is encoded differently than in the whole text, or None.
 
-        One token of each kind is tried. None if all runs are independent.
+        One token of each kind is tried in a probe.
         """
         kinds: dict[tuple[bool, ...], str] = {}
         for token in self._engine.get_added_tokens_decoder().values():
@@ -218,7 +217,7 @@ class Tokenizer:
         return ids
 
     def before(self, ids: Sequence[int]) -> Before:
-        """Say what a run follows that is appended to these tokens."""
+        """Return the kind of text before a run that is appended to `ids`."""
         if not ids:
             return "nothing"
         return "token" if ids[-1] in self._added else "text"
@@ -228,47 +227,47 @@ class Tokenizer:
         text: str,
         *,
         before: Before = "token",
-        barred: Collection[int] = frozenset(),
-        placed: bool = False,
+        forbidden: Collection[int] = frozenset(),
+        with_starts: bool = False,
     ) -> Run:
         """Encode text in which no added token is looked for.
 
         Args:
             text: A run between added tokens.
-            before: What the run follows.
-            barred: Ids of added tokens that may not come out; a vocabulary can spell them by its merges or
-                after its normalizer.
-            placed: Whether `starts` are wanted.
+            before: Kind of text before the run.
+            forbidden: Ids of added tokens that must not be produced. A vocabulary can spell them by its
+                merges or after its normalizer.
+            with_starts: Whether `starts` are needed.
 
         Raises:
-            TokenizerError: It spells one of `barred` in every way.
+            TokenizerError: It spells one of `forbidden` in every way.
         """
-        run = self._encoded(text, self._twins[before], placed)
-        if run.syntax and not run.syntax.isdisjoint(barred):
-            twins, unknown_id = self._literal
-            run = self._encoded(text, twins[before], placed)
-            spelled = (run.syntax & set(barred)) - {unknown_id}
+        run = self._encoded(text, self._engines[before], with_starts)
+        if run.syntax and not run.syntax.isdisjoint(forbidden):
+            engines, unknown_id = self._literal
+            run = self._encoded(text, engines[before], with_starts)
+            spelled = (run.syntax & set(forbidden)) - {unknown_id}
             if spelled:
                 raise TokenizerError(
-                    "the vocabulary spells an added token where it is only text",
+                    "the vocabulary spells an added token within text",
                     expected="ordinary tokens",
                     got=f"{self.token(min(spelled))!r} in {text[:80]!r}",
-                    remedy='Set content_special_tokens="error" to refuse such content',
+                    remedy='Set content_special_tokens="error" to refuse this content',
                 )
         return run
 
-    def _encoded(self, text: str, twin: Engine, placed: bool) -> Run:
-        key = (twin, text)
+    def _encoded(self, text: str, engine: Engine, with_starts: bool) -> Run:
+        key = (engine, text)
         run = self._memo.get(key)
-        if run is None or (placed and run.starts is None):
+        if run is None or (with_starts and run.starts is None):
             ids, starts = None, None
             fast = self.choice.fast
-            if fast is not None and twin is self._twins["token"]:
+            if fast is not None and engine is self._engines["token"]:
                 ids = fast.ids(text)
-                starts = fast.starts(text, ids) if placed and ids is not None else None
-            if ids is None or (placed and starts is None):
+                starts = fast.starts(text, ids) if with_starts and ids is not None else None
+            if ids is None or (with_starts and starts is None):
                 self.choice.spend(len(text))
-                encoding = twin.encode(text, add_special_tokens=False)
+                encoding = engine.encode(text, add_special_tokens=False)
                 ids = encoding.ids
                 starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
             nbytes = _RUN_BYTES + _TOKEN_BYTES * len(ids) + getsizeof(text)
@@ -281,15 +280,15 @@ class Tokenizer:
         return _literal(self._engine, self.syntax_ids)
 
     def find(self, text: str, refuse: Callable[[Match], int | None] | None = None) -> list[Match]:
-        """Find added tokens as `tokenizers` does, except where they are refused.
+        """Find added tokens as `tokenizers` does, unless they are refused.
 
         Args:
             text: Any text.
-            refuse: Gives the position of a character that is not to be part of a token, for a match that
-                holds one, else None.
+            refuse: Returns the position of a character that must stay literal in a match, or None to accept
+                the match.
 
         Returns:
-            Matches from left to right. One whose white space another has swallowed overlaps with it.
+            Matches from left to right. They overlap if one includes the other's white space.
         """
         masked = text
         while True:
@@ -298,7 +297,7 @@ class Tokenizer:
             refused = {place for place in places if place is not None}
             if not refused:
                 return matches
-            # What a refused match has hidden is found with one of its characters out of the way.
+            # Masking one character of a refused match shows the matches that it hid.
             pieces, position = [], 0
             for place in sorted(refused):
                 pieces += [masked[position:place], self._masks[_is_word(masked[place])]]
@@ -307,7 +306,7 @@ class Tokenizer:
 
     @cached_property
     def _masks(self) -> tuple[str, str]:
-        """Characters that no added token holds: a symbol and a letter."""
+        """A symbol and a letter that are in no added token."""
         used = set().union(*self.added_ids)
         symbols, letters = range(0x2190, 0x2400), range(0x4E00, 0x9FFF)
         symbol, letter = (
@@ -317,18 +316,18 @@ class Tokenizer:
 
     def _search(self, text: str) -> list[Match]:
         if not self._flags:
-            found = [
+            plain = [
                 Match(match.start(), match.end(), match.group(), match.start(), match.end())
                 for match in self._pattern.finditer(text)
             ]
         else:
-            found = list(self._flagged(text))
+            plain = list(self._flagged(text))
         if self._normalized is None:
-            return found
-        # Those that are looked for in normalized text are looked for between the others.
+            return plain
+        # Tokens of normalized text are found between the plain matches.
         matches: list[Match] = []
         position = 0
-        for match in [*found, None]:
+        for match in [*plain, None]:
             stop = len(text) if match is None else match.start
             if position < stop:
                 matches += [
@@ -341,10 +340,10 @@ class Tokenizer:
         return matches
 
     def _flagged(self, text: str) -> Iterator[Match]:
-        """Find tokens of which some swallow white space (`lstrip`, `rstrip`) or need word bounds."""
+        """Find tokens, some of which include white space (`lstrip`, `rstrip`) or need word bounds."""
         floor = 0
-        for found in self._pattern.finditer(text):
-            token, (own_start, own_stop) = found.group(), found.span()
+        for match in self._pattern.finditer(text):
+            token, (own_start, own_stop) = match.group(), match.span()
             start, stop = own_start, own_stop
             flags = self._flags.get(token)
             if flags is not None:
@@ -359,33 +358,33 @@ class Tokenizer:
             floor = stop
 
     def _in_normalized(self, text: str) -> list[Match]:
-        """Find the added tokens that `tokenizers` looks for in normalized text."""
+        """Find the added tokens of normalized text."""
         known = self._within.get(text)
         if known is not None or self._normalized is None:
             return known.matches if known is not None else []
         encoding = self._normalized.encode(text, add_special_tokens=False)
-        found = []
+        matches = []
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id:
                 token = self._looked_for_later[token_id - 1]
                 own = text.find(token, start, stop)
                 own, end = (start, stop) if own < 0 else (own, own + len(token))
-                found.append(Match(start, stop, token, own, end))
-        self._within.put(text, _Found(found, _RUN_BYTES * (1 + len(found)) + getsizeof(text)))
-        return found
+                matches.append(Match(start, stop, token, own, end))
+        self._within.put(text, _Matches(matches, _RUN_BYTES * (1 + len(matches)) + getsizeof(text)))
+        return matches
 
 
-class _Found(NamedTuple):
-    """Added tokens found in a text, and the memory that it all takes, about."""
+class _Matches(NamedTuple):
+    """Added tokens of a text, and their approximate memory."""
 
     matches: list[Match]
     nbytes: int
 
 
 _RUN_BYTES = 400
-"""Memory of an entry of a memo without its text and tokens."""
+"""Memory of an entry of a memo, without its text and tokens."""
 _TOKEN_BYTES = 40
-"""Memory of a token: its number, a pointer to it, and its start."""
+"""Memory of a token: its id, a pointer to it, and its start."""
 
 _PROBE = (
     "Hello world",
@@ -401,17 +400,17 @@ _PROBE = (
 
 
 def is_blank(token: str) -> bool:
-    """Whether a token is nothing but white space, as text or as SentencePiece spells it."""
+    """Whether a token is white space, in plain or SentencePiece spelling."""
     return token.replace(_WORD_START, " ").isspace()
 
 
 def _is_space(char: str) -> bool:
-    """Whether Unicode calls it white space, as Rust does; Python adds the information separators."""
+    """Whether it is white space in Unicode and Rust. Python adds the information separators."""
     return char.isspace() and not "\x1c" <= char <= "\x1f"
 
 
 def _is_word(char: str) -> bool:
-    """Whether Rust's regular expressions take it for part of a word."""
+    """Whether it is part of a word in Rust's regular expressions."""
     if char.isascii():
         return char == "_" or char.isalnum()
     category = unicodedata.category(char)
@@ -420,29 +419,28 @@ def _is_word(char: str) -> bool:
 
 
 def _longest_of(texts: Collection[str]) -> re.Pattern[str]:
-    """A pattern of the longest of some texts at a place, as the Aho-Corasick search of `tokenizers`."""
+    """Return a pattern of the longest text at a position, as the Aho-Corasick search of `tokenizers`."""
     return re.compile(_branches(list(texts), depth=8) if texts else r"(?!)")
 
 
 def _branches(texts: list[str], depth: int) -> str:
-    """An alternation with common beginnings written once: a vocabulary may have thousands of added tokens."""
+    """Return an alternation with common prefixes written once, for thousands of added tokens."""
     if depth == 0 or len(texts) == 1:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
-    found = []
+    branches = []
     for first, group in groupby(sorted(texts, reverse=True), lambda text: text[:1]):
         if first:
-            alike = list(group)
-            most, least = alike[0], alike[-1]
-            shared = next((at for at, char in enumerate(least) if most[at : at + 1] != char), len(least))
-            rest = _branches([text[shared:] for text in alike], depth - 1)
-            found.append(f"{re.escape(least[:shared])}(?:{rest})")
+            members = list(group)
+            shared = common_prefix(members[0], members[-1])
+            rest = _branches([text[shared:] for text in members], depth - 1)
+            branches.append(f"{re.escape(members[0][:shared])}(?:{rest})")
         else:
-            found.append("")
-    return "|".join(found)
+            branches.append("")
+    return "|".join(branches)
 
 
 def _finder(added: Sequence[AddedToken], normalizer: Any) -> Engine:
-    """An engine that gives 0 for any text between these added tokens."""
+    """Return an engine that encodes text between these added tokens as 0."""
     finder = Engine(models.WordLevel({"": 0}, unk_token=""))
     if normalizer is not None:
         finder.normalizer = normalizer
@@ -451,40 +449,35 @@ def _finder(added: Sequence[AddedToken], normalizer: Any) -> Engine:
 
 
 def _without_added(engine: Engine, model: models.Model) -> dict[Before, Engine]:
-    """A tokenizer without added tokens, for each place of a run."""
+    """Return an engine without added tokens for each kind of text before a run."""
     parts = {
         name: None if part is None else json.loads(part.__getstate__())
         for name, part in (("normalizer", engine.normalizer), ("pre_tokenizer", engine.pre_tokenizer))
     }
-    twins: dict[Before, Engine] = {"nothing": _with_parts(engine, model)}
-    twins["token"] = twins["text"] = twins["nothing"]
+
+    def build(parts: Mapping[str, Any]) -> Engine:
+        built = Engine.from_str(json.dumps(json.loads(Engine(models.BPE()).to_str()) | parts))
+        # Sharing the model costs nothing, and reading the vocabulary again would take a second.
+        built.model = model
+        return built
+
+    whole = build(parts)
+    engines: dict[Before, Engine] = {"nothing": whole, "token": whole, "text": whole}
     for before in ("token", "text"):
         within = {name: _within(part, before) for name, part in parts.items()}
         if within != parts:
-            bare = json.loads(Engine(models.BPE()).to_str()) | within
-            twins[before] = _with_parts(Engine.from_str(json.dumps(bare)), model)
-    return twins
-
-
-def _with_parts(engine: Engine, model: models.Model) -> Engine:
-    """An engine with this one's normalizer and pre-tokenizer."""
-    # Sharing the model costs nothing; reading the vocabulary again would take a second.
-    twin = Engine(model)
-    if engine.normalizer is not None:
-        twin.normalizer = engine.normalizer
-    if engine.pre_tokenizer is not None:
-        twin.pre_tokenizer = engine.pre_tokenizer
-    return twin
+            engines[before] = build(within)
+    return engines
 
 
 _AT_START = {"prepend_scheme": "never", "add_prefix_space": False, "strip_left": False}
-"""Settings of normalizers and pre-tokenizers that change how a text begins, and what turns them off."""
+"""Settings of normalizers and pre-tokenizers that change how a text begins, turned off."""
 
 
 def _within(part: Any, before: Before, *, leads: bool = True) -> Any:
-    """The definition of a normalizer or pre-tokenizer for a run that does not begin the prompt.
+    """Return the definition of a normalizer or pre-tokenizer for a run within a prompt.
 
-    What does not lead works on pieces of a run, each with a beginning of its own.
+    A part that does not lead works on pieces of a run, each with its own beginning.
     """
     if part is None or (before == "text" and part["type"] == "Prepend"):
         return None
@@ -500,7 +493,7 @@ def _within(part: Any, before: Before, *, leads: bool = True) -> Any:
 
 
 def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Engine], int | None]:
-    """Twins whose vocabulary lacks the words of added tokens, and what they give for unknown characters."""
+    """Return engines whose vocabulary lacks the words of added tokens, and their id of unknown characters."""
     definition = {**msgspec.json.decode(engine.to_str()), "added_tokens": [], "post_processor": None}
     model = definition["model"]
     unknown_id = model.get("unk_id")
@@ -527,12 +520,12 @@ def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Eng
 
 
 def _unspelled(token_id: int) -> str:
-    """A word of the vocabulary that stands in no text."""
+    """Return a word of the vocabulary that occurs in no text."""
     return f"\U0010ffff{token_id}"
 
 
 def _declare(engine: Engine, model: ModelDir) -> None:
-    """Add the tokens that stand beside `tokenizer.json`, in the order in which Transformers adds them."""
+    """Add the tokens of files other than `tokenizer.json`, in the order of Transformers."""
     known = engine.get_added_tokens_decoder().values()
     spelled = {repr(token) for token in known}
     texts = {token.content for token in known}

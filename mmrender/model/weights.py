@@ -13,8 +13,8 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
     Args:
         directory: The directory.
         dtype: Of the weights, by torch's name.
-        device: Where they are loaded to, by torch's name.
-        purpose: What the model is for, in errors.
+        device: Target of loading, by torch's name.
+        purpose: Use of the model, for errors.
 
     Raises:
         MissingDependencyError: torch or Transformers is not installed.
@@ -52,14 +52,13 @@ def replace_weights(model: Any, weights: Iterable[tuple[str, Any]]) -> None:
     """
     import torch
 
-    own = dict(model.state_dict())
-    given = dict(weights)
-    for name, value in given.items():
-        if name not in own:
-            raise ModelError("the model has no such parameter", where=name)
-        if own[name].shape != value.shape:
-            expected, got = str(list(own[name].shape)), str(list(value.shape))
+    parameters, tensors = dict(model.state_dict()), dict(weights)
+    for name, tensor in tensors.items():
+        if name not in parameters:
+            raise ModelError("the model does not have this parameter", where=name)
+        if parameters[name].shape != tensor.shape:
+            expected, got = str(list(parameters[name].shape)), str(list(tensor.shape))
             raise ModelError("the parameter has another shape", where=name, expected=expected, got=got)
     with torch.no_grad():
-        for name, value in given.items():
-            own[name].copy_(value)
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)

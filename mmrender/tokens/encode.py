@@ -569,8 +569,8 @@ class _TokenStream:
         """Encode a run. Guarded content must not produce an added token, nor any text a media token."""
         encode = self._tokenizer.encode_run
         if self._guarded is None:
-            return encode(text, before=self._before, barred=self._writer.media_ids, placed=placed)
-        run = encode(text, before=self._before, barred=self._tokenizer.syntax_ids, placed=placed)
+            return encode(text, before=self._before, forbidden=self._writer.media_ids, with_starts=placed)
+        run = encode(text, before=self._before, forbidden=self._tokenizer.syntax_ids, with_starts=placed)
         if self._writer.rules[self._guarded.author] == "error":
             spelled = encode(text, before=self._before).syntax - run.syntax
             if spelled:

@@ -75,9 +75,9 @@ def test_runs_are_those_of_tokenizers_whoever_serves(kind, engine, request):
     @settings(max_examples=40)
     @given(texts())
     def check(text):
-        for before, twin in tokenizer._twins.items():
+        for before, twin in tokenizer._engines.items():
             encoding = twin.encode(text, add_special_tokens=False)
-            run = tokenizer.encode_run(text, before=before, placed=True)
+            run = tokenizer.encode_run(text, before=before, with_starts=True)
             assert (run.ids, run.starts.tolist()) == (encoding.ids, [start for start, _ in encoding.offsets])
             assert tokenizer.encode_run(text, before=before).ids == encoding.ids
 
@@ -111,10 +111,10 @@ def test_an_engine_that_differs_anywhere_does_not_serve(stand_in, text):
     stand_in.change = spoiling(text)
     tokenizer = Tokenizer(build("byte_level"))
     first = next(each for each in fast.proof_texts(tokenizer.added_ids) if text in each)
-    expected = f"{SERVED}: {KNOWN} gives other tokens for {first[:60]!r}"
+    expected = f"{SERVED}: {KNOWN} returns other tokens for {first[:60]!r}"
     assert tokenizer.choice.settle() == tokenizer.choice.reason == expected
     assert tokenizer.choice.fast is None
-    assert tokenizer.encode_run(text).ids == tokenizer._twins["token"].encode(text).ids
+    assert tokenizer.encode_run(text).ids == tokenizer._engines["token"].encode(text).ids
 
 
 def test_an_engine_that_refuses_a_vocabulary_or_is_not_there_does_not_serve(stand_in, monkeypatch):
@@ -123,7 +123,7 @@ def test_an_engine_that_refuses_a_vocabulary_or_is_not_there_does_not_serve(stan
 
     stand_in.from_json_str = staticmethod(refuse)
     reason = Tokenizer(build("byte_level")).choice.settle()
-    assert reason == f"{SERVED}: {KNOWN} does not take it: unsupported pre-tokenizer"
+    assert reason == f"{SERVED}: {KNOWN} does not support it: unsupported pre-tokenizer"
     monkeypatch.setitem(sys.modules, "fastokens", None)
     assert Tokenizer(build("byte_level")).choice.settle() == f"{SERVED}: fastokens is not installed"
 
@@ -140,7 +140,7 @@ def test_a_text_that_it_gives_up_on_is_encoded_by_tokenizers(stand_in):
     tokenizer.choice.settle()
     stand_in.encode_ordinary = lambda self, text: 1 // 0
     text = "one two\nthree"
-    assert tokenizer.encode_run(text, placed=True).ids == tokenizer._twins["token"].encode(text).ids
+    assert tokenizer.encode_run(text, with_starts=True).ids == tokenizer._engines["token"].encode(text).ids
 
 
 def test_it_is_loaded_beside_once_enough_was_encoded_and_changes_nothing(stand_in, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_fork_encodes_as_its_parent_does():
 def test_the_memo_of_runs_is_bounded_in_bytes(text):
     tokenizer = bounded()
     for number in range(8):
-        tokenizer.encode_run(f"{number} {text}", placed=number % 2 == 0)
+        tokenizer.encode_run(f"{number} {text}", with_starts=number % 2 == 0)
     entries = [(key, tokenizer._memo.get(key)) for key in tokenizer._memo]
     held = sum(
         getsizeof(key) + getsizeof(key[1]) + getsizeof(run.ids) + 28 * len(run.ids) + 4 * len(run.ids)

@@ -290,10 +290,10 @@ class StandIn:
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_child(is_inside, tiny_model):
     tokenizer = Renderer.from_pretrained(tiny_model, image_backend="pil").tokenizer
-    twin = tokenizer._twins["token"]
+    twin = tokenizer._engines["token"]
     engine = object.__new__(fast.FastEngine)
     stand_in = StandIn(twin)
-    engine._twin, engine._inside, engine._encode = twin, set(), stand_in.encode
+    engine._engine, engine._inside, engine._encode = twin, set(), stand_in.encode
     engine._normalizer, engine._keeps_ascii, engine._lengths = None, True, None
     tokenizer.choice.fast, tokenizer.choice._is_settled = engine, True
 

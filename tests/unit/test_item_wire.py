@@ -9,13 +9,13 @@ import mmcodecs
 from item_cases import (
     ITEMS,
     PROCESSOR,
-    encoded,
     patch_item,
     picture,
     processed_item,
     reference_item,
     same_tensors,
 )
+from kit import encoded
 from mmrender.errors import MediaError
 from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
 from mmrender.media.wire import item_from_wire, item_to_wire, items_from_wire, items_to_wire

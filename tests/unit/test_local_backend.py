@@ -472,7 +472,7 @@ def test_weights_that_change_on_the_way(tiny_model, prompts):
     assert [span[:2] for span in spans] == [("step-1", 0), ("step-2", cut)]
     assert generate(backend, request(prompts["text"])).completion_ids != before.completion_ids
     for name, message in [
-        ("nothing.weight", r"^nothing\.weight: the model has no such parameter$"),
+        ("nothing.weight", r"^nothing\.weight: the model does not have this parameter$"),
         ("lm_head.weight", "the parameter has another shape"),
     ]:
         with pytest.raises(ModelError, match=message):

@@ -1,1 +1,1 @@
-"""Image processors: native ones, and an adapter over those of Transformers."""
+"""Image processors: native ones, and an adapter over Transformers' processors."""

@@ -2,8 +2,8 @@
 
 The processor is the authority for pixels and for text. It runs whole, on a text of one placeholder per medium
 between marks, each with the text that the template writes around it. The expansion then lies between the
-marks, for any family. Added here: expansions of images, remembered by image size; the text that the processor
-writes besides expansions; the smallest exact form of its tensors; identities; errors with names.
+marks, for any family. Added here are expansions of images remembered by size, affixes, the smallest exact
+form of tensors, identities, and errors with names.
 
 The options that the processor passes to its image processor are recorded, so later images skip the text. A
 video processor chooses the frames before they are decoded: its own method is called with the options that it
@@ -116,7 +116,7 @@ class _Observation(NamedTuple):
     Attributes:
         pieces: The text that replaced each image's placeholder.
         affixes: All that it wrote besides.
-        tensors: The tensors of the first image; text inputs are left out.
+        tensors: The tensors of the first image. Text inputs are left out.
         image_options: The keyword arguments of its image processor, without the images.
     """
 
@@ -193,14 +193,14 @@ class TransformersProcessor(MediaProcessor):
                 self._prove_text(place)
 
     def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
-        """Return the affixes that it was seen to write; see `MediaProcessor`."""
+        """Return the affixes that it was seen to write. See `MediaProcessor`."""
         if images:
             return self._affixes.get(bos)
         self._of_text = self._of_text or self._watched.learn_affixes()
         return self._of_text.get(bos)
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Return the grid and expansion of a blank image of this size; remembered by size."""
+        """Return the grid and expansion of a blank image of this size. Remembered by size."""
         copies = self._copies(num_images)
         return self._geometries.get((height, width, copies)) or self._whole(_blank(height, width), copies)[0]
 
@@ -261,7 +261,7 @@ class TransformersProcessor(MediaProcessor):
         )
 
     def _run_marked(self, image: Image.Image, copies: int, place: BosPlace = "none") -> _Observation:
-        """Run the whole processor on copies of an image; pieces are as it writes them."""
+        """Run the whole processor on copies of an image. Pieces are as it writes them."""
         texts = self._texts(copies, place)
         run = self._run(texts, image)
         self._kept |= {name: name in run.output for name in run.of_images}
@@ -275,8 +275,8 @@ class TransformersProcessor(MediaProcessor):
         """Find the text of the template that the processor needs around a placeholder.
 
         Raises:
-            ProcessorError: It takes no placeholders, or it writes another prompt.
-            MediaError: It takes no image with text.
+            ProcessorError: It does not replace placeholders, or it writes another prompt.
+            MediaError: It does not take an image with text.
         """
         image = _blank(*_PROBE_SIZES[0])
         try:
@@ -414,7 +414,7 @@ class TransformersProcessor(MediaProcessor):
 
 
 class AdaptedVideoProcessor(VideoProcessor):
-    """The model's own video processor behind the interface of `VideoProcessor`; loaded with the first video.
+    """The model's own video processor behind the interface of `VideoProcessor`. Loaded with the first video.
 
     Args:
         files: The model's settings.
@@ -493,7 +493,7 @@ class AdaptedVideoProcessor(VideoProcessor):
 
     @cached_property
     def _around(self) -> tuple[str, str]:
-        """Text that the template writes around the placeholder; without a template, the family's tokens."""
+        """Text that the template writes around the placeholder. Without a template, the family's tokens."""
         reference = self._watched.reference
         start, token, end = self._video_text.partition(reference.video_token)
         if not token:
@@ -508,7 +508,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         return _split(text, marks, "a video", "the marks of the probe")
 
     def prepare(self, video: Video) -> Prepared:
-        """Sample the frames that the model's own processor chooses; see `VideoProcessor`."""
+        """Sample the frames that the model's own processor chooses. See `VideoProcessor`."""
         frames = video.sample(self._choose)
         frames.check_size(frames.height, frames.width)
         pixels = np.stack([image.array for image in frames.images])

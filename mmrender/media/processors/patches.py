@@ -186,7 +186,7 @@ class PatchProcessor(MediaProcessor):
         )
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Return grid, expansion and resized size of an image; see `MediaProcessor`."""
+        """Return grid, expansion and resized size of an image. See `MediaProcessor`."""
         patch, merge = self.layout.patch, self.layout.merge
         resized = smart_resize(
             height,
@@ -200,7 +200,7 @@ class PatchProcessor(MediaProcessor):
         return Geometry((1, rows, columns), (Repeat(self.image_token, rows * columns // merge**2),), resized)
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Check the size of one image and identify its pixels; see `MediaProcessor`."""
+        """Check the size of one image and identify its pixels. See `MediaProcessor`."""
         size = (loaded.height, loaded.width)
         geometry = self.geometry(*size)
         # Planes of an image that is resized are only hashed.
@@ -355,7 +355,7 @@ class PatchVideoProcessor(VideoProcessor):
         return _SPELLINGS[self.spelling](self, timeline, grid)
 
     def prepare(self, video: Video) -> Prepared:
-        """Sample and resize the frames one by one; see `VideoProcessor`."""
+        """Sample and resize the frames one by one. See `VideoProcessor`."""
         frames = video.sample(self.choose)
         count, size = len(frames), (frames.height, frames.width)
         resized = self.resized(count, *size)
@@ -414,7 +414,7 @@ def smart_resize(
         max_pixels: Upper bound.
         frames: For GLM-4V, and for videos of other families: the bounds count the pixels of this many
             frames, as which an image counts, and a side below `factor` is scaled up first.
-        temporal: Frames of a patch; the bounds count whole patches.
+        temporal: Frames of a patch. The bounds count whole patches.
 
     Raises:
         MediaError: One side is over 200 times as long as the other.
@@ -544,7 +544,7 @@ def _choose_glm4v(processor: PatchVideoProcessor, timeline: Timeline) -> list[in
 
 
 _DYNAMIC_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""GLM-4.6V: maximum duration in seconds, and the rate at which such a video is sampled."""
+"""GLM-4.6V: maximum duration in seconds, and the sampling rate of such videos."""
 _MAX_DYNAMIC = 640
 """GLM-4.6V: maximum number of sampled frames."""
 

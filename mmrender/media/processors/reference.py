@@ -27,7 +27,7 @@ _OTHER_PARTS = ("video_processor", "feature_extractor", "audio_processor", "audi
 
 
 class VideoSettings(dict[str, Any]):
-    """The settings of a video processor that is not built; settings that the files leave out are None."""
+    """The settings of a video processor that is not built. Settings that the files leave out are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -72,7 +72,7 @@ def build_reference_processor(
 
 
 def _processor_of_parts(cls: Any, parts: dict[str, Any], files: ProcessorFiles) -> Any:
-    # The class check is what forbids an empty video part; everything else is the model's own.
+    # The class check forbids an empty video part. Everything else is the model's own.
     lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
     names = cls.get_attributes()
     if unknown := {*names} - {*parts, *_OTHER_PARTS}:
@@ -133,7 +133,7 @@ def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
 def build_image_processor(
     files: ProcessorFiles, backend: ImageBackend, *, trust_remote_code: bool = False
 ) -> Any:
-    """Return the model's image processor on `backend`. Raises what `build_reference_processor` raises."""
+    """Return the model's image processor on `backend`. Raises as `build_reference_processor` does."""
     name = files.image_processor_type or "the image processor"
     try:
         import transformers
@@ -172,7 +172,7 @@ def build_image_processor(
 
 
 def _offered_backends(name: str) -> Sequence[ImageBackend]:
-    """Return the back ends that Transformers has for an image processor; both for an unknown one."""
+    """Return the back ends that Transformers has for an image processor. Both for an unknown one."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     known = (classes for classes in IMAGE_PROCESSOR_MAPPING_NAMES.values() if name in classes.values())
@@ -190,7 +190,7 @@ def _not_offered(name: str, backend: ImageBackend, offered: Sequence[ImageBacken
 
 
 def _processor_class(name: str) -> Any:
-    """Return the class of that name, or None if Transformers has none.
+    """Return the class of that name, or None if Transformers does not have it.
 
     Transformers exports a dummy for a class whose module seems to need a package that is missing. Several of
     these modules need it for videos only, and can be imported.
@@ -240,7 +240,7 @@ def torchvision_hidden() -> Iterator[None]:
 
 @contextmanager
 def _missing_until_called(module: ModuleType, complaint: str) -> Iterator[None]:
-    """Let a processor be made without the packages that a complaint names; calling them raises.
+    """Let a processor be made without the packages that a complaint names. Calling them raises.
 
     SmolVLM's processor, for one, refuses to be made without a package that spells out numbers for videos.
     """

@@ -78,7 +78,7 @@ def load_processor(
         The processor, or None for a directory without image settings: a text-only model.
 
     Raises:
-        ProcessorError: The settings cannot be read, or no processor here equals the one they describe.
+        ProcessorError: The settings cannot be read, or no processor here equals the described one.
         MissingDependencyError: The family needs a package that is not installed. (A native processor asks
             for torch with the first image that must be resampled.)
         PluginError: A processor of another package cannot be used. Plugins are tried after native families.
@@ -184,11 +184,11 @@ class DeferredProcessor(MediaProcessor):
         return (self._template and self._template.probes.added_by(_PARTS[modality], "user")) or ""
 
     def renew_after_fork(self) -> None:
-        """Replace the lock: the child loads by itself what another thread was loading."""
+        """Replace the lock: a load in another thread does not end in the child."""
         self._lock = threading.Lock()
 
     def load(self) -> MediaProcessor:
-        """Return the processor, which the first call makes; see `MediaProcessor`."""
+        """Return the processor, which the first call makes. See `MediaProcessor`."""
         with self._lock:
             if self._loaded is None:
                 try:
@@ -207,7 +207,7 @@ class DeferredProcessor(MediaProcessor):
     def _build(self) -> MediaProcessor:
         if self._plugin is not None:
             return self._plugin
-        # Imported here: native families need none of it, and it is the larger half of the package.
+        # Imported here: native families do without it, and it is the larger half of the package.
         from mmrender.media.processors.adapter import TransformersProcessor
 
         processor = TransformersProcessor(
@@ -224,7 +224,7 @@ class DeferredProcessor(MediaProcessor):
         return AdaptedVideoProcessor(self._files, text, trust_remote_code=self._trust_remote_code)
 
     def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
-        """Return the affixes of a prompt; for text the processor is loaded only if they are not known yet.
+        """Return the affixes of a prompt. For text the processor is loaded only if they are not known yet.
 
         None if the processor cannot be loaded, or belongs to another package.
         """
@@ -256,11 +256,11 @@ class DeferredProcessor(MediaProcessor):
         return self._watched.learn_affixes([plain(text) for text in prompts if text is not None])
 
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
-        """Load the processor and ask it; see `MediaProcessor`."""
+        """Load the processor and ask it. See `MediaProcessor`."""
         return self.load().geometry(height, width, num_images=num_images)
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
-        """Load the processor and ask it; see `MediaProcessor`."""
+        """Load the processor and ask it. See `MediaProcessor`."""
         return self.load().prepare(loaded, num_images=num_images)
 
     def _require_known_tokens(self, processor: MediaProcessor) -> None:

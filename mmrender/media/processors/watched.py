@@ -53,7 +53,7 @@ class WatchedProcessor:
         bos: The model's BOS token, or an empty string.
 
     Attributes:
-        lock: Held in a run; hold it to change the processor.
+        lock: Held in a run. Hold it to change the processor.
     """
 
     def __init__(self, build: Callable[[], Any], bos: str = "") -> None:
@@ -208,7 +208,7 @@ class WatchedProcessor:
 
 
 class _Recorder:
-    """A part of a processor that records its last call; with `kept`, equal calls are made once."""
+    """A part of a processor that records its last call. With `kept`, equal calls are made once."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
