@@ -28,9 +28,11 @@ from mmrender.client.placeholders import Ids, check_request
 from mmrender.client.reply import (
     LogprobEntry,
     ReportedExperts,
+    ReportedLogprobs,
     ReportedUsage,
     add_alternatives,
     decode_as,
+    only,
     response_of,
 )
 from mmrender.client.sampling import spell
@@ -197,13 +199,9 @@ class _Nvext(msgspec.Struct):
     routed_experts: ReportedExperts | None = None
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[LogprobEntry] | None = None
-
-
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: ReportedLogprobs | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -216,9 +214,7 @@ class _Reply(msgspec.Struct):
 def read_reply(request: EngineRequest, ends: frozenset[int], body: bytes, where: str) -> EngineResponse:
     """Read a chat reply of status 200. `ends` are the tokens that can end a completion."""
     reply = decode_as(body, _Reply, where=where)
-    if len(reply.choices) != 1:
-        raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
-    choice, nvext = reply.choices[0], reply.nvext or _Nvext()
+    choice, nvext = only(reply.choices, where=where), reply.nvext or _Nvext()
     data = nvext.engine_data or _EngineData()
     if data.finished is False:
         raise EngineReplyError(

@@ -45,12 +45,6 @@ class Engine:
         renderer: Knows the model's tokens, and parses completions.
         max_prompt_len: The longest prompt, by default the server's limit.
 
-    Attributes:
-        backend: The engine's wire.
-        transport: The server.
-        model: Name of the model.
-        renderer: The renderer.
-
     Raises:
         InputError: The backend is unknown, or `server` cannot be used.
     """
@@ -88,13 +82,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         **options: Unpack[RequestOptions],
     ) -> EngineResponse:
-        """Sample one completion. A call that is cancelled is aborted on the server.
-
-        Args:
-            prompt: The prompt.
-            sampling_params: In vLLM's names. See `generate`.
-            on_tokens: Called with tokens as they arrive. See `OnTokens`.
-            **options: Options of the request.
+        """Sample one completion, with arguments as of `generate`. A call that is cancelled is aborted.
 
         Raises:
             PromptTooLongError: The prompt is too long: seen before sending, or reported by the server.
@@ -145,16 +133,7 @@ class Engine:
         on_tokens: OnTokens | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Sample one completion and parse it, as `sample`. The engine needs a renderer.
-
-        Args:
-            prompt: The prompt.
-            sampling_params: In vLLM's names. See `generate`.
-            tools: Tools that the model is offered.
-            template_arguments: Template variables that the prompt was rendered with.
-            on_tokens: Called with tokens as they arrive. See `OnTokens`.
-            **options: Options of the request.
-        """
+        """Sample one completion and parse it by the renderer, with arguments as of `generate`."""
         renderer = self.renderer
         if renderer is None:
             raise InputError("a completion cannot be parsed without a renderer", where="renderer")

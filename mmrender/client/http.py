@@ -137,21 +137,25 @@ def encode_json(value: Any) -> list[bytes | JSONText]:
 class _Call:
     """One call: its request, its progress, and its hooks."""
 
-    def __init__(self, method: str, target: str, json: Any, hooks: Sequence[ClientHooks]) -> None:
+    def __init__(
+        self, transport: "HTTPTransport", method: str, path: str, json: Any, headers: Mapping[str, str] | None
+    ) -> None:
         self.method = method
-        self.target = target
+        self.target = target = transport.base_url + path
         self.url = target.partition("?")[0]
         self.where = f"{method} {self.url}"
         self.body = [] if json is None else encode_json(json)
         self.size = sum(map(len, self.body))
-        self.headers: dict[str, str] = {"Content-Type": "application/json"} if self.body else {}
         self.attempt = 1
         self.status: int | None = None
         self.is_kept = False
         """Whether the attempt uses a connection that served an earlier call."""
-        self._hooks = hooks
+        self._hooks = transport.hooks
         self._begun = time.perf_counter()
         self._id = next(_call_ids)
+        content_type = {"Content-Type": "application/json"} if self.body else {}
+        # The caller's headers override the hooks' headers.
+        self.headers = {**self.report("on_request"), **content_type, **(headers or {})}
 
     def report(
         self, moment: Moment, *, error: BaseException | None = None, reply_bytes: int | None = None
@@ -250,7 +254,7 @@ class HTTPTransport:
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
         seconds = self.config.timeout if timeout is None else timeout
-        call = self._begin(method, path, json, headers)
+        call = _Call(self, method, path, json, headers)
         content = bytearray()
         try:
             async with asyncio.timeout(seconds):
@@ -284,7 +288,7 @@ class HTTPTransport:
         Raises:
             EngineError: As for `request`.
         """
-        call = self._begin(method, path, json, headers)
+        call = _Call(self, method, path, json, headers)
         total = 0
         pending = bytearray()
         try:
@@ -307,12 +311,6 @@ class HTTPTransport:
             call.report("on_error", error=error)
             raise
         call.report("on_response", reply_bytes=total)
-
-    def _begin(self, method: str, path: str, json: Any, headers: Mapping[str, str] | None) -> _Call:
-        """Encode and report a call. The caller's headers override the hooks' headers."""
-        call = _Call(method, self.base_url + path, json, self.hooks)
-        call.headers = {**call.report("on_request"), **call.headers, **(headers or {})}
-        return call
 
     async def _prepare_retry(
         self, call: _Call, error: EngineConnectionError | EngineStatusError, idempotent: bool | None

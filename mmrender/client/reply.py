@@ -55,6 +55,13 @@ def decode_as(body: bytes, type: type[T], *, where: str) -> T:
         raise EngineReplyError("the server's reply is not JSON", where=where, got=str(error)) from error
 
 
+def only(completions: Sequence[T], *, where: str) -> T:
+    """Return the one completion of a reply."""
+    if len(completions) != 1:
+        raise EngineReplyError("the reply is not one completion", where=where, got=str(len(completions)))
+    return completions[0]
+
+
 def convert(value: Any, type: type[T], *, where: str) -> T:
     """Convert decoded JSON to a struct, strictly."""
     try:
@@ -87,6 +94,12 @@ class LogprobEntry(msgspec.Struct, gc=False):
         if self.token_id is None and name.startswith("token_id:") and name[9:].isdecimal():
             return int(name[9:])
         return self.token_id
+
+
+class ReportedLogprobs(msgspec.Struct):
+    """Logprobs in OpenAI's form."""
+
+    content: list[LogprobEntry] | None = None
 
 
 class PromptDetails(msgspec.Struct):

@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS: Final = 1024
 MAX_BIAS: Final = 100.0
 """Engines clamp `logit_bias` to this distance from 0."""
 
-EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo"]
+EngineName: TypeAlias = Literal["vllm", "sglang", "dynamo", "local"]
 Spelling: TypeAlias = bool | str | Callable[[Any], Mapping[str, Any]]
 """How an engine spells a parameter: by its own name, by vLLM's (True), or as members that a function of the
 value returns. False: the engine does not know it."""
@@ -62,10 +62,6 @@ class Parameter:
     local: bool = False
     memoryless: bool = False
     top_level: bool = False
-
-    def spelling(self, engine: EngineName) -> Spelling:
-        """Return an engine's spelling. Every parameter has vLLM's name."""
-        return True if engine == "vllm" else self.sglang if engine == "sglang" else self.dynamo
 
 
 def _listed(name: str) -> Callable[[Any], dict[str, Any]]:
@@ -177,6 +173,14 @@ PARAMETERS: Final[Mapping[str, Parameter]] = {
 # fmt: on
 """Every known name. `SamplingParams` has a few more, which engines set for themselves."""
 
+SPELLINGS: Final[Mapping[EngineName, Mapping[str, Spelling]]] = {
+    "vllm": dict.fromkeys(PARAMETERS, True),
+    "sglang": {name: row.sglang for name, row in PARAMETERS.items() if row.sglang is not False},
+    "dynamo": {name: row.dynamo for name, row in PARAMETERS.items() if row.dynamo is not False},
+    "local": {name: True for name, row in PARAMETERS.items() if row.local},
+}
+"""Parameters that each engine knows, and how it spells them."""
+
 _OTHER_NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -232,11 +236,10 @@ def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
                 got=repr(value)[:200],
             )
         checked[name] = value
-    least, most = checked.get("min_tokens", 0), checked.get("max_tokens")
-    if most is not None and least > most:
-        raise SamplingParameterError(
-            "is more than max_tokens", where=where("min_tokens"), expected=f"at most {most}", got=str(least)
-        )
+    minimum, budget = checked.get("min_tokens", 0), checked.get("max_tokens")
+    if budget is not None and minimum > budget:
+        problem, expected = "is more than max_tokens", f"at most {budget}"
+        raise SamplingParameterError(problem, where=where("min_tokens"), expected=expected, got=str(minimum))
     if checked.get("stop") and checked.get("detokenize") is False:
         raise SamplingParameterError(
             "stop strings are looked for in text, which detokenize=False turns off",
@@ -305,19 +308,19 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
     request: dict[str, Any] = {}
     extra = checked.pop("extra", {})
     for name, value in checked.items():
-        spelling = PARAMETERS[name].spelling(engine)
-        if spelling is False:
-            known = sorted(other for other, row in PARAMETERS.items() if row.spelling(engine) is not False)
+        spelling = SPELLINGS[engine].get(name)
+        if spelling is None:
             raise SamplingParameterError(
                 f"{engine} does not know this sampling parameter",
                 where=where(name),
-                remedy=f"It knows: {', '.join(known)}. sampling_params['extra'] sends others unchecked",
+                remedy=f"It knows: {', '.join(sorted(SPELLINGS[engine]))}. sampling_params['extra'] sends "
+                "others unchecked",
             )
         target = request if engine == "sglang" and PARAMETERS[name].top_level else sampling
         if callable(spelling):
             target.update(spelling(value))
         else:
-            target[name if spelling is True else spelling] = value
+            target[spelling if isinstance(spelling, str) else name] = value
     if taken := sorted(extra.keys() & sampling.keys()):
         raise SamplingParameterError("is set twice", where=f"{where('extra')}[{taken[0]!r}]")
     return sampling | extra, request

@@ -22,6 +22,7 @@ from mmrender.client.reply import (
     ReportedVersion,
     add_alternatives,
     decode_as,
+    only,
     response_of,
 )
 from mmrender.client.sampling import spell, truncates
@@ -29,7 +30,6 @@ from mmrender.client.sampling import where as parameter
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
-    EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
     PlaceholderError,
@@ -209,11 +209,7 @@ def read_reply(
 ) -> EngineResponse:
     """Read a reply of status 200. `masked` says that sampling masks were asked for."""
     found: _Reply | list[_Reply] = decode_as(body, _Reply | list[_Reply], where=where)  # type: ignore[arg-type]
-    if isinstance(found, list):
-        if len(found) != 1:
-            raise EngineReplyError("the reply is not one completion", where=where, got=str(len(found)))
-        (found,) = found
-    reply = found
+    reply = only(found, where=where) if isinstance(found, list) else found
     ids, meta = reply.output_ids, reply.meta_info
     finish = meta.finish_reason
     if finish.type == "abort" and finish.status_code is not None:

@@ -27,14 +27,15 @@ from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.placeholders import Ids, check_request, require_dense
 from mmrender.client.reply import (
     FailedInEngineError,
-    LogprobEntry,
     ReportedExperts,
+    ReportedLogprobs,
     ReportedUsage,
     ReportedVersion,
     check_completion,
     convert,
     decode_as,
     finish_reason_in,
+    only,
     response_of,
 )
 from mmrender.client.sampling import spell, truncates
@@ -296,15 +297,11 @@ async def sample_tokens(
 # --- replies ---
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[LogprobEntry] | None = None
-
-
 class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: ReportedLogprobs | None = None
     routed_experts: str | ReportedExperts | None = None  # the second is a Dynamo frontend's
     sampling_mask: list[list[int]] | None = None  # with --return-sampling-mask: a list for each token
     weight_versions: list[ReportedVersion] | None = None
@@ -325,9 +322,7 @@ def read_reply(request: EngineRequest, body: bytes, where: str, *, widened: bool
 
 def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) -> EngineResponse:
     """Check a decoded answer."""
-    if len(reply.choices) != 1:
-        raise EngineReplyError("the reply is not one completion", where=where, got=str(len(reply.choices)))
-    choice = reply.choices[0]
+    choice = only(reply.choices, where=where)
     if widened and reply.prompt_token_ids is None:
         raise EngineReplyError(
             "the reply lacks the server's prompt, which must be compared with ours",
@@ -388,7 +383,7 @@ class _Stream:
         self._on_tokens = on_tokens
         self._where = where
         self._widened = widened
-        self._choice = _Choice(token_ids=[], logprobs=_Logprobs([]))
+        self._choice = _Choice(token_ids=[], logprobs=ReportedLogprobs([]))
         self._whole = _Reply([self._choice])
         self._has_masks = False
 
@@ -436,7 +431,7 @@ def _merge(whole: msgspec.Struct, part: msgspec.Struct) -> None:
             continue
         if name in ("token_ids", "content", "sampling_mask") and grown is not None:
             grown.extend(value)
-        elif isinstance(value, _Logprobs):
+        elif isinstance(value, ReportedLogprobs):
             _merge(grown, value)
         else:
             setattr(whole, name, value)

@@ -75,14 +75,13 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class RenderedModelInput:
-    """A prompt as the model takes it.
+    """A prompt as the model takes it. The last three are by modality, and None without images.
 
     Attributes:
         prompt_ids: The text chunks' tokens, with the placeholder tokens of each image in its place.
-        multi_modal_kwargs: By modality, vLLM's base64 item of each image, in prompt order. None without
-            images.
-        multi_modal_placeholders: By modality, the range of each image in `prompt_ids`. None without images.
-        mm_hashes: By modality, the server's hash of each image. None without images.
+        multi_modal_kwargs: vLLM's base64 item of each image, in prompt order.
+        multi_modal_placeholders: The range of each image in `prompt_ids`.
+        mm_hashes: The server's hash of each image.
     """
 
     prompt_ids: list[int]
@@ -204,26 +203,26 @@ class VLLMRenderer:
         return next((known.id for known in cards.values() if known.parent is None), card.parent)
 
 
-def _check_input(given: object, where: str) -> None:
-    def wrong(problem: str, place: str, expected: str, got: object) -> InputError:
-        return InputError(problem, where=where + place, expected=expected, got=str(got)[:80])
+def _check_input(value: object, where: str) -> None:
+    def wrong(problem: str, path: str, expected: str, got: object) -> InputError:
+        return InputError(problem, where=where + path, expected=expected, got=str(got)[:80])
 
-    if not isinstance(given, ModelInput):
-        raise wrong("not a model input", "", "ModelInput", type(given).__name__)
-    if not given.chunks:
+    if not isinstance(value, ModelInput):
+        raise wrong("not a model input", "", "ModelInput", type(value).__name__)
+    if not value.chunks:
         raise wrong("the model input is empty", ".chunks", "at least one chunk", "none")
-    kinds = "EncodedTextChunk, ImageChunk or ImageAssetPointerChunk"
-    for index, chunk in enumerate[object](given.chunks):
-        place = f".chunks[{index}]"
+    for index, chunk in enumerate[object](value.chunks):
+        path = f".chunks[{index}]"
         if isinstance(chunk, EncodedTextChunk):
             for position, token in enumerate(chunk.tokens):
                 if type(token) is not int or token < 0:
                     expected = "an integer of 0 or more"
-                    raise wrong("not a token id", f"{place}.tokens[{position}]", expected, repr(token))
+                    raise wrong("not a token id", f"{path}.tokens[{position}]", expected, repr(token))
         elif not isinstance(chunk, ImageChunk | ImageAssetPointerChunk):
-            raise wrong("not a chunk", place, kinds, type(chunk).__name__)
+            kinds = "EncodedTextChunk, ImageChunk or ImageAssetPointerChunk"
+            raise wrong("not a chunk", path, kinds, type(chunk).__name__)
         elif chunk.format not in get_args(ImageFormat):
-            raise wrong("unknown image format", f"{place}.format", "'png' or 'jpeg'", repr(chunk.format))
+            raise wrong("unknown image format", f"{path}.format", "'png' or 'jpeg'", repr(chunk.format))
 
 
 def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy, where: str) -> bytes:

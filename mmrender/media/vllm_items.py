@@ -95,7 +95,7 @@ def encode_mm_kwargs_item(item: Mapping[str, FieldElem], *, limits: Limits = DEF
     """Write an item as vLLM's base64 text, all arrays in little-endian.
 
     Raises:
-        UnsupportedTypeError: A value or dtype that the format does not have.
+        UnsupportedTypeError: The format lacks a value's type or dtype.
         LimitError: The item is deeper or larger than `limits` allow.
     """
     return pybase64.b64encode_as_string(_message(item, limits).data)
@@ -119,9 +119,8 @@ def _message(item: Mapping[str, FieldElem], limits: Limits) -> np.ndarray[Any, n
     given: Mapping[Any, Any] = item  # a caller without a type checker may pass anything
     for key, elem in given.items():
         if not isinstance(key, str) or not isinstance(elem, FieldElem):
-            raise UnsupportedTypeError(
-                "an item maps text to FieldElem", where="$", got=f"{key!r}: {type(elem).__name__}"[:80]
-            )
+            got = f"{key!r}: {type(elem).__name__}"[:80]
+            raise UnsupportedTypeError("an item maps text to FieldElem", where="$", got=got)
         data = None if elem.data is None else _nested(elem.data, tensors, f"$.{key}", limits)
         kind = _KINDS.get(type(elem.field))
         if kind is None:

@@ -6,6 +6,7 @@ import pytest
 
 from mmrender.client.sampling import (
     PARAMETERS,
+    SPELLINGS,
     EngineName,
     check_sampling_params,
     complete_sampling,
@@ -24,7 +25,7 @@ def translate(params: dict[str, Any], engine: EngineName) -> tuple[dict[str, Any
 
 
 def known_to(engine: EngineName) -> set[str]:
-    return {name for name, row in PARAMETERS.items() if row.spelling(engine) is not False}
+    return set(SPELLINGS[engine])
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
