@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
+from kit import assistant, noise, shown, text
 from mmrender import Renderer
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import build_reference_processor
@@ -19,22 +19,17 @@ MODELS = {
 """Placeholder and stop token of models whose turns begin with their prompt."""
 TEXT = st.text(
     st.characters(exclude_characters="<", exclude_categories=["Cs"]), min_size=1, max_size=20
-).filter(lambda text: text == text.strip())
+).filter(lambda words: words == words.strip())
 SIZES = st.tuples(st.integers(28, 160), st.integers(28, 160))
-
-
-def picture(size):
-    return Image.effect_noise(size, 90).convert("RGB")
 
 
 @st.composite
 def conversations(draw):
-    messages = [{"role": "system", "content": [{"type": "text", "text": draw(TEXT)}]}]
+    messages = [{"role": "system", "content": [text(draw(TEXT))]}]
     for _ in range(draw(st.integers(1, 3))):
-        images = [{"type": "image", "image": picture(size)} for size in draw(st.lists(SIZES, max_size=2))]
-        ask = {"type": "text", "text": draw(TEXT)}
-        messages.append({"role": "user", "content": draw(st.permutations([*images, ask]))})
-        messages.append({"role": "assistant", "content": [{"type": "text", "text": draw(TEXT)}]})
+        images = [shown(noise(0, *size)) for size in draw(st.lists(SIZES, max_size=2))]
+        parts = draw(st.permutations([*images, text(draw(TEXT))]))
+        messages += [{"role": "user", "content": parts}, assistant([text(draw(TEXT))])]
     return messages
 
 

@@ -98,20 +98,10 @@ tables = st.dictionaries(
     max_size=4,
 )
 WITHOUT_ARGUMENTS = (
-    *(
-        "capitalize",
-        "casefold",
-        "isalnum",
-        "isalpha",
-        "isascii",
-        "isdecimal",
-        "isdigit",
-        "isidentifier",
-        "islower",
-    ),
-    *("isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "swapcase", "title", "upper"),
-    *("__hash__", "__len__", "__repr__", "__str__"),
-)
+    "capitalize", "casefold", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower",
+    "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "swapcase", "title", "upper",
+    "__hash__", "__len__", "__repr__", "__str__",
+)  # fmt: skip
 FILL = st.tuples(small) | st.tuples(small, st.sampled_from(["*", "", "ab", "日"]))
 FIND = st.tuples(short) | st.tuples(short, index) | st.tuples(short, index, index)
 STRIP = st.tuples() | st.tuples(chars) | st.tuples(st.just(3))
@@ -170,14 +160,24 @@ def apply(name, text, args):
     return getattr(text, name)(*args)
 
 
-@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def assert_as_str(name, text, args=()):
+    expected, error = outcome(lambda: apply(name, plain(text), args))
+    result, raised = outcome(lambda: apply(name, text, args))
+    assert raised is error, name
+    same(result, expected)
+
+
+@given(traced())
+def test_methods_without_arguments_give_what_str_gives(text):
+    for name in WITHOUT_ARGUMENTS:
+        assert_as_str(name, text)
+
+
+@pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - set(WITHOUT_ARGUMENTS)))
 def test_methods_give_what_str_gives(name):
     @given(traced(), ARGUMENTS[name])
     def check(text, args):
-        expected, error = outcome(lambda: apply(name, plain(text), args))
-        result, raised = outcome(lambda: apply(name, text, args))
-        assert raised is error
-        same(result, expected)
+        assert_as_str(name, text, args)
 
     check()
 
