@@ -24,10 +24,10 @@ import pybase64
 import pytest
 from PIL import Image
 
-from client_engines import dynamo_reply, sglang_reply, vllm_reply
 from mmrender.client.http import HTTPTransport
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Answer, Asked, MemoryTransport
+from stub_server import dynamo_reply, sglang_reply, vllm_reply
 
 ROOT = Path(__file__).resolve().parents[1]
 _PATIENCE = 60

@@ -19,6 +19,7 @@ from mmrender.client.vllm import VLLMBackend
 from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import EngineMismatchError
 from mmrender.renderer import Renderer
+from stub_server import serving
 
 pytestmark = needs_tier("vllm")
 
@@ -63,13 +64,7 @@ class Proxy:
 async def proxy(servers: list[EngineServer]) -> AsyncIterator[Proxy]:
     async with AsyncExitStack() as stack:
         gate = Proxy(servers, await stack.enter_async_context(aiohttp.ClientSession()))
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_route("*", "/{path:.*}", gate.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        gate.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        gate.url = await stack.enter_async_context(serving(gate.handle))
         yield gate
 
 

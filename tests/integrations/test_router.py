@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from client_engines import IDS, LOGPROBS, sglang_reply
 from integration.engine_server import free_port, running, start_vllm
 from integration.test_engines_vllm import PARAMS, conversation, generate_some_at_once
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.engines.interface import new_request
 from mmrender.testing.tiny_model import build_tiny_model
+from stub_server import IDS, LOGPROBS, serving, sglang_reply
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -198,15 +198,8 @@ async def sglang_stub(asked):
             return web.json_response({**sglang_reply(IDS, LOGPROBS), "prompt_token_ids": prompt})
         return web.json_response({"model_path": "m", "served_model_name": "m", "data": []})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(answer) as url:
+        yield url
 
 
 def test_sglangs_gateway_holds_sessions(tmp_path):

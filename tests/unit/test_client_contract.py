@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from client_engines import ENGINES, IDS, LOGPROBS, Engine, asked
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
 from mmrender.client import exchange, reply, vllm
 from mmrender.client.reply import check_completion
@@ -25,6 +24,7 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
+from stub_server import ENGINES, IDS, LOGPROBS, Engine, asked
 
 
 @pytest.fixture(params=ENGINES)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_replays import GREEDY, PROMPT, ROWS, Replays, counted, with_image
-from engine_replies import an_image, digested
+from engine_replies import GREEDY, PROMPT, ROWS, Replays, an_image, counted, digested, with_image
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.types import Usage
 from mmrender.engines.client import InferenceEngineClient

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from client_server import StubServer, stub_server
 from kit import free_port
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
@@ -28,6 +27,7 @@ from mmrender.errors import (
     EngineTimeoutError,
     InputError,
 )
+from stub_server import StubServer, stub_server
 
 QUICK = RetryPolicy(wait_initial=0.001, wait_jitter=0.0)
 ONCE = RetryPolicy(attempts=1)

@@ -7,8 +7,7 @@ import pybase64
 import pytest
 
 from client_prompts import PAD, PromptMaker, qwen_item
-from client_replays import GREEDY, ROWS, Replays, counted, with_image
-from engine_replies import an_image, digested
+from engine_replies import GREEDY, ROWS, Replays, an_image, counted, digested, with_image
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import Usage
 from mmrender.errors import (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from client_server import StubServer, stub_server
 from kit import blocks
 from mmcodecs.arrays import RawTensor
 from mmrender.client import vllm_images
@@ -41,6 +40,7 @@ from mmrender.media.vllm_items import (
 )
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
+from stub_server import StubServer, stub_server
 from vllm_contract import (
     LAYOUT,
     completion,

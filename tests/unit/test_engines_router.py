@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 from syrupy.assertion import SnapshotAssertion
 
-from client_engines import IDS, LOGPROBS, PROMPT, vllm_reply
 from engine_cases import patient
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import TransportConfig
@@ -21,6 +20,7 @@ from mmrender.engines.http_engine import HTTPEngine
 from mmrender.engines.interface import new_request
 from mmrender.errors import EngineConnectionError, InputError
 from mmrender.testing.memory_transport import MemoryTransport
+from stub_server import IDS, LOGPROBS, PROMPT, serving, vllm_reply
 
 GENERATE = "/inference/v1/generate"
 
@@ -74,16 +74,8 @@ class Node:
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self.answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with serving(self.answer) as self.url:
             yield
-        finally:
-            await runner.cleanup()
 
 
 @pytest.mark.parametrize("header", ["X-Session-ID", "X-SMG-Routing-Key"])

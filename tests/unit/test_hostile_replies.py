@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_engines import ENGINES, IDS, PROMPT, Engine, asked
 from mmrender.client import exchange
 from mmrender.client.http import HTTPTransport
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.errors import EngineError
+from stub_server import ENGINES, IDS, PROMPT, Engine, asked
 
 SECONDS, MEGABYTES = 20, 64
 """What one reply may take, on a loaded machine; of memory twenty times the longest reply that is read."""
