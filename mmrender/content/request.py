@@ -124,11 +124,14 @@ def _unread(
             where=where,
             remedy="Open another renderer: Renderer.from_pretrained(..., chat_template=...)",
         )
-    if name in reserved or name in options:
+    if name in options:
+        problem = f"{name!r} is an option of the call, not a variable of the template"
+        return InputError(problem, where=where, remedy=f"Pass it as a keyword: {name}=...")
+    if name in reserved:
         return InputError(
             f"{name!r} is set by the renderer",
             where=where,
-            remedy="Pass only variables of the chat template here",
+            remedy="Pass only other variables of the template",
         )
     names = (*known, *options)
     near = difflib.get_close_matches(name, names, n=1)

@@ -119,13 +119,13 @@ def work(renderer, source, text="Moo?"):
 TRANSPORT = HTTPTransport("http://127.0.0.1:9")
 
 LOCKS = {
-    "memo of renderings": lambda renderer: [renderer._memo._lock],
+    "memo of renderings": lambda renderer: [renderer._memo._entries._lock],
     "bridges": lambda renderer: [renderer._bridges._lock],
     "parsers": lambda renderer: [renderer._parsers._lock],
     "items": lambda renderer: [renderer.media.cache._items._lock],
     "identities of sources": lambda renderer: [renderer.media.cache._identities._lock],
     "sources that load": lambda renderer: [renderer.media.cache._loading._lock],
-    "memo of runs": lambda renderer: [renderer.tokenizer._memo._lock],
+    "memo of runs": lambda renderer: [renderer.tokenizer._memo._entries._lock],
     "encoded images": lambda _: [items._encoded._lock],
     "images": lambda _: load.image_locks._locks,
 }
@@ -333,13 +333,13 @@ def test_processes_of_templates_are_started_again_in_the_child(tiny_model):
         with thread_within(processes._lock):
 
             def anew():
-                renderer._memo.clear()
+                renderer._memo._entries.clear()
                 answer = work(renderer, picture(), "Moo?")
                 processes.close()
                 return answer
 
             assert in_child(anew) == expected
-        renderer._memo.clear()
+        renderer._memo._entries.clear()
         assert work(renderer, picture()) == expected
 
 
@@ -408,7 +408,7 @@ def test_a_pool_opens_its_threads_again_in_the_child(renderer):
         expected = asyncio.run(pool.arender(messages)).token_ids
 
         def rendered():
-            renderer._memo.clear()
+            renderer._memo._entries.clear()
             renderer.media.cache.clear()
             answer = asyncio.run(pool.arender(messages, nowait=True)).token_ids
             pool.close()

@@ -137,7 +137,7 @@ def test_a_broken_processor_is_named_by_the_error_and_by_doctor(
 def test_a_broken_grammar_is_named_and_so_are_two_of_one_name(installed: Any) -> None:
     installed(GRAMMAR, grammars={"tags": "taken"})
     with pytest.raises(
-        PluginError, match=r"'tags' \(extra_pack:taken\) of extra_pack 1.5.*none of ours, got Gram"
+        PluginError, match=r"'tags' \(extra_pack:taken\) of extra_pack 1.5.*not used by mmrender, got Gram"
     ):
         case_with(SAYS)
     load_plugins.cache_clear()
