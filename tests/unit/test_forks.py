@@ -125,7 +125,7 @@ LOCKS = {
     "items": lambda renderer: [renderer.media.cache._items._lock],
     "identities of sources": lambda renderer: [renderer.media.cache._identities._lock],
     "sources that load": lambda renderer: [renderer.media.cache._loading._lock],
-    "memo of runs": lambda renderer: [renderer.tokenizer._memo._entries._lock],
+    "memo of runs": lambda renderer: [renderer.tokenizer._memo._lock],
     "encoded images": lambda _: [items._encoded._lock],
     "images": lambda _: load.image_locks._locks,
 }
