@@ -1,1 +1,1 @@
-"""Appending new messages to what was sampled, without re-tokenizing it."""
+"""Appending new messages to sampled tokens, without re-tokenizing them."""

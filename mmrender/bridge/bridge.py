@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of
+from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, adopted, shape_of
 from mmrender.bridge.proof import Proof, TailProver
 from mmrender.bridge.tail import Extended, NotBridged, Sampled, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
@@ -160,21 +160,30 @@ class Bridge:
         base: tuple[int, ...] = ()
         shape = shape_of(request.messages, self._reads.marks)
         while True:
-            prover = TailProver(self._tails, self._reads, request.messages, media, base)
             # Not every count can be tried, so all counts above two are proved as two.
             counts = media and (min(media.images, 2), min(media.videos, 2))
             key = ("bridge", self._setting, shape, history, counts, base)
-            prove = partial(prover.prove, against_rewriting=history == "template")
+            prove = partial(self._prove, request.messages, media, base, history)
             proof = findings.get_or_find(key, Proof, prove)
             if proof.counts_media:
                 media = self._count(sampled.prompt, previous)
                 continue
             objection = next((each for each in proof.objections if each.applies(sampled)), None)
             if objection is None:
-                return prover.skeleton
+                return adopted(request.messages, self._tails.profile, self._reads, media, base)
             if len(base) == _MAX_ADOPTED or not objection.is_certain(sampled):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)
+
+    def _prove(
+        self,
+        messages: Sequence[Message],
+        media: MediaCount | None,
+        base: Sequence[int],
+        history: History,
+    ) -> Proof:
+        prover = TailProver(self._tails, self._reads, messages, media, base)
+        return prover.prove(against_rewriting=history == "template")
 
     def _require_open(self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData) -> None:
         """Raise `NotBridged` if a longer prompt would not begin with this one."""
@@ -201,6 +210,6 @@ class Bridge:
         media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
         if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
             raise NotBridged(
-                "the template counts media, and previous_multi_modal_data lacks those of the prompt"
+                "the template counts media, and previous_multi_modal_data lacks the media of the prompt"
             )
         return media

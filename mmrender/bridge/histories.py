@@ -102,6 +102,20 @@ def skeleton(
     return ProbeHistory(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 
 
+def adopted(
+    extension: Sequence[Message],
+    profile: TemplateProfile,
+    reads: "Reads",
+    media: MediaCount | None,
+    base: Sequence[int],
+) -> ProbeHistory:
+    """The skeleton with these media that includes some of `all_variations`, by their indexes."""
+    history = skeleton(extension, profile, media or NO_MEDIA)
+    for index in base:
+        history = all_variations(extension, profile, reads, media)[index].of(history)
+    return history
+
+
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
     """Shape that extensions with one proof share. More than three equal messages in a row count as three."""
     shapes = []
@@ -213,6 +227,13 @@ _ANY_TURN = (
     Variation(looks_at="the tool definitions", tools=tuple(map(tool_definition, "abc"))),
     Variation(looks_at="the documents", documents=({"title": "probe", "text": f"{WORD}D"},)),
 )
+
+
+def all_variations(
+    extension: Sequence[Message], profile: TemplateProfile, reads: "Reads", media: MediaCount | None
+) -> list[Variation]:
+    """Every variation. Media come last, so the other indexes do not depend on their number."""
+    return [*variations(extension, profile), *reads.variations(), *media_placements(media)]
 
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:

@@ -17,13 +17,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from mmrender.bridge.histories import (
-    NO_MEDIA,
     MediaCount,
     ProbeHistory,
     Reads,
     Variation,
-    media_placements,
-    skeleton,
+    adopted,
+    all_variations,
     variations,
 )
 from mmrender.bridge.tail import WITH_REASONING, Extended, NotBridged, NotPrinted, Sampled, Tails
@@ -58,7 +57,7 @@ class Need(NamedTuple):
     """A condition that a conversation must meet to have had a history.
 
     Attributes:
-        kind: What `values` are. `other stop`: the stop tokens of the skeleton's turn, which the history's
+        kind: Meaning of `values`. `other stop`: the stop tokens of the skeleton's turn, which the history's
             turn does not end in. `token in prompt` and `token in turn`: added tokens that the template writes
             there, one of which is present, but not in the skeleton. `no content`: the template prints no
             content of the turn. `roles`: roles that the skeleton lacks. `reasoning`: states of the turn's
@@ -145,10 +144,9 @@ class TailProver:
         self._reads = reads
         self._extension = extension
         self._media = media
-        self._base = tuple(base)
-        self.skeleton = self._skeleton(media or NO_MEDIA)
-        """The history whose tail is taken."""
-        self._usual = self._extended(self.skeleton)
+        self._base = base
+        self._skeleton = adopted(extension, tails.profile, reads, media, base)
+        self._usual = self._extended(self._skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
         """Prove it. With `against_rewriting`, earlier turns must also stay as the template wrote them."""
@@ -161,39 +159,33 @@ class TailProver:
             return Proof((Objection(reason),))
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),))
-        probes = () if self._media is not None else _MEDIA_PROBES
-        if any(self._compare(self._extended(self._skeleton(count))) == "another tail" for count in probes):
-            return Proof((), counts_media=True)
+        for count in _MEDIA_PROBES if self._media is None else ():
+            history = adopted(self._extension, self._tails.profile, self._reads, count, self._base)
+            if self._compare(self._extended(history)) == "another tail":
+                return Proof((), counts_media=True)
         objections = tuple(map(Objection, self._omitted_texts())) or self._objections()
         if against_rewriting:
             objections += tuple(dict.fromkeys(self._rewriting()))
         return Proof(objections)
 
-    def _skeleton(self, media: MediaCount) -> ProbeHistory:
-        history = skeleton(self._extension, self._tails.profile, media)
-        return self._changed([self._variations()[index] for index in self._base], history)
-
-    def _variations(self) -> list[Variation]:
-        """Every variation. Media come last, so the other indexes do not depend on their number."""
-        other = variations(self._extension, self._tails.profile)
-        return [*other, *self._reads.variations(), *media_placements(self._media)]
-
     def _extended(self, history: ProbeHistory) -> Extended:
         return Extended(self._tails, history, self._extension)
 
-    def _changed(self, chosen: Iterable[Variation], history: ProbeHistory | None = None) -> ProbeHistory:
-        history = self.skeleton if history is None else history
+    def _changed(self, chosen: Iterable[Variation]) -> Extended:
+        """The skeleton with several variations, and the extension after it."""
+        history = self._skeleton
         for variation in chosen:
             history = variation.of(history)
-        return history
+        return self._extended(history)
 
     def _objections(self) -> tuple[Objection, ...]:
         """Histories with another tail, up to the first that every conversation may have had."""
         combinable: list[Variation] = []
         objections: list[Objection] = []
         seen: list[_Seen] = []
-        for index, variation in enumerate(self._variations()):
-            varied = self._extended(variation.of(self.skeleton))
+        respects = all_variations(self._extension, self._tails.profile, self._reads, self._media)
+        for index, variation in enumerate(respects):
+            varied = self._changed([variation])
             difference = self._compare(varied) if self._is_possible(variation, varied) else None
             if difference is None:
                 continue
@@ -218,8 +210,8 @@ class TailProver:
                 for variation in list(chosen):
                     fewer = [other for other in chosen if other is not variation]
                     chosen = fewer if self._changes_tail(fewer) else chosen
-                varied = self._extended(self._changed(chosen))
-                objections.append(Objection(_depends_on(chosen), self._differences(varied)))
+                needs = self._differences(self._changed(chosen))
+                objections.append(Objection(_depends_on(chosen), needs))
                 combinable = [variation for variation in combinable if variation not in chosen]
         return tuple(objections)
 
@@ -258,15 +250,15 @@ class TailProver:
 
     def _new_roles(self, history: ProbeHistory) -> set[Role]:
         """Roles that the skeleton lacks."""
-        known = {message.role for message in self.skeleton.messages}
+        known = {message.role for message in self._skeleton.messages}
         return {message.role for message in history.messages} - known
 
     def _changes_tail(self, chosen: Iterable[Variation]) -> bool:
-        return self._compare(self._extended(self._changed(chosen))) == "another tail"
+        return self._compare(self._changed(chosen)) == "another tail"
 
     def _is_possible(self, variation: Variation, varied: Extended) -> bool:
         """Whether a conversation may differ in this respect, and the template prints it as text."""
-        if "content" in variation.answer and not self.skeleton.assistant.has_text:
+        if "content" in variation.answer and not self._skeleton.assistant.has_text:
             # The skeleton has no content, as before the call that ends the completion.
             return False
         try:
@@ -295,7 +287,7 @@ class TailProver:
 
     def _omitted_texts(self) -> Iterator[str]:
         """Reasons for the texts of new messages that the template leaves out."""
-        first = len(self.skeleton.messages)
+        first = len(self._skeleton.messages)
         for index in unprinted_messages(self._usual.text, self._extension, first):
             yield f"the template does not print the text of new_messages[{index}]"
 
@@ -308,7 +300,7 @@ class TailProver:
         keeps_reasoning = False
         respects = variations(self._extension, self._tails.profile)
         for variation in [Variation(looks_at=""), *respects]:
-            history = variation.of(self.skeleton)
+            history = variation.of(self._skeleton)
             alone, later = Extended(self._tails, history, ()), self._extended(history)
             if not self._is_possible(variation, later):
                 continue
@@ -343,7 +335,7 @@ class TailProver:
 
 def _depends_on(chosen: Iterable[Variation]) -> str:
     names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
-    return f"what the template writes for this extension depends on {names}"
+    return f"the template's text for this extension depends on {names}"
 
 
 class _Seen(NamedTuple):

@@ -30,7 +30,7 @@ from mmrender.testing.conversations import ConversationMaker, sample_images
 from mmrender.tokens.rendered import RenderedTokens
 from small_models import MODELS, SmallModel, SmallProcessor
 
-REFUSED = {"last_user": "what the template writes for this extension depends on the system prompt"}
+REFUSED = {"last_user": "the template's text for this extension depends on the system prompt"}
 """Small templates with extensions that cannot be bridged, and why."""
 PICTURES = sample_images(random.Random(5), 3, largest=96)
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]

@@ -71,7 +71,7 @@ def test_refusals_are_kept_too(tiny_model: Path, folder: Path, probed: list[str]
         renderer = load(tiny_model, source)
         assert renderer.bridge_to_next_turn([1], [2], USER) is None
         reasons.add(renderer.why_not_bridged)
-    assert reasons == {"what the template writes for this extension depends on the number of earlier turns"}
+    assert reasons == {"the template's text for this extension depends on the number of earlier turns"}
     assert probed.count("proof") == 1
     assert folder.is_dir()
 

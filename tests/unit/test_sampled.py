@@ -86,7 +86,7 @@ def test_bridges_of_a_template_that_writes_results_within_the_turn(tiny_model):
     # Cut off after a call, the turn would have ended in another stop token.
     assert renderer.bridge_to_next_turn(prompt, called[:-1], user) is None
     assert renderer.why_not_bridged == (
-        "what the template writes for this extension depends on tool calls that nothing answers"
+        "the template's text for this extension depends on tool calls that nothing answers"
     )
 
 
