@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, adopted, shape_of
+from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of, skeleton_with
 from mmrender.bridge.proof import Proof, TailProver
-from mmrender.bridge.tail import Extended, NotBridged, Sampled, Tails, place_of_new
+from mmrender.bridge.tail import BridgedTurn, ExtendedHistory, NotBridged, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role
 from mmrender.rendering import Rendering
@@ -79,7 +79,7 @@ class Bridge:
         messages = request.messages
         self._require_extension(prompt, request, previous)
         previous.spans(len(prompt), where="previous_multi_modal_data")
-        sampled = Sampled(self._turns, prompt, completion, roles)
+        sampled = BridgedTurn(self._turns, prompt, completion, roles)
         first = _MIN_MESSAGES
         try:
             skeleton = self._proved(sampled, request, previous, history)
@@ -132,9 +132,9 @@ class Bridge:
             if media.processor.depends_on_image_count:
                 raise NotBridged("the processor treats an image differently when more of them follow")
 
-    def _appended(self, sampled: Sampled, messages: Sequence[Message], history: ProbeHistory) -> Layout:
+    def _appended(self, sampled: BridgedTurn, messages: Sequence[Message], history: ProbeHistory) -> Layout:
         """Lay out the text that closes the completion, and the tail after it."""
-        tail = Extended(self._tails, history, messages).tail
+        tail = ExtendedHistory(self._tails, history, messages).tail
         close = ""
         if sampled.stop_id is None:
             close, start = self._tails.closing(tail, history, messages, sampled)
@@ -147,7 +147,7 @@ class Bridge:
         return self._writer.lay_out(TracedStr(close) + tail.layout.text[start:])
 
     def _proved(
-        self, sampled: Sampled, request: RenderRequest, previous: MultiModalData, history: History
+        self, sampled: BridgedTurn, request: RenderRequest, previous: MultiModalData, history: History
     ) -> ProbeHistory:
         """The history whose tail is taken, once it is proved that the tail depends on nothing else.
 
@@ -170,7 +170,7 @@ class Bridge:
                 continue
             objection = next((each for each in proof.objections if each.applies(sampled)), None)
             if objection is None:
-                return adopted(request.messages, self._tails.profile, self._reads, media, base)
+                return skeleton_with(request.messages, self._tails.profile, self._reads, media, base)
             if len(base) == _MAX_ADOPTED or not objection.is_certain(sampled):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)

@@ -102,7 +102,7 @@ def skeleton(
     return ProbeHistory(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 
 
-def adopted(
+def skeleton_with(
     extension: Sequence[Message],
     profile: TemplateProfile,
     reads: "Reads",

@@ -21,11 +21,11 @@ from mmrender.bridge.histories import (
     ProbeHistory,
     Reads,
     Variation,
-    adopted,
     all_variations,
+    skeleton_with,
     variations,
 )
-from mmrender.bridge.tail import WITH_REASONING, Extended, NotBridged, NotPrinted, Sampled, Tails
+from mmrender.bridge.tail import WITH_REASONING, BridgedTurn, ExtendedHistory, NotBridged, NotPrinted, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role
 from mmrender.rendering import unprinted_messages
@@ -41,7 +41,7 @@ NeedKind: TypeAlias = Literal[
     "other stop", "token in prompt", "token in turn", "no content", "roles", "reasoning", "other opening"
 ]
 
-_IS_POSSIBLE: Mapping[NeedKind, Callable[[Sampled, Sequence[Any]], bool]] = {
+_IS_POSSIBLE: Mapping[NeedKind, Callable[[BridgedTurn, Sequence[Any]], bool]] = {
     "other stop": lambda sampled, usual: sampled.stop_id not in usual,
     "token in prompt": lambda sampled, ids: any(token in sampled.prompt for token in ids),
     "token in turn": lambda sampled, ids: any(token in sampled.said for token in ids),
@@ -87,7 +87,7 @@ class Objection:
     variation: int = -1
     stop_id: int | None = None
 
-    def applies(self, sampled: Sampled) -> bool:
+    def applies(self, sampled: BridgedTurn) -> bool:
         """Whether a sampled turn may have followed this history."""
         return all(_IS_POSSIBLE[need.kind](sampled, need.values) for need in self.needs)
 
@@ -95,7 +95,7 @@ class Objection:
         """Values of one kind of need, or None without that need."""
         return next((need.values for need in self.needs if need.kind == kind), None)
 
-    def is_certain(self, sampled: Sampled) -> bool:
+    def is_certain(self, sampled: BridgedTurn) -> bool:
         """Whether a sampled turn shows that it followed a history like this one, which applies to it."""
         if self.variation < 0:
             return False
@@ -145,7 +145,7 @@ class TailProver:
         self._extension = extension
         self._media = media
         self._base = base
-        self._skeleton = adopted(extension, tails.profile, reads, media, base)
+        self._skeleton = skeleton_with(extension, tails.profile, reads, media, base)
         self._usual = self._extended(self._skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
@@ -160,7 +160,7 @@ class TailProver:
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),))
         for count in _MEDIA_PROBES if self._media is None else ():
-            history = adopted(self._extension, self._tails.profile, self._reads, count, self._base)
+            history = skeleton_with(self._extension, self._tails.profile, self._reads, count, self._base)
             if self._compare(self._extended(history)) == "another tail":
                 return Proof((), counts_media=True)
         objections = tuple(map(Objection, self._omitted_texts())) or self._objections()
@@ -168,10 +168,10 @@ class TailProver:
             objections += tuple(dict.fromkeys(self._rewriting()))
         return Proof(objections)
 
-    def _extended(self, history: ProbeHistory) -> Extended:
-        return Extended(self._tails, history, self._extension)
+    def _extended(self, history: ProbeHistory) -> ExtendedHistory:
+        return ExtendedHistory(self._tails, history, self._extension)
 
-    def _changed(self, chosen: Iterable[Variation]) -> Extended:
+    def _changed(self, chosen: Iterable[Variation]) -> ExtendedHistory:
         """The skeleton with several variations, and the extension after it."""
         history = self._skeleton
         for variation in chosen:
@@ -182,24 +182,24 @@ class TailProver:
         """Histories with another tail, up to the first that every conversation may have had."""
         combinable: list[Variation] = []
         objections: list[Objection] = []
-        seen: list[_Seen] = []
+        endings: list[tuple[set[Role], int | None, str | None]] = []
         respects = all_variations(self._extension, self._tails.profile, self._reads, self._media)
         for index, variation in enumerate(respects):
             varied = self._changed([variation])
             difference = self._compare(varied) if self._is_possible(variation, varied) else None
             if difference is None:
                 continue
-            seen.append(_Seen.of(varied, self._new_roles(varied.history)))
+            stop_id, text = varied.ending
+            endings.append((self._new_roles(varied.history), stop_id, text))
             if difference != "the same":
-                needs = self._needs(variation, varied, seen[-1].stop_id, difference)
-                objection = Objection(_depends_on([variation]), needs, index, seen[-1].stop_id)
-                objections.append(objection)
+                needs = self._needs(variation, varied, stop_id, difference)
+                objections.append(Objection(_depends_on([variation]), needs, index, stop_id))
                 if not needs:
                     return tuple(objections)
             elif variation.combines:
                 combinable.append(variation)
         objections = [
-            objection if _is_decided(objection, seen) else replace(objection, variation=-1)
+            objection if _is_decided(objection, endings) else replace(objection, variation=-1)
             for objection in objections
         ]
         # Several at once, for templates that look at two things together.
@@ -216,7 +216,7 @@ class TailProver:
         return tuple(objections)
 
     def _needs(
-        self, variation: Variation, varied: Extended, stop_id: int | None, difference: str
+        self, variation: Variation, varied: ExtendedHistory, stop_id: int | None, difference: str
     ) -> tuple[Need, ...]:
         """Conditions for a history with another tail."""
         ends = self._tails.profile.end_ids
@@ -229,7 +229,7 @@ class TailProver:
         differences = self._differences(varied)
         return (other_stop, *differences) if difference == "another stop" else differences
 
-    def _differences(self, varied: Extended) -> tuple[Need, ...]:
+    def _differences(self, varied: ExtendedHistory) -> tuple[Need, ...]:
         """Conditions that show in a history's turn, in its prompt, or in its roles."""
         usual, roles = self._usual, self._new_roles(varied.history)
         # Arguments may write tokens of their own, which calls of the same kind need not have.
@@ -256,7 +256,7 @@ class TailProver:
     def _changes_tail(self, chosen: Iterable[Variation]) -> bool:
         return self._compare(self._changed(chosen)) == "another tail"
 
-    def _is_possible(self, variation: Variation, varied: Extended) -> bool:
+    def _is_possible(self, variation: Variation, varied: ExtendedHistory) -> bool:
         """Whether a conversation may differ in this respect, and the template prints it as text."""
         if "content" in variation.answer and not self._skeleton.assistant.has_text:
             # The skeleton has no content, as before the call that ends the completion.
@@ -266,7 +266,7 @@ class TailProver:
         except TemplateError:
             return False
 
-    def _compare(self, varied: Extended) -> Literal["the same", "another tail", "another stop"] | None:
+    def _compare(self, varied: ExtendedHistory) -> Literal["the same", "another tail", "another stop"] | None:
         """Compare the tail after a history, from the stop token on. None if the template refuses it."""
         usual = self._usual.tail
         expected = usual.text[usual.end.start :]
@@ -301,7 +301,7 @@ class TailProver:
         respects = variations(self._extension, self._tails.profile)
         for variation in [Variation(looks_at=""), *respects]:
             history = variation.of(self._skeleton)
-            alone, later = Extended(self._tails, history, ()), self._extended(history)
+            alone, later = ExtendedHistory(self._tails, history, ()), self._extended(history)
             if not self._is_possible(variation, later):
                 continue
             try:
@@ -338,31 +338,18 @@ def _depends_on(chosen: Iterable[Variation]) -> str:
     return f"the template's text for this extension depends on {names}"
 
 
-class _Seen(NamedTuple):
-    """A history's new roles, its turn's stop token, and the text from there on, None without a tail."""
+def _is_decided(objection: Objection, endings: Iterable[tuple[set[Role], int | None, str | None]]) -> bool:
+    """Whether every history seen with the objection's stop token, or with its roles, has its tail.
 
-    roles: set[Role]
-    stop_id: int | None
-    text: str | None
-
-    @classmethod
-    def of(cls, varied: Extended, roles: set[Role]) -> "_Seen":
-        try:
-            tail = varied.tail
-        except (TemplateError, NotBridged):
-            return cls(roles, None, None)
-        return cls(roles, tail.end.token_id, tail.text[tail.end.start :])
-
-
-def _is_decided(objection: Objection, histories: Sequence[_Seen]) -> bool:
-    """Whether every history seen with the objection's stop token, or with its roles, has its tail."""
+    `endings` are the new roles of a history, its stop token, and its tail from there on.
+    """
     if objection.needed("reasoning") is not None:
         return True
     roles = {*(objection.needed("roles") or ())}
     is_by_stop = objection.needed("other stop") is not None
     texts = {
-        seen.text
-        for seen in histories
-        if (seen.stop_id == objection.stop_id if is_by_stop else roles and roles <= seen.roles)
+        text
+        for new_roles, stop_id, text in endings
+        if (stop_id == objection.stop_id if is_by_stop else roles and roles <= new_roles)
     }
     return len(texts) == 1 and None not in texts

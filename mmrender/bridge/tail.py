@@ -71,7 +71,7 @@ def reasoning_state(format_: ReasoningFormat | None, turn: str) -> ReasoningStat
     return "written" if after.strip() else "alone"
 
 
-class Sampled:
+class BridgedTurn:
     """The sampled turn that a bridge continues.
 
     Args:
@@ -119,7 +119,7 @@ class Sampled:
         return text.startswith(opening) or (is_cut_off and opening.startswith(text))
 
 
-class Extended:
+class ExtendedHistory:
     """A history and its extension in the template's text, which is rendered once, when first asked for.
 
     The last message of the history is the assistant's turn that the extension follows. Every property
@@ -233,11 +233,19 @@ class Extended:
 
     @property
     def close(self) -> str | None:
-        """Template text between content and stop token, or None if there is no tail."""
+        """Template text between content and stop token. None without a tail."""
         try:
             return self.tail.close
         except (TemplateError, NotBridged):
             return None
+
+    @property
+    def ending(self) -> tuple[int | None, str | None]:
+        """The turn's stop token, and the tail from there on. Both are None without a tail."""
+        try:
+            return self.tail.end.token_id, self.tail.text[self.tail.end.start :]
+        except (TemplateError, NotBridged):
+            return None, None
 
     @property
     def rest_of_empty_turn(self) -> str | None:
@@ -295,13 +303,13 @@ class Tails:
         return frozenset([self.writer.tokenizer.added_ids[match.token] for match in matches])
 
     def closing(
-        self, tail: Tail, history: ProbeHistory, extension: Sequence[Message], sampled: Sampled
+        self, tail: Tail, history: ProbeHistory, extension: Sequence[Message], sampled: BridgedTurn
     ) -> tuple[str, int]:
         """Text that closes a completion without a stop token, and the character of the tail that follows."""
         completion, reasoning = self.turns.text_of(sampled.completion).text, self.profile.reasoning
         history = history.answering(content=f"{WORD}A", tool_calls=())
         if sampled.is_fresh:
-            silent = Extended(self, history.answering(content="", reasoning_content=None), extension)
+            silent = ExtendedHistory(self, history.answering(content="", reasoning_content=None), extension)
             rest = silent.rest_of_empty_turn
             if rest is not None and rest.startswith(completion):
                 return rest[len(completion) :], tail.rest
@@ -320,7 +328,7 @@ class Tails:
         close = tail.close
         if any(message.role == "tool" for message in extension[:1]):
             # The tail begins after a call, but this completion may have been cut off before one.
-            close = Extended(self, history, extension).close or ""
+            close = ExtendedHistory(self, history, extension).close or ""
         return "" if completion.endswith(close) else close, tail.end.start
 
     def _reasoning_close(self, history: ProbeHistory, extension: Sequence[Message], completion: str) -> str:
@@ -339,16 +347,16 @@ class Tails:
 
         # A template may drop reasoning once a message follows it.
         for following in (extension, ()):
-            thought = Extended(self, thinking(f"{WORD}T"), following)
+            thought = ExtendedHistory(self, thinking(f"{WORD}T"), following)
             close = thought.close
             if close is None:
                 continue
             if blank and close.startswith(blank):
-                with_blank = Extended(self, thinking(f"{WORD}T{blank}"), following)
+                with_blank = ExtendedHistory(self, thinking(f"{WORD}T{blank}"), following)
                 if len(with_blank.text) == len(thought.text):
                     return close[len(blank) :]
             return close
-        after_content = Extended(self, history, extension).close or ""
+        after_content = ExtendedHistory(self, history, extension).close or ""
         return reasoning.before_end + reasoning.end + reasoning.after_end + after_content
 
 

@@ -13,7 +13,7 @@ from mmrender.turns.sampled import SampledTurn
 from mmrender.turns.turns import turn_ends, turn_stop
 
 
-class Sampled(NamedTuple):
+class SampledSpans(NamedTuple):
     """Spans with sampled tokens marked, and the turns that are not sampled whole.
 
     Attributes:
@@ -27,7 +27,7 @@ class Sampled(NamedTuple):
     misaligned: tuple[int, ...]
 
 
-def mark_sampled(encoded: Encoded, turns: Sequence[SampledTurn], stop_ids: Collection[int]) -> Sampled:
+def mark_sampled(encoded: Encoded, turns: Sequence[SampledTurn], stop_ids: Collection[int]) -> SampledSpans:
     """Mark the sampled tokens of turns."""
     ranges, answer_only, misaligned = [], [], []
     ends = turn_ends(encoded.spans)
@@ -42,7 +42,7 @@ def mark_sampled(encoded: Encoded, turns: Sequence[SampledTurn], stop_ids: Colle
         stop = turn_stop(encoded.ids, start, ends.get(turn.message, start), stop_ids)
         if stop > start:
             ranges.append((start, stop, turn.message))
-    return Sampled(tuple(_split(encoded.spans, ranges)), tuple(answer_only), tuple(misaligned))
+    return SampledSpans(tuple(_split(encoded.spans, ranges)), tuple(answer_only), tuple(misaligned))
 
 
 def _split(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -> list[TokenSpan]:
