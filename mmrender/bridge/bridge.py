@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import MediaCount, ProbeHistory, Reads, shape_of, skeleton_with
+from mmrender.bridge.histories import MediaCount, ProbeHistory, shape_of, skeleton_with
 from mmrender.bridge.proof import Proof, TailProver
 from mmrender.bridge.tail import BridgedTurn, ExtendedHistory, NotBridged, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
@@ -20,7 +20,6 @@ from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-from mmrender.turns.turns import Turns
 
 __all__ = ["Bridge", "History", "NotBridged"]
 
@@ -44,9 +43,7 @@ class Bridge:
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
         self._writer = writer = rendering.writer
-        self._turns = Turns(rendering.known.profile, writer.tokenizer)
-        self._reads = Reads.of(rendering.known.template.syntax_tree)
-        self._tails = Tails(rendering.known, writer, self._turns)
+        self._tails = Tails(rendering.known, writer)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
 
     def extend(
@@ -79,7 +76,7 @@ class Bridge:
         messages = request.messages
         self._require_extension(prompt, request, previous)
         previous.spans(len(prompt), where="previous_multi_modal_data")
-        sampled = BridgedTurn(self._turns, prompt, completion, roles)
+        sampled = BridgedTurn(self._tails.turns, prompt, completion, roles)
         first = _MIN_MESSAGES
         try:
             skeleton = self._proved(sampled, request, previous, history)
@@ -158,7 +155,7 @@ class Bridge:
         findings = self._rendering.known.findings
         media: MediaCount | None = None
         base: tuple[int, ...] = ()
-        shape = shape_of(request.messages, self._reads.marks)
+        shape = shape_of(request.messages, self._tails.reads.marks)
         while True:
             # Not every count can be tried, so all counts above two are proved as two.
             counts = media and (min(media.images, 2), min(media.videos, 2))
@@ -170,7 +167,7 @@ class Bridge:
                 continue
             objection = next((each for each in proof.objections if each.applies(sampled)), None)
             if objection is None:
-                return skeleton_with(request.messages, self._tails.profile, self._reads, media, base)
+                return skeleton_with(request.messages, self._tails.profile, self._tails.reads, media, base)
             if len(base) == _MAX_ADOPTED or not objection.is_certain(sampled):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)
@@ -182,7 +179,7 @@ class Bridge:
         base: Sequence[int],
         history: History,
     ) -> Proof:
-        prover = TailProver(self._tails, self._reads, messages, media, base)
+        prover = TailProver(self._tails, messages, media, base)
         return prover.prove(against_rewriting=history == "template")
 
     def _require_open(self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData) -> None:

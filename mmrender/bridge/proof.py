@@ -19,7 +19,6 @@ import msgspec
 from mmrender.bridge.histories import (
     MediaCount,
     ProbeHistory,
-    Reads,
     Variation,
     all_variations,
     skeleton_with,
@@ -126,7 +125,6 @@ class TailProver:
 
     Args:
         tails: Renders and cuts tails.
-        reads: Fields and texts that the template's source tests.
         extension: The new messages.
         media: Media of the skeleton. None until the tail is found to depend on their number.
         base: Indexes of variations that the skeleton includes.
@@ -135,17 +133,15 @@ class TailProver:
     def __init__(
         self,
         tails: Tails,
-        reads: Reads,
         extension: Sequence[Message],
         media: MediaCount | None,
         base: Sequence[int] = (),
     ) -> None:
         self._tails = tails
-        self._reads = reads
         self._extension = extension
         self._media = media
         self._base = base
-        self._skeleton = skeleton_with(extension, tails.profile, reads, media, base)
+        self._skeleton = skeleton_with(extension, tails.profile, tails.reads, media, base)
         self._usual = self._extended(self._skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
@@ -160,7 +156,9 @@ class TailProver:
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),))
         for count in _MEDIA_PROBES if self._media is None else ():
-            history = skeleton_with(self._extension, self._tails.profile, self._reads, count, self._base)
+            history = skeleton_with(
+                self._extension, self._tails.profile, self._tails.reads, count, self._base
+            )
             if self._compare(self._extended(history)) == "another tail":
                 return Proof((), counts_media=True)
         objections = tuple(map(Objection, self._omitted_texts())) or self._objections()
@@ -183,7 +181,7 @@ class TailProver:
         combinable: list[Variation] = []
         objections: list[Objection] = []
         endings: list[tuple[set[Role], int | None, str | None]] = []
-        respects = all_variations(self._extension, self._tails.profile, self._reads, self._media)
+        respects = all_variations(self._extension, self._tails.profile, self._tails.reads, self._media)
         for index, variation in enumerate(respects):
             varied = self._changed([variation])
             difference = self._compare(varied) if self._is_possible(variation, varied) else None

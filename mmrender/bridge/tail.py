@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import ProbeHistory
+from mmrender.bridge.histories import ProbeHistory, Reads
 from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import Message, RenderRequest, Role
@@ -269,12 +269,12 @@ class Tails:
     Args:
         known: The template, and the findings about it.
         writer: Finds the syntax of a text.
-        turns: Finds turns.
     """
 
-    def __init__(self, known: KnownTemplate, writer: TokenWriter, turns: Turns) -> None:
+    def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
-        self.turns = turns
+        self.reads = Reads.of(known.template.syntax_tree)
+        self.turns = Turns(known.profile, writer.tokenizer)
         self.writer = writer
         self._known = known
 
