@@ -330,15 +330,14 @@ class InferenceEngineClient(InferenceEngineInterface):
             pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
             await self._reach(able, pausing)
             if mode == "abort":
-                await pool.end_calls("paused")
+                await pool.end_calls()
             if clear_cache:
                 await self._reach(others, lambda engine: engine.reset_prefix_cache())
         except BaseException:
             # Engines that have not answered are resumed too, since their pause may have reached the server.
             # One that hangs must not hold up the caller, who may have been cancelled.
-            for replica, error in (
-                await self._resume_halted(min(pool.pause_timeout, HEALTH_TIMEOUT))
-            ).items():
+            failed = await self._resume_halted(min(pool.pause_timeout, HEALTH_TIMEOUT))
+            for replica, error in failed.items():
                 if not isinstance(error, EngineStateError | EngineUnsupportedError):
                     pool.take_down(replica, str(error))  # it may still be paused
             pool.move("pausing", "open")
@@ -394,7 +393,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         pool.enter()
         pool.aborts += 1
         pool.changed.notify_all()
-        await pool.end_calls("aborted", look=0.0)
+        await pool.end_calls(look=0.0)
 
     async def check_health(self) -> None:
         """Return if any engine serves, after asking those that are down too.
@@ -415,7 +414,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         pool.changed.notify_all()
         if not await pool.until_idle(wait):
             for call in pool.calls():
-                call.end("aborted")
+                call.end("stopped")
             await pool.until_idle()
         for error in (await pool.failures(self.replicas, lambda engine: engine.teardown())).values():
             raise error

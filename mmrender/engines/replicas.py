@@ -29,8 +29,8 @@ from mmrender.errors import (
 
 State: TypeAlias = Literal["open", "pausing", "paused", "resuming", "closed"]
 Action: TypeAlias = Callable[[InferenceEngineInterface], Awaitable[Any]]
-Ending: TypeAlias = Literal["paused", "aborted", "down"]
-"""Reason for which the client itself ended a request."""
+Ending: TypeAlias = Literal["stopped", "down"]
+"""Why the client itself ended a request: for a pause or an abort, or since its engine is down."""
 
 HEALTH_TIMEOUT: Final = 5.0
 """Seconds that an engine may take to answer for its health, its limit or a pause."""
@@ -316,7 +316,7 @@ class ReplicaPool:
 
     async def _choose(self, work: Work, failed: Collection[Replica]) -> Replica:
         """Return the first replica of the work's order that serves and has not failed it."""
-        # A router would pass requests on to engines that are paused, or that have other weights.
+        # Behind a router one engine must serve, or it would pass requests on to paused or outdated ones.
         for needed in (self.replicas, work.order):
             if all(each.down is not None for each in needed):
                 await asyncio.gather(*map(self.look_at, needed))
@@ -329,11 +329,11 @@ class ReplicaPool:
         """Wait until no request is in flight, or return False after `timeout` seconds."""
         return await self._ended.wait_for(lambda: not self.calls(), timeout)
 
-    async def end_calls(self, ending: Ending, look: float = 0.05) -> None:
+    async def end_calls(self, look: float = 0.05) -> None:
         """Let engines abort every request in flight, and wait until each has ended.
 
         Engines are asked repeatedly, since one asked too early does not know of a request on its way to it.
-        Requests that run on after the timeout are cancelled, and return nothing.
+        Requests that run on after the timeout are cancelled without a result.
         """
         running, clock = set(self.calls()), asyncio.get_running_loop().time
         deadline = clock() + self.pause_timeout
@@ -348,7 +348,7 @@ class ReplicaPool:
                 if isinstance(error, EngineUnsupportedError):
                     late = late | asked[replica]
             for call in late:
-                call.end(ending)
+                call.end("stopped")
             look = min(2 * max(look, 0.05), 1.0)
 
     # --- calls to several engines ---
