@@ -86,8 +86,12 @@ class Engine:
 
         Raises:
             PromptTooLongError: The prompt is too long: seen before sending, or reported by the server.
+            InputError: An option is unknown.
             MMRenderError: As for `RendererBackend.generate`.
         """
+        known_options = RequestOptions.__annotations__
+        if unknown := sorted(options.keys() - known_options.keys()):
+            raise InputError("unknown option", where=unknown[0], expected=", ".join(known_options))
         count = len(prompt.ids)
         limit, room = self._max_prompt_len, None
         if limit is None and (limit := await self.max_prompt_len()) is not None:

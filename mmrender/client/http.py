@@ -71,7 +71,7 @@ class _Body(aiohttp.Payload):
                     continue
             except ConnectionError:
                 return  # the server closed it, and its reply, if it sent one, is still to be read
-            view = memoryview(joined([piece]))
+            view = memoryview(piece.data if isinstance(piece, JSONText) else piece)
             for start in range(0, max(1, len(view)), _SLICE):  # once at least: the headers go with it
                 await writer.write(view[start : start + _SLICE])
                 await asyncio.sleep(0)
@@ -247,10 +247,7 @@ class HTTPTransport:
         """Send a request and read the whole reply. See `Transport.request`.
 
         Raises:
-            EngineConnectionError: The server was not reached, or the connection broke.
-            EngineTimeoutError: The call took longer than `timeout`.
-            EngineStatusError: The status of the reply is outside 2xx.
-            EngineReplyError: The reply is longer than `max_reply_bytes`.
+            EngineError: As for `Transport.request`, or the reply is longer than `max_reply_bytes`.
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
         seconds = self.config.timeout if timeout is None else timeout

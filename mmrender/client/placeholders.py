@@ -5,7 +5,7 @@ vocabulary, ranges that hold exactly the tokens of their items, no image without
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -172,15 +172,6 @@ def token_at(ids: Any, index: int) -> str:
     return f"the token {ids[index]}" if index < len(ids) else "the end"
 
 
-class KnownTokens(TypedDict):
-    """Fields of an `EngineRequest` that a renderer knows."""
-
-    vocab_size: int | None
-    placeholder_ids: dict[str, int]
-    media_token_ids: dict[str, int]
-    eos_token_ids: Sequence[int] | None
-
-
 class ModelTokens:
     """The model's tokens, as far as a renderer, or None, knows them. Each is looked up once."""
 
@@ -209,7 +200,7 @@ class ModelTokens:
         known = self._known(texts.values())
         return {modality: known[text] for modality, text in texts.items() if text in known}
 
-    def fields(self, data: MultiModalData) -> KnownTokens:
+    def fields(self, data: MultiModalData) -> dict[str, Any]:
         """Return the fields of a request with these items."""
         items = (
             [] if self._tokenizer is None else [each for items in data.mm_items.values() for each in items]

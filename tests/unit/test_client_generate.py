@@ -245,6 +245,7 @@ def test_prompts_that_are_refused(renderer, sentence):
     other = {"prompt_ids": prompt.token_ids[1:], "prompt_attribution": prompt}
     assert str(refused(InputError, renderer, **other)) == sentence
     assert str(refused(InputError, renderer, messages=None)) == sentence
+    assert str(refused(InputError, renderer, cache_salts="x")) == sentence
 
 
 def test_a_long_prompt_is_refused_before_it_is_sent(renderer, sentence):

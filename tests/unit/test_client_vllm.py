@@ -249,50 +249,22 @@ def changed_values(elem):
 
 
 MISMATCHES = {
-    "arithmetic": (
-        {"pixels": "float32", "pixel_values": lambda elem: FieldElem(elem.data * 1.1, elem.field)},
-        r"values of pixel_values - .*no difference above 0\.0001",
-    ),
-    "values": (
-        {"pixel_values": changed_values},
-        r"values of pixel_values - expected as the server has it: no difference above 0, got here: \d+, and 1 of "
-        r"98304 values differ",
-    ),
-    "shape": (
-        {"pixel_values": lambda elem: FieldElem(elem.data[:32], elem.field)},
-        r"pixel_values - expected as the server has it: uint8 \[32, 1536\], got here: uint8 \[64, 1536\]",
-    ),
-    "dtype": (
-        {"pixel_values": lambda elem: FieldElem(elem.data.astype(np.int16), elem.field)},
-        "pixel dtypes - expected as the server has it: int16, got here: one of uint8, float32, bfloat16, float16",
-    ),
-    "grid": (
-        {"image_grid_thw": lambda elem: FieldElem(elem.data[::-1].copy(), elem.field)},
-        "values of image_grid_thw",
-    ),
-    "missing": (
-        {"image_grid_thw": lambda _: None},
-        "fields - expected as the server has it: pixel_values, got here: image_grid_thw, pixel_values",
-    ),
-    "further": (
-        {"extra": FieldElem(np.array([1]), BatchedField())},
-        "fields - expected as the server has it: extra, image_grid_thw, pixel_values, got here: image_grid_thw, "
-        "pixel_values",
-    ),
+    "arithmetic": {"pixels": "float32", "pixel_values": lambda elem: FieldElem(elem.data * 1.1, elem.field)},
+    "values": {"pixel_values": changed_values},
+    "shape": {"pixel_values": lambda elem: FieldElem(elem.data[:32], elem.field)},
+    "dtype": {"pixel_values": lambda elem: FieldElem(elem.data.astype(np.int16), elem.field)},
+    "grid": {"image_grid_thw": lambda elem: FieldElem(elem.data[::-1].copy(), elem.field)},
+    "missing": {"image_grid_thw": lambda _: None},
+    "further": {"extra": FieldElem(np.array([1]), BatchedField())},
 }
 
 
 @pytest.mark.parametrize("name", list(MISMATCHES))
 def test_a_server_that_makes_something_else_of_the_image(image, name, sentence):
-    changes, message = MISMATCHES[name]
-    transport = server(**{RENDER: served(image, **changes)})
-    with pytest.raises(EngineMismatchError, match=message) as caught:
+    transport = server(**{RENDER: served(image, **MISMATCHES[name])})
+    with pytest.raises(EngineMismatchError) as caught:
         run(transport, image)
     assert str(caught.value) == sentence
-    assert (
-        caught.value.remedy
-        == "Render with the files and processor settings of the model that the server runs"
-    )
     assert sent(transport) == []
 
 

@@ -101,14 +101,7 @@ def test_a_returned_prompt_that_is_ours():
     assert widened(prompt_token_ids=[1, 9, 9, 3])
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        [1, 9, 3],
-        [1, 9, 9],
-        [1, 9, 9, 3, 3],
-    ],
-)
+@pytest.mark.parametrize("ids", [[1, 9, 3], [1, 9, 9], [1, 9, 9, 3, 3]])
 def test_a_returned_prompt_that_is_another(ids, sentence):
     with pytest.raises(EngineMismatchError) as caught:
         widened(prompt_token_ids=ids)
