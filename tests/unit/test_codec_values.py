@@ -105,33 +105,32 @@ def test_kept_as_it_is(value: Any) -> None:
     assert identical([value, {"k": (value,)}], back([value, {"k": (value,)}]))
 
 
-REFUSED: list[tuple[Any, str]] = [
-    ({"a": [1, object()]}, "$.a[1]: builtins.object has no form on the wire. Give numbers, text, bytes, "
-     "arrays, lists, dicts, or a dataclass or msgspec Struct of these"),
-    ([np.array([object()])], "$[0]: dtype object has no form on the wire. Give a list"),
-    ({"m": np.ma.array([1])}, "$.m: MaskedArray is a subclass of numpy.ndarray, and what it adds would be"),
-    (np.array(["2026"], "M8[D]"), "$: dtype datetime64[D] has no form on the wire"),
-    ({"s": ("ok", "\ud800")}, "$.s[1]: a lone surrogate is not text - got '\\ud800'"),
-    ({"\udfff": 1}, "$.\udfff: a lone surrogate is not text - got '\\udfff'"),
-    ([{"a": (2**64,)}], "$[0].a[0]: an integer beyond 64 bits - got 18446744073709551616"),
-    ([0] * 20 + [-(2**63) - 1], "$[20]: an integer beyond 64 bits - got -9223372036854775809"),
-    ([0] * 20 + [Number(1)], "$[20]: test_codec_values.Number is a subclass of int, and what it adds would"),
-    (Text("x"), "$: test_codec_values.Text is a subclass of str, and what it adds would be lost"),
-    (OrderedDict(a=1), "$: collections.OrderedDict is a subclass of dict, and what it adds would be lost"),
-    ([1.0] * 20 + [Fraction(1, 2)], "$[20]: fractions.Fraction has no form on the wire"),
-    ({"d": {3: "x"}}, "$.d.3: a key must be a string. Convert the keys with str()"),
-    (memoryview(np.zeros(4, "f4")), "$: a memoryview must be contiguous bytes. Cast it to 'B'"),
-    (torch.zeros(2).to_sparse(), "$: only dense tensors of a dtype of the table have a form on the wire"),
-    (torch.zeros(2, device="meta"), "$: only dense tensors of a dtype of the table have a form on the wire"),
-    (mmcodecs.Shared([1], b"k"), "$: only an array can be Shared - got list"),
-]  # fmt: skip
+REFUSED: dict[str, Any] = {
+    "object": {"a": [1, object()]},
+    "dtype object": [np.array([object()])],
+    "masked array": {"m": np.ma.array([1])},
+    "datetime64": np.array(["2026"], "M8[D]"),
+    "lone surrogate": {"s": ("ok", "\ud800")},
+    "surrogate as a key": {"\udfff": 1},
+    "integer": [{"a": (2**64,)}],
+    "negative integer": [0] * 20 + [-(2**63) - 1],
+    "subclass of int": [0] * 20 + [Number(1)],
+    "subclass of str": Text("x"),
+    "subclass of dict": OrderedDict(a=1),
+    "fraction": [1.0] * 20 + [Fraction(1, 2)],
+    "key": {"d": {3: "x"}},
+    "memoryview of floats": memoryview(np.zeros(4, "f4")),
+    "sparse tensor": torch.zeros(2).to_sparse(),
+    "meta tensor": torch.zeros(2, device="meta"),
+    "shared list": mmcodecs.Shared([1], b"k"),
+}
 
 
-@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[text[:30] for _, text in REFUSED])
-def test_refused_with_its_path(value: Any, message: str) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_its_path(case: str, sentence: Any) -> None:
     with pytest.raises(mmcodecs.UnsupportedTypeError) as caught:
-        mmcodecs.encode(value)
-    assert str(caught.value).replace("tests.unit.", "").startswith(message)
+        mmcodecs.encode(REFUSED[case])
+    assert ascii(str(caught.value).replace("tests.unit.", "")) == sentence
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -37,54 +38,40 @@ def refusal(data: Any, **options: Any) -> str:
     return str(caught.value)
 
 
-BODIES: dict[str, tuple[bytes, str]] = {
-    "trailing byte": (b"\x01\x02", "body: malformed body: MessagePack data is malformed: trailing"),
-    "array bomb": (b"\xdd\xff\xff\xff\xff", "body: malformed body: Input data was truncated"),
-    "nil key in a tuple": (encode([Ext(3, b"\x91\x81\xc0\x01")]), "body: a key is not a string - got None"),
-    "text not UTF-8": (b"\x91\xa1\xff", "body: malformed body: 'utf-8' codec can't decode byte 0xff"),
-    "long text not UTF-8": (encode(Ext(7, b"\x03\x01\xff")), "body: malformed body: 'utf-8' codec can't"),
-    "packed list of lists": (encode([1, Ext(2, b"\x91\x90")]), "body: malformed body: Expected `bool | int"),
-    "record too short": (
-        encode([Ext(3, b"\x90"), Ext(1, b"\x06")]),
-        "extension 2 of the body: array record too short - expected 8 bytes, got 1",
-    ),
-    "missing key": (encode(record(flags=3 << 3, rest=b"k")), "1 shared array(s) are not in the table - got"),
+BODIES: dict[str, bytes] = {
+    "trailing byte": b"\x01\x02",
+    "array bomb": b"\xdd\xff\xff\xff\xff",
+    "nil key in a tuple": encode([Ext(3, b"\x91\x81\xc0\x01")]),
+    "text not UTF-8": b"\x91\xa1\xff",
+    "long text not UTF-8": encode(Ext(7, b"\x03\x01\xff")),
+    "packed list of lists": encode([1, Ext(2, b"\x91\x90")]),
+    "record too short": encode([Ext(3, b"\x90"), Ext(1, b"\x06")]),
+    "missing key": encode(record(flags=3 << 3, rest=b"k")),
 }
-
-
-EXTENSIONS: dict[str, tuple[Ext, str]] = {
-    "unknown extension": (Ext(17, b""), "unknown extension type"),
-    "tuple of a map": (Ext(3, b"\x80"), "a tuple extension holds an array"),
-    "data kind": (Ext(7, b"\x09\x01"), "malformed byte string"),
-    "dtype id": (record(99), "unknown dtype id"),
-    "flags": (record(flags=0x20), "reserved bits of an array record"),
-    "unit": (record(unit=3), "reserved bits of an array record"),
-    "dimensions cut": (
-        Ext(1, bytes((6, 8, 3, 0)) + bytes(4)),
-        "array record too short - expected 32 bytes, got 8",
-    ),
-    "many dimensions": (record(shape=(1,) * 9), "Limits.max_ndim exceeded"),
-    "inline too short": (
-        record(flags=INLINE, rest=b"abc"),
-        "uint8 of shape (4,) does not fill its bytes - expected 4 bytes, got 3",
-    ),
-    "product overflows": (record(shape=(1 << 32, 1 << 32, 0), flags=INLINE), "array too large to exist"),
-    "scalar with a shape": (record(flags=INLINE | 1, rest=b"abcd"), "a scalar has no dimensions"),
-    "no such frame": (record(rest=FRAME_0), "no such frame"),
-    "frame index": (record(rest=b"\0"), "a frame index is four bytes"),
-    "empty key": (record(flags=3 << 3), "Limits.max_key_bytes exceeded"),
-    "long key": (record(flags=3 << 3, rest=b"k" * 65), "Limits.max_key_bytes exceeded"),
+EXTENSIONS = {
+    "unknown extension": Ext(17, b""),
+    "tuple of a map": Ext(3, b"\x80"),
+    "data kind": Ext(7, b"\x09\x01"),
+    "dtype id": record(99),
+    "flags": record(flags=0x20),
+    "unit": record(unit=3),
+    "dimensions cut": Ext(1, bytes((6, 8, 3, 0)) + bytes(4)),
+    "many dimensions": record(shape=(1,) * 9),
+    "inline too short": record(flags=INLINE, rest=b"abc"),
+    "product overflows": record(shape=(1 << 32, 1 << 32, 0), flags=INLINE),
+    "scalar with a shape": record(flags=INLINE | 1, rest=b"abcd"),
+    "no such frame": record(rest=FRAME_0),
+    "frame index": record(rest=b"\0"),
+    "empty key": record(flags=3 << 3),
+    "long key": record(flags=3 << 3, rest=b"k" * 65),
 }
-BODIES |= {
-    name: (encode([extension]), f"extension 1 of the body: {message}")
-    for name, (extension, message) in EXTENSIONS.items()
-}
+BODIES |= {name: encode([extension]) for name, extension in EXTENSIONS.items()}
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_broken_body(name: str) -> None:
-    body, expected = BODIES[name]
-    assert refusal(message(body)).startswith(expected)
+def test_a_broken_body(name: str, sentence: Any) -> None:
+    # The words of msgspec and Python change with their releases.
+    assert re.sub("(malformed body): .*", r"\1", refusal(message(BODIES[name]))) == sentence
 
 
 def test_payloads_must_fit_their_records() -> None:
@@ -116,28 +103,27 @@ def patched(at: int, new: bytes) -> bytes:
     return WHOLE[:at] + new + WHOLE[at + len(new) :]
 
 
-HEADS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "head: no room for a preamble - expected 64 bytes, got 0"),
-    "magic": (patched(0, b"X"), "head: not a message - expected b'\\x89mmcodec', got b'Xmmcodec'"),
-    "version": (patched(8, b"\x02"), "head: unknown version - expected 1, got 2"),
-    "flags": (patched(10, b"\x09"), "head: reserved bits of the preamble are set"),
-    "reserved": (patched(50, b"\x01"), "head: reserved bits of the preamble are set"),
-    "frame count": (patched(12, b"\xff" * 4), "head: Limits.max_frames exceeded - expected at most 4096"),
-    "body length": (patched(16, b"\xff" * 8), "head: Limits.max_head_bytes exceeded"),
-    "total": (patched(24, b"\xff" * 8), "head: Limits.max_bytes exceeded"),
-    "cut": (WHOLE[:-1], f"head: the message ends early - expected {len(WHOLE)} bytes"),
-    "more": (WHOLE + b"\0", f"head: bytes follow the message - expected {len(WHOLE)} bytes"),
-    "offset": (patched(64, b"\x01"), "frame 0: offset out of place - got offset 1"),
-    "length": (patched(72, b"\xff\xff"), "frame 0: the frame ends beyond the message"),
-    "reserved field of a frame": (patched(80, b"\x01"), "frame 0: offset out of place"),
-    "gap": (patched(WHOLE[64] - 1, b"\x01"), "frame 0: the gap before a frame is not zero"),
+HEADS: dict[str, bytes] = {
+    "empty": b"",
+    "magic": patched(0, b"X"),
+    "version": patched(8, b"\x02"),
+    "flags": patched(10, b"\x09"),
+    "reserved": patched(50, b"\x01"),
+    "frame count": patched(12, b"\xff" * 4),
+    "body length": patched(16, b"\xff" * 8),
+    "total": patched(24, b"\xff" * 8),
+    "cut": WHOLE[:-1],
+    "more": WHOLE + b"\0",
+    "offset": patched(64, b"\x01"),
+    "length": patched(72, b"\xff\xff"),
+    "reserved field of a frame": patched(80, b"\x01"),
+    "gap": patched(WHOLE[64] - 1, b"\x01"),
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_broken_head(name: str) -> None:
-    data, expected = HEADS[name]
-    assert refusal(data).startswith(expected)
+def test_a_broken_head(name: str, sentence: Any) -> None:
+    assert refusal(HEADS[name]) == sentence
 
 
 def test_nesting_is_refused_before_python_runs_out_of_stack() -> None:
