@@ -176,8 +176,8 @@ def describe(value: Any) -> Source | None:
     if isinstance(value, np.ndarray):
         if type(value) is not np.ndarray and type(value) is not np.memmap:
             raise UnsupportedTypeError(
-                f"{type(value).__name__} is a subclass of numpy.ndarray, and what it adds would be lost",
-                remedy="Give numpy.asarray(value), and what it adds beside it",
+                f"{type(value).__name__} is a subclass of numpy.ndarray, and its additions would be lost",
+                remedy="Pass numpy.asarray(value), and the additions separately",
             )
     elif isinstance(value, np.generic):
         kind, array = SCALAR, np.asarray(value)
@@ -188,7 +188,7 @@ def describe(value: Any) -> Source | None:
         return _of_tensor(value) if torch is not None and isinstance(value, torch.Tensor) else None
     row = _BY_CODE.get(array.dtype.kind + str(array.dtype.itemsize))
     if row is None:
-        remedy = "Give a list, a dict of a structured array's fields, or an array of a numeric dtype"
+        remedy = "Pass a list, a dict of a structured array's fields, or an array of a numeric dtype"
         raise UnsupportedTypeError(f"dtype {array.dtype} has no form on the wire", remedy=remedy)
     return Source(row, kind, array)
 
@@ -197,8 +197,8 @@ def _of_tensor(value: Any) -> Source:
     torch = sys.modules["torch"]
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         raise UnsupportedTypeError(
-            f"{type(value).__name__} is a subclass of torch.Tensor, and what it adds would be lost",
-            remedy="Give value.as_subclass(torch.Tensor)",
+            f"{type(value).__name__} is a subclass of torch.Tensor, and its additions would be lost",
+            remedy="Pass value.as_subclass(torch.Tensor)",
         )
     row = BY_NAME.get(str(value.dtype).removeprefix("torch."))
     if row is None or value.layout is not torch.strided or value.is_nested or value.is_meta:

@@ -119,7 +119,7 @@ class MissingKeyError(DecodeError):
         super().__init__(
             f"{len(self.keys)} shared array(s) are not in the table",
             got=shown,
-            remedy="Decode every message of an Encoder, in order, by one Decoder; after a loss, reset() both",
+            remedy="Decode every message of an Encoder, in order, by one Decoder. After a loss, reset() both",
         )
 
 

@@ -86,7 +86,7 @@ def to_tagged(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> Any:
 
     def leaf(item: Any, depth: int) -> Any:
         if is_tensor_payload(item):
-            raise UnsupportedTypeError("this dict would be read as a tensor", remedy="Give the array itself")
+            raise UnsupportedTypeError("this dict would be read as a tensor", remedy="Pass the array itself")
         if isinstance(item, np.generic):
             return item.item()
         if (source := describe(item)) is not None:

@@ -178,7 +178,7 @@ class ValueWriter:
     def _spend(self, values: int) -> None:
         self._num_values += values
         if self._num_values > self.limits.max_values:
-            remedy = "Give arrays in place of nested lists; or raise the limit on both sides"
+            remedy = "Pass arrays in place of nested lists, or raise the limit on both sides"
             raise limit_exceeded("max_values", self.limits.max_values, remedy=remedy)
 
     def _data(self, kind: int, data: bytes | bytearray | memoryview, value: Any) -> Ext:
@@ -313,12 +313,12 @@ def unsupported(value: Any) -> UnsupportedTypeError:
     for base in (str, int, float, dict, list, tuple, bytes, bytearray):
         if isinstance(value, base):
             return UnsupportedTypeError(
-                f"{name} is a subclass of {base.__name__}, and what it adds would be lost",
-                remedy=f"Give {base.__name__}(value)",
+                f"{name} is a subclass of {base.__name__}, and its additions would be lost",
+                remedy=f"Pass {base.__name__}(value)",
             )
     return UnsupportedTypeError(
         f"{name} has no form on the wire",
-        remedy="Give numbers, text, bytes, arrays, lists, dicts, or a dataclass or msgspec Struct of these",
+        remedy="Pass numbers, text, bytes, arrays, lists, dicts, or a dataclass or msgspec Struct of these",
     )
 
 
@@ -481,7 +481,7 @@ class ValueReader:
         self.uses.setdefault(key, (nbytes, None))
         if (kept.row, kept.dtype, kept.shape) != (record.row, record.dtype, record.shape):
             raise DecodeError(
-                "a shared array is not what its reference says",
+                "a shared array differs from its reference",
                 expected=f"{record.row.name} of shape {record.shape}",
                 got=f"{kept.row.name} of shape {kept.shape}",
             )

@@ -299,7 +299,7 @@ def _read_payloads(head: memoryview, preamble: _Preamble, frames: list[memoryvie
         payloads = []
     elif [frame.nbytes for frame in frames] != [length for _, length, _ in entries]:
         raise DecodeError(
-            "the frames are not those of the head",
+            "the frames do not match the head",
             expected=f"lengths {[length for _, length, _ in entries][:8]}",
             got=str([frame.nbytes for frame in frames][:8]),
         )

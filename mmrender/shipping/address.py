@@ -82,7 +82,7 @@ def check_tls(address: Address, ssl: SSLContext | None) -> None:
         )
     if address.scheme != "tcp":
         raise ShippingError(
-            "TLS is for tcp:// only; socket files are for their owner", where="ssl", got=str(address)
+            "TLS is for tcp:// only, since socket files are for their owner", where="ssl", got=str(address)
         )
     if ssl.verify_mode != CERT_REQUIRED:
         raise ShippingSecurityError(
@@ -208,7 +208,7 @@ async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socke
                 where=url,
                 expected="a loopback address, or TLS",
                 got=place[0],
-                remedy="Give ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
+                remedy="Pass ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
             )
     return [(family, (place[0], place[1])) for family, *_, place in infos]
 

@@ -326,7 +326,7 @@ class Receiver(End):
             raise ShippingProtocolError(
                 "another message has arrived under this number",
                 where=f"message {message.id!r}",
-                remedy="Make a sender of its own in each process; two have the identity of one",
+                remedy="Make another sender in each process: two of them have one identity",
             )
         self._stats.duplicates += 1
         return False
@@ -340,7 +340,7 @@ class Receiver(End):
             raise ShippingClosedError(
                 "the receiver is closed, so the sender gets no answer",
                 where=f"message {message.id!r}",
-                remedy="Acknowledge before closing; or give the next receiver the ids you have, as seen=",
+                remedy="Acknowledge before closing, or pass your ids to the next receiver as seen=",
             )
         del source.unacked[seq]
         if source.session is not None:

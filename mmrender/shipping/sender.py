@@ -487,7 +487,7 @@ class Sender(End):
                     where=f"message {delivery.id!r} to {connection.peer}",
                     expected=f"at most {max_bytes} bytes",
                     got=str(num_bytes),
-                    remedy="Give the receiver limits=Limits(max_bytes=...), or ship it in pieces",
+                    remedy="Pass limits=Limits(max_bytes=...) to the receiver, or ship it in pieces",
                 )
                 self._fail(delivery, problem)
                 # The receiver's table lacks the arrays of this message.

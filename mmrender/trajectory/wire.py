@@ -248,7 +248,7 @@ class _Writer:
                 "a message cannot be encoded",
                 where=where,
                 got=str(error),
-                remedy="Give media as bytes or URLs, or write with media_sources='drop'",
+                remedy="Pass media as bytes or URLs, or write with media_sources='drop'",
             ) from error
         row = self.messages.setdefault(encoded, len(self.messages))
         self._known_messages[id(message)] = message, row

@@ -102,7 +102,7 @@ def test_a_key_must_still_mean_what_it_meant() -> None:
     with pytest.raises(mmcodecs.CodecError) as caught:
         decoder.decode(encoder.encode({"a": Shared(OTHER, KEY)}))
     assert str(caught.value) == (
-        "extension 1 of the body: a shared array is not what its reference says - expected float32 of shape (2000,), "
+        "extension 1 of the body: a shared array differs from its reference - expected float32 of shape (2000,), "
         "got float32 of shape (1000,)"
     )
 

@@ -111,7 +111,7 @@ def test_a_dict_that_merely_holds_the_tag_survives(other: dict[str, Any]) -> Non
 def test_a_dict_that_would_be_read_as_a_tensor_is_not_written() -> None:
     with pytest.raises(mmcodecs.UnsupportedTypeError) as caught:
         mmcodecs.encode_tagged({"x": [payload()]})
-    assert str(caught.value) == "$.x[0]: this dict would be read as a tensor. Give the array itself"
+    assert str(caught.value) == "$.x[0]: this dict would be read as a tensor. Pass the array itself"
 
 
 MALFORMED = [

@@ -84,12 +84,10 @@ def test_payloads_must_fit_their_records() -> None:
 
 def test_frames_must_be_those_of_the_head() -> None:
     frames = mmcodecs.encode_frames([np.arange(100), np.arange(200)])
-    assert refusal(frames[:2]).startswith(
-        "the frames are not those of the head - expected lengths [800, 1600]"
-    )
+    assert refusal(frames[:2]).startswith("the frames do not match the head - expected lengths [800, 1600]")
     assert refusal([frames[0], frames[2], frames[1]]).endswith("got [1600, 800]")
     assert refusal([]) == "no frames - expected a head and its payloads"
-    assert refusal(frames[0]).startswith("the frames are not those of the head")
+    assert refusal(frames[0]).startswith("the frames do not match the head")
     assert refusal([bytes(mmcodecs.encode(1))]) == (
         "a message in single mode is one buffer, not a list of frames"
     )

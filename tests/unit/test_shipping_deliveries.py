@@ -63,7 +63,7 @@ async def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url
         second.ack()
     assert str(caught.value) == (
         f"message '{second.id}': the receiver is closed, so the sender gets no answer. Acknowledge before "
-        "closing; or give the next receiver the ids you have, as seen="
+        "closing, or pass your ids to the next receiver as seen="
     )
     assert not late.done
     async with Receiver(url, timing=PATIENT) as successor:
@@ -179,8 +179,8 @@ async def test_another_message_under_one_number_is_refused_by_name(url, acknowle
             await asyncio.wait_for(wrong, 5)
         assert str(caught.value) == (
             f"message {wrong.id!r} to {url}: the receiver cannot use this message - got message "
-            f"{wrong.id!r}: another message has arrived under this number. Make a sender of its own in each "
-            "process; two have the identity of one"
+            f"{wrong.id!r}: another message has arrived under this number. Make another sender in each "
+            "process: two of them have one identity"
         )
         message.ack()
         await asyncio.wait_for(delivery, 5)

@@ -49,7 +49,7 @@ async def test_nothing_is_bound_beyond_loopback_without_tls(url):
     await receiver.aclose()
     assert str(caught.value) == (
         f"{url}: other machines can reach this address, and nothing guards it - expected a loopback address, "
-        "or TLS, got 0.0.0.0. Give ssl=, an ssl.SSLContext with a certificate and "
+        "or TLS, got 0.0.0.0. Pass ssl=, an ssl.SSLContext with a certificate and "
         "verify_mode=ssl.CERT_REQUIRED"
     )
 

@@ -254,7 +254,7 @@ async def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
         assert str(caught.value) == (
             f"message {long.id!r} to {receiver.url}: the message is longer than the receiver takes - expected "
             f"at most 100000 bytes, got {caught.value.got}. "
-            "Give the receiver limits=Limits(max_bytes=...), or ship it in pieces"
+            "Pass limits=Limits(max_bytes=...) to the receiver, or ship it in pieces"
         )
         assert [each.value for each in await take(receiver, 1)] == ["short"]
         with pytest.raises(ShippingProtocolError, match=rf"{too.id}.*longer than the receiver takes"):
