@@ -93,16 +93,14 @@ def load_processor(
     if not files.image:
         return None
     try:
-        defer = partial(
-            DeferredProcessor, files, image_backend, template, trust_remote_code=trust_remote_code
-        )
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
                 tokens = {"image_token": native.image_token, "video_token": native.video_token}
-                native.videos = PatchVideoProcessor.from_files(files, **tokens) or defer().adapted_videos()
+                videos = PatchVideoProcessor.from_files(files, **tokens)
+                native.videos = videos or _adapted_videos(files, template, trust_remote_code)
                 return native
-        deferred = defer()
+        deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
         if template is None:
             return deferred.load()
         if not deferred.can_wait:
@@ -171,17 +169,14 @@ class DeferredProcessor(MediaProcessor):
             key = f"{modality}_token"
             named = files.model.special_tokens.get(key), files.processor.get(key)
             # A template may write tokens around the feature token, and render any part as an image.
-            added = {match.token for match in template.tokenizer.find(self._template_text(modality))} - seen
+            text = _template_text(template, modality)
+            added = {match.token for match in template.tokenizer.find(text)} - seen
             placeholders = added & features or added
             if len(placeholders) == 1:
                 self.placeholder = {**self.placeholder, modality: next(iter(placeholders))}
             tokens |= {*features, *placeholders, *named}
             seen |= added
         self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
-
-    def _template_text(self, modality: Modality) -> str:
-        """Return the text that the template writes for one item in a user's message."""
-        return (self._template and self._template.probes.added_by(_PARTS[modality], "user")) or ""
 
     def renew_after_fork(self) -> None:
         """Replace the lock: a load in another thread does not end in the child."""
@@ -210,18 +205,11 @@ class DeferredProcessor(MediaProcessor):
         # Imported here: native families do without it, and it is the larger half of the package.
         from mmrender.media.processors.adapter import TransformersProcessor
 
-        processor = TransformersProcessor(
-            self._files, self.image_backend, self._watched, self._template_text("image")
-        )
-        processor.videos = self.adapted_videos() if "video" in processor.placeholder else None
+        files, text = self._files, _template_text(self._template, "image")
+        processor = TransformersProcessor(files, self.image_backend, self._watched, text)
+        if "video" in processor.placeholder:
+            processor.videos = _adapted_videos(files, self._template, self._trust_remote_code)
         return processor
-
-    def adapted_videos(self) -> VideoProcessor:
-        """Return the model's own video processor, loaded with the first video."""
-        from mmrender.media.processors.adapter import AdaptedVideoProcessor
-
-        text = self._template_text("video")
-        return AdaptedVideoProcessor(self._files, text, trust_remote_code=self._trust_remote_code)
 
     def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
         """Return the affixes of a prompt. For text the processor is loaded only if they are not known yet.
@@ -283,6 +271,20 @@ class DeferredProcessor(MediaProcessor):
                 expected=" or ".join(map(repr, sorted(self.placeholder_tokens))),
                 got=repr(sorted(unknown)),
             )
+
+
+def _template_text(template: KnownTemplate | None, modality: Modality) -> str:
+    """Return the text that the template writes for one item in a user's message."""
+    return (template and template.probes.added_by(_PARTS[modality], "user")) or ""
+
+
+def _adapted_videos(
+    files: ProcessorFiles, template: KnownTemplate | None, trust_remote_code: bool
+) -> VideoProcessor:
+    from mmrender.media.processors.adapter import AdaptedVideoProcessor
+
+    text = _template_text(template, "video")
+    return AdaptedVideoProcessor(files, text, trust_remote_code=trust_remote_code)
 
 
 def processor_of_plugins(files: ProcessorFiles, backend: ImageBackend) -> MediaProcessor | None:
