@@ -398,17 +398,17 @@ def smart_resize(
     frames: int | None = None,
     temporal: int = 1,
 ) -> tuple[int, int]:
-    """Return the size to which an image is resized.
+    """Return the size to which an image is resized, in pixels.
 
     Both sides become multiples of `factor`, their product falls within `[min_pixels, max_pixels]` if that
-    is possible, and the aspect ratio is kept as well as that allows. Computed in the reference's order of
-    floating-point operations: `floor` and `ceil` of a quotient that is off by one unit in the last place
-    would move an image by a row of patches. Source: `smart_resize` of `transformers.models.qwen2_vl` and,
-    with `frames`, of `transformers.models.glm4v` and the video processor of `qwen3_vl`.
+    is possible, and the aspect ratio is kept as well as that allows. The order of floating-point operations
+    is the reference's: a quotient that is off by one unit in the last place would move an image by a row of
+    patches. Source: `smart_resize` of `transformers.models.qwen2_vl` and, with `frames`, of
+    `transformers.models.glm4v` and the video processor of `qwen3_vl`.
 
     Args:
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
+        height: Of the image.
+        width: Of the image.
         factor: Side of a token's square, in pixels.
         min_pixels: Lower bound.
         max_pixels: Upper bound.
