@@ -90,6 +90,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.router = router = _at_router(router, engines) if isinstance(router, str) else router
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
+        self._tokens = ModelTokens(renderer)
         self._api = None if renderer is None else TokenAPI(self.as_backend(), renderer)
         retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
         self._pool = ReplicaPool(engines, router, retries, attempt_timeout, pause_timeout)
@@ -148,11 +149,9 @@ class InferenceEngineClient(InferenceEngineInterface):
             EngineTimeoutError: It was not finished in time.
             EngineError: An engine refused, or every attempt failed.
         """
-        decode = None
-        if self.renderer is not None:
-            decode = self.renderer.decode
-            if request.vocab_size is None:
-                request = replace(request, **ModelTokens(self.renderer).fields(request.multi_modal_data))
+        decode = None if self.renderer is None else self.renderer.decode
+        if self.renderer is not None and request.vocab_size is None:
+            request = replace(request, **self._tokens.fields(request.multi_modal_data))
         continuation = Continuation(request, decode, on_tokens)
         ask = partial(continuation.ask, session_id=session_id)
         work = self._pool.begin(session_id, f"a prompt of {len(request.prompt_ids)} tokens")
