@@ -54,7 +54,7 @@ demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures a
 	$(BIN)/python -m mmrender.demo
 
 test: $(MAIN_STAMP) ## run the tests
-	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(TESTS)
 
 errors: $(MAIN_STAMP) ## write the error sentences that the tests expect, tests/errors, from the tests of TESTS
 	$(BIN)/python -m pytest -q --snapshot-update $(or $(TESTS),tests/unit tests/property)
