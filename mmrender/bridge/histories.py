@@ -98,8 +98,8 @@ def skeleton(
         calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
     text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
     content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
-    asked = Message(role="user", content=content)
-    return ProbeHistory(asked, Message(role="assistant", content=text, tool_calls=tuple(calls)))
+    question = Message(role="user", content=content)
+    return ProbeHistory(question, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 
 
 def skeleton_with(
@@ -243,7 +243,7 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
     carrier = reasoning.carrier if reasoning is not None else "reasoning_content"
     calling, *results = _tool_round(1, first=40)
     rounds = (with_reasoning(calling, f"{WORD}G", carrier), *results)
-    said = TextPart(f"{WORD}A")
+    answer_part = TextPart(f"{WORD}A")
     begin, close = "<think>", "</think>\n\n"
     if reasoning is not None:
         begin, close = reasoning.begin, reasoning.before_end + reasoning.end + reasoning.after_end
@@ -253,8 +253,8 @@ def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[V
         ("the assistant's text", f'[{{"answer": 1}}] {WORD}?'),
         ("the assistant's reasoning", f"{begin}{WORD}T{close}{WORD}A"),
         ("whether the assistant wrote text", ""),
-        ("the shape of the assistant's content", (said,)),
-        ("the assistant's reasoning", (ThinkingPart(f"{WORD}T"), said)),
+        ("the shape of the assistant's content", (answer_part,)),
+        ("the assistant's reasoning", (ThinkingPart(f"{WORD}T"), answer_part)),
     ]
     respects = [
         *_ANY_TURN,
@@ -299,10 +299,10 @@ def media_placements(media: MediaCount | None) -> list[Variation]:
         return []
     call, result = _tool_round(1, first=30)
     answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"{WORD}R")))
-    shown = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
+    picture = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
     moved: dict[str, Any] = {} if media is None else {"moves_media": True, "says": f"{WORD}U"}
     return [
-        Variation(looks_at="which turn holds the images", earlier=(shown, _TURN[1]), **moved),
+        Variation(looks_at="which turn holds the images", earlier=(picture, _TURN[1]), **moved),
         Variation(looks_at="images in tool results", rounds=(call, answer), **moved),
     ]
 

@@ -43,8 +43,8 @@ NeedKind: TypeAlias = Literal[
 _IS_POSSIBLE: Mapping[NeedKind, Callable[[BridgedTurn, Sequence[Any]], bool]] = {
     "other stop": lambda sampled, usual: sampled.stop_id not in usual,
     "token in prompt": lambda sampled, ids: any(token in sampled.prompt for token in ids),
-    "token in turn": lambda sampled, ids: any(token in sampled.said for token in ids),
-    "no content": lambda sampled, _: not sampled.said,
+    "token in turn": lambda sampled, ids: any(token in sampled.answer_ids for token in ids),
+    "no content": lambda sampled, _: not sampled.answer_ids,
     "roles": lambda sampled, roles: sampled.roles is None or {*roles} <= {*sampled.roles},
     "reasoning": lambda sampled, states: sampled.reasoning in states,
     "other opening": lambda sampled, usual: not any(map(sampled.begins_with, usual)),
@@ -320,7 +320,7 @@ class TailProver:
                 states = WITH_REASONING if with_reasoning else ("none", "empty")
             elif with_reasoning:
                 states = () if is_kept else WITH_REASONING
-            elif alone.said != later.said:
+            elif alone.answer != later.answer:
                 states = ("none", "empty")
             else:
                 states = ("empty",) if later.reasoning == "none" else ("none",)

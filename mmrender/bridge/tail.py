@@ -46,7 +46,7 @@ class Tail:
     @property
     def rest(self) -> int:
         """Start of the stop token, or end of the turn's own text without one."""
-        return self.end.start if self.end.token_id is not None else self.end.own
+        return self.end.start if self.end.token_id is not None else self.end.message_stop
 
     @property
     def close(self) -> str:
@@ -93,7 +93,7 @@ class BridgedTurn:
         self.roles = roles
         self.last_id = completion[-1] if completion else None
         self.stop_id = self.last_id if self.last_id in turns.profile.stop_ids else None
-        self.said = completion if self.stop_id is None else completion[:-1]
+        self.answer_ids = completion if self.stop_id is None else completion[:-1]
         """The completion without its stop token."""
         self.turns = turns
 
@@ -105,7 +105,7 @@ class BridgedTurn:
     @cached_property
     def turn(self) -> TokenText:
         """The text of the turn without its stop token, its generation prompt included."""
-        return self.turns.text_of([*self.turns.open(self.prompt), *self.said])
+        return self.turns.text_of([*self.turns.open(self.prompt), *self.answer_ids])
 
     @cached_property
     def reasoning(self) -> ReasoningState:
@@ -114,7 +114,7 @@ class BridgedTurn:
 
     def begins_with(self, opening: str) -> bool:
         """Whether the completion is known to begin with a text, or is cut off within it."""
-        text = self.turns.text_of(self.said[:PROMPT_TOKENS]).text if self.is_fresh else ""
+        text = self.turns.text_of(self.answer_ids[:PROMPT_TOKENS]).text if self.is_fresh else ""
         is_cut_off = self.is_fresh and self.stop_id is None
         return text.startswith(opening) or (is_cut_off and opening.startswith(text))
 
@@ -162,7 +162,7 @@ class ExtendedHistory:
         raise NotPrinted("the template does not print the assistant's content")
 
     @property
-    def said(self) -> str:
+    def answer(self) -> str:
         """The turn from its first content on."""
         turn = self.text[self.turn.begin : self.stop]
         return plain(turn[next(start for start, _, origin in turn.spans if origin.is_content) :])
@@ -317,11 +317,11 @@ class Tails:
             return self._reasoning_close(history, extension, completion), tail.rest
         if reasoning is not None and (end := sampled.turn.find_last(reasoning.end)) >= 0:
             # Nothing but reasoning: the text after its end is still missing, or a part of that text.
-            said = sampled.turn.text[end + len(reasoning.end) :]
+            rest = sampled.turn.text[end + len(reasoning.end) :]
             _, delimiter, after = self._reasoning_close(history, extension, "").partition(reasoning.end)
-            if delimiter and after.startswith(said):
-                return after[len(said) :], tail.rest
-            if tail.end.token_id is None and not said.strip():
+            if delimiter and after.startswith(rest):
+                return after[len(rest) :], tail.rest
+            if tail.end.token_id is None and not rest.strip():
                 return "", tail.rest
         if tail.end.token_id is None:
             return "", tail.rest if completion.endswith(tail.close) else 0

@@ -117,9 +117,9 @@ class Piece(NamedTuple):
         if is_next_to_call and not text.strip():
             return ""
         if edge is None:
-            known = edges.get(("reasoning", self.after), Edge())
+            after_reasoning = edges.get(("reasoning", self.after), Edge())
             # Without reasoning here, the prompt may have held the whole block, and the text after it.
-            by_part = {"start": Edge(suffix=known.suffix), "empty": known}
+            by_part = {"start": Edge(suffix=after_reasoning.suffix), "empty": after_reasoning}
             edge = by_part.get(self.before) or edges.get(("empty", self.after), Edge())
         if text == edge.alone:
             return ""

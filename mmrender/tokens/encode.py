@@ -175,11 +175,11 @@ class TokenWriter:
         self.rules = rules
         self.modalities: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
         self.media_tokens = frozenset(placeholder_tokens) | set(self.modalities)
-        known = (tokenizer.token_id(token) for token in self.media_tokens)
-        self.media_ids = frozenset(token_id for token_id in known if token_id is not None)
-        written = {modality: tokenizer.token_id(text) for modality, text in placeholders.items()}
+        media_ids = (tokenizer.token_id(token) for token in self.media_tokens)
+        self.media_ids = frozenset(token_id for token_id in media_ids if token_id is not None)
+        ids = {modality: tokenizer.token_id(text) for modality, text in placeholders.items()}
         self.placeholder_ids: dict[str, int] = {
-            modality: token_id for modality, token_id in written.items() if token_id is not None
+            modality: token_id for modality, token_id in ids.items() if token_id is not None
         }
         self._bos_token = bos_token
         self._processor = processor
@@ -317,7 +317,7 @@ class TokenWriter:
         """Write affixes and the edges of expansions into the text. Return its layout and the moved cuts."""
         pieces: list[str] = []
         places: list[Placeholder] = []
-        images = [(found.start, found.stop) for found in layout.placeholders if found.modality == "image"]
+        images = [(each.start, each.stop) for each in layout.placeholders if each.modality == "image"]
         at, position = affixes.start(images), 0
         stops, shifts = [0], [0]
         if not at:

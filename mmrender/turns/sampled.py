@@ -153,12 +153,12 @@ class _Conversation:
         the generation prompt is fixed, one rendering shows all prompts of a round.
         """
         head = next((index for index, message in enumerate(self._messages) if message.role != "system"), 0)
-        wanted, first = {*answers}, -1
+        missing, first = {*answers}, -1
         rounds: list[tuple[int, list[int]]] = []
         for index, message in enumerate(self._messages):
             if message.role == "user" and self._messages[index - 1].role != "user":
                 first = index
-            if index in wanted and first in self._starts:
+            if index in missing and first in self._starts:
                 if not self._is_fixed or not rounds or rounds[-1][0] != first:
                     rounds.append((first, []))
                 rounds[-1][1].append(index)

@@ -38,7 +38,7 @@ class TurnEnd(NamedTuple):
     """End of a turn in the text that follows its content.
 
     Attributes:
-        own: Number of its characters that belong to the turn's message.
+        message_stop: End of the characters of the turn's message.
         token_id: The token that ends the turn, or None.
         start: Start of that token, or 0.
         stop: End of that token, or 0.
@@ -46,7 +46,7 @@ class TurnEnd(NamedTuple):
         closer_id: The first special token of the message's own text if `token_id` is None, or None.
     """
 
-    own: int
+    message_stop: int
     token_id: int | None = None
     start: int = 0
     stop: int = 0
@@ -144,11 +144,11 @@ class Turns:
             limit: Character before which the turn must end. A stop token inside the next turn is not its end.
         """
         ends = self.profile.stop_ids | self.profile.closer_ids
-        own = 0
+        message_stop = 0
         for start, stop, origin in text.spans:
-            if start != own or origin.message != message:
+            if start != message_stop or origin.message != message:
                 break
-            own = stop
+            message_stop = stop
         ids = [self._tokenizer.added_ids[match.token] for match in matches]
         for token_id, match in zip(ids, matches, strict=True):
             if match.start >= limit:
@@ -162,13 +162,13 @@ class Turns:
                 if text[later : match.start].strip():
                     break
             is_opener = owner > message or (owner != message and token_id not in self.profile.end_ids)
-            return TurnEnd(own, token_id, match.start, match.stop, is_opener)
+            return TurnEnd(message_stop, token_id, match.start, match.stop, is_opener)
         closers = (
             token_id
             for token_id, match in zip(ids, matches, strict=True)
-            if match.stop <= own and token_id in self._tokenizer.special_ids
+            if match.stop <= message_stop and token_id in self._tokenizer.special_ids
         )
-        return TurnEnd(own, closer_id=next(closers, None))
+        return TurnEnd(message_stop, closer_id=next(closers, None))
 
 
 class OwnedTokens(Protocol):
