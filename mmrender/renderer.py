@@ -97,23 +97,15 @@ class Renderer:
 
     A renderer is pickled as its options, so the receiver loads the model again, with empty caches.
 
+    `from_pretrained` opens a model. The class itself joins the parts of a renderer; its other options are as
+    for `from_pretrained`.
+
     Args:
         templates: The model's templates with the findings about each.
         tokenizer: The model's tokenizer.
         media: Loads and processes media parts, or None for a text-only model.
-        content_special_tokens: How to encode special tokens in content: `"text"`, `"parse"` or `"error"`, for
-            all roles or by role. Other roles follow `mmrender.tokens.encode.DEFAULT_RULES`.
-        tool_call_grammar: Grammar of tool calls, one of `mmrender.parsing.grammars.GRAMMARS`, if it cannot be
-            proved from the template.
-        unprinted: What to do if the template ignores a tool, a document or the text of a message: `"error"`
-            or `"allow"`.
-        memo_bytes: Maximum size of the memo of whole renderings; 0 turns it off.
         vocab_size: Number of ids that the model has embeddings for, by default the tokenizer's.
         sampling_defaults: Sampling parameters that the model's files recommend, under vLLM's names.
-        workers: Threads for the `a...` calls, and as many that help with the images of one call. By default
-            one per processor, at most four, and no threads that help.
-        queue_size: Calls that may wait for a worker, by default four for each. When the queue is full, calls
-            wait, or raise `PoolFullError` with `nowait=True`.
 
     Attributes:
         sampling_defaults: The same parameters. They are never applied automatically, since a policy is
@@ -210,20 +202,25 @@ class Renderer:
                 servers, or `"pil"`, which does not need torch. It is part of every item's identity.
             media_policy: Limits on media and their sources.
             media_cache: Cache of processed items. Pass one to share it between renderers.
-            content_special_tokens: As for `Renderer`.
-            tool_call_grammar: As for `Renderer`.
-            unprinted: As for `Renderer`.
+            content_special_tokens: How to encode special tokens in content: `"text"`, `"parse"` or `"error"`,
+                for all roles or by role. Other roles follow `mmrender.tokens.encode.DEFAULT_RULES`.
+            tool_call_grammar: Grammar of tool calls, one of `mmrender.parsing.grammars.GRAMMARS`, if it
+                cannot be proved from the template.
+            unprinted: How to treat a tool, a document or a message's text that the template ignores:
+                `"error"` or `"allow"`.
             tool_images: How to render images in tool results if the template does not support them: `"tool"`
                 leaves them to the template, which is an error; `"user"` moves them into a user turn of its
                 own after the results. Their tokens still belong to the tool's message.
             limits: Bounds on one run of the template.
             clock: Returns the time that the template's `strftime_now` formats.
             template_processes: Child processes with limits, in which the template is compiled and run.
-            memo_bytes: As for `Renderer`.
+            memo_bytes: Maximum size of the memo of whole renderings; 0 turns it off.
             profile_cache: Keep the findings about the template on disk, in the folder that the environment
                 variable `MMRENDER_CACHE` names.
-            workers: As for `Renderer`.
-            queue_size: As for `Renderer`.
+            workers: Threads for the `a...` calls, and as many that help with the images of one call. By
+                default one per processor, at most four, and no threads that help.
+            queue_size: Calls that may wait for a worker, by default four for each. When the queue is full,
+                calls wait, or raise `PoolFullError` with `nowait=True`.
 
         Raises:
             ModelNotFoundError: The directory or repository does not exist.

@@ -16,21 +16,9 @@ import msgspec
 
 from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
-from mmrender.errors import (
-    InputError,
-    MediaError,
-    PlaceholderError,
-    ProcessorError,
-    TemplateError,
-)
+from mmrender.errors import InputError, MediaError, PlaceholderError, ProcessorError, TemplateError
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import (
-    UNKNOWN_SOURCE,
-    MediaPart,
-    Message,
-    RenderRequest,
-    TextPart,
-)
+from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, RenderRequest, TextPart
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
@@ -146,9 +134,7 @@ class Rendering:
         if "assistant" in roles:
             turns, rewritten = sampled_turns(text, request, profile, self.known.render)
         encoded, sidecar = self.encode(
-            layout,
-            request,
-            cuts=sorted({cut for turn in turns for cut in turn.cuts}),
+            layout, request, cuts=sorted({cut for turn in turns for cut in turn.cuts})
         )
         if encoded.is_closed:
             # Each prompt ends in tokens that the conversation does not continue.
@@ -240,9 +226,7 @@ class Rendering:
         videos = [entry.path for entry in parts if entry.part.modality == "video"]
         hashes = earlier.mm_hashes
         items = self.media.resolve(
-            parts,
-            earlier_images=len(hashes.get("image", ())),
-            earlier_videos=len(hashes.get("video", ())),
+            parts, earlier_images=len(hashes.get("image", ())), earlier_videos=len(hashes.get("video", ()))
         )
         processor = self.media.processor.videos
         many = videos and len(videos) + len(hashes.get("video", ())) > 1

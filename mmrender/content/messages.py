@@ -28,16 +28,7 @@ from mmrender.content.values import (
     one_of,
 )
 from mmrender.errors import MessageError
-from mmrender.messages import (
-    ROLES,
-    Message,
-    Part,
-    RenderRequest,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-)
+from mmrender.messages import ROLES, Message, Part, RenderRequest, Role, TextPart, ThinkingPart, ToolCall
 
 # `function` is how OpenAI named tool results before tool calls had ids.
 _ROLE_OF: dict[str, Role] = {**{role: role for role in ROLES}, "function": "tool"}

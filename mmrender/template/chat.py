@@ -26,16 +26,7 @@ from mmrender.errors import (
     TemplateSecurityError,
     TemplateSyntaxError,
 )
-from mmrender.messages import (
-    MediaPart,
-    Message,
-    Part,
-    RenderRequest,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-)
+from mmrender.messages import MediaPart, Message, Part, RenderRequest, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.compiler import names_printed, names_read
 from mmrender.template.environment import FailedRun, OwnedDict, RefusedByTemplate, TracingEnvironment, run
