@@ -134,7 +134,7 @@ class RequestMedia(NamedTuple):
         position: Index in the message's content.
         role: Role of the message.
         part: The part.
-        fingerprint: Key of its source; None if the source may change under the same key.
+        fingerprint: Key of its source, or None if the source may change.
     """
 
     path: str
