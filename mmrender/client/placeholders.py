@@ -208,7 +208,7 @@ class ModelTokens:
         texts = {piece.token for item in items for piece in item.expansion if isinstance(piece, Repeat)}
         return {
             "vocab_size": getattr(self._renderer, "vocab_size", None),
-            "placeholder_ids": self.placeholder_ids,
+            "placeholder_ids": self.placeholder_ids if data else {},
             "media_token_ids": self._known(texts),
             "eos_token_ids": self.stop_ids,
         }

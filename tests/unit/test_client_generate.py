@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from mmrender import Renderer, generate
+from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
 from mmrender.client.resolve import resolve_backend
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
@@ -72,6 +73,33 @@ class Scripted:
 
     def is_overflow_error(self, exc):
         return isinstance(exc, EngineStatusError) and "too long" in exc.body
+
+
+def test_an_engine_finds_its_facts_once(renderer, monkeypatch):
+    """Backend, server, limit, stop tokens and ids of texts are looked up once, however many turns there are."""
+    looked_up = []
+    stops, token_id = renderer.get_stop_token_ids, renderer.tokenizer.token_id
+    monkeypatch.setattr(renderer, "get_stop_token_ids", lambda: looked_up.append("stops") or stops())
+    monkeypatch.setattr(
+        type(renderer.tokenizer), "token_id", lambda self, text: looked_up.append(text) or token_id(text)
+    )
+    scripted = Scripted()
+    engine = Engine(scripted, scripted.server, model="tiny", renderer=renderer)
+    prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
+    looked_up.clear()
+
+    async def turns():
+        return [await engine.turn(engine.prompt(attribution=prompt), cache_salt="a") for _ in range(3)]
+
+    first, *others = asyncio.run(turns())
+    assert first.completion_ids == [5, 6]
+    assert [turn.message for turn in others] == [first.message] * 2
+    assert looked_up.count("stops") == 1
+    assert len(looked_up) == len(set(looked_up))
+    assert scripted.asked_limit == 1
+    assert [request.cache_salt for request in scripted.requests] == ["a"] * 3
+    with pytest.raises(InputError, match="without a renderer"):
+        asyncio.run(Engine(scripted, scripted.server).turn(engine.prompt([1], MultiModalData())))
 
 
 def run(renderer, engine, **options):
