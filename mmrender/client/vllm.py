@@ -79,7 +79,7 @@ class VLLMBackend(HTTPBackend):
         pixels: Pixels that the server takes. `"ask"` finds out by a handshake. `"uint8"` are levels that the
             server normalises. All others are normalised values.
         trust_cache: Send hashes alone although the server does not say how it caches images. It kills the
-            engine if the cache is not `lru`, in one API process and one data-parallel rank.
+            engine unless its cache is `lru`, in one API process and one data-parallel rank.
         max_body_bytes: The longest body that the server's frontend takes. None for no bound. If hashes are
             sent, longer requests are split, and otherwise refused before they are sent.
         abort_on_cancel: Tell the server to stop when a call is cancelled or times out. Closing the connection
@@ -155,18 +155,18 @@ class VLLMBackend(HTTPBackend):
         None if `auto` sends encoded images instead.
         """
         try:
-            spans = split_video_steps(spans)
-            for span in spans:
+            steps = split_video_steps(spans)
+            for span in steps:
                 require_dense(span)
             asks = self.pixels == "ask" or self.images != "features"
             process = await Process.answering(transport) if asks else Process.unknown(transport)
-            forms = await wire_forms(spans, ids, request.model, process, self.pixels)
+            forms = await wire_forms(steps, ids, request.model, process, self.pixels)
             by_hash = self.images == "hash_only"
             if by_hash:
                 await require_safe_cache(process, trusted=self.trust_cache)
             elif self.images == "auto":
                 by_hash = await has_safe_cache(process, trusted=self.trust_cache)
-            plan = ImagePlan(process, ids, spans, forms, by_hash, self.max_body_bytes)
+            plan = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
             return plan, await asyncio.to_thread(plan.prompts, plan.known)
         except EngineUnsupportedError as refusal:
             if self.images != "auto":

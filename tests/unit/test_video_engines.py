@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmrender import Renderer
+from mmrender import Renderer, generate
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, layout_for, split_video_steps
 from mmrender.errors import EngineUnsupportedError
@@ -19,6 +19,7 @@ from mmrender.media.vllm_items import decode_mm_kwargs_item
 from mmrender.messages import VideoPart
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MediaSpan, MultiModalData
+from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.training import ModelFamily, collate, token_logprobs
 from mmrender.trajectory import Trajectory
 from mmrender.trajectory.files import load_trajectories, save_trajectories
@@ -80,6 +81,17 @@ def test_a_video_that_holds_no_frames_is_refused(tmp_path: Path) -> None:
     short = span._replace(range=type(span.range)(7, span.range.length, (span.range.embed_spans or ())[:1]))
     with pytest.raises(EngineUnsupportedError, match="loses which tokens of a video hold features"):
         split_video_steps([short])
+
+
+def test_a_video_that_cannot_go_as_tensors_is_refused_for_the_first_reason(renderer: Renderer) -> None:
+    """Its time steps could be sent as encoded images, which is not what the prompt shows."""
+    video = {"type": "video", "video": frames_of(5, 64, 96), "times": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    prompt = renderer.render([{"role": "user", "content": [video]}], add_generation_prompt=True)
+    server = MemoryTransport({"GET /v1/models": {"data": []}})
+    with pytest.raises(EngineUnsupportedError, match="the server does not render images"):
+        asyncio.run(
+            generate(client=server, renderer=renderer, model="m", backend="vllm", prompt_attribution=prompt)
+        )
 
 
 def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny_model: Path) -> None:
