@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mmcodecs
-from mmrender.errors import BatchError, ModelError, PlaceholderError
+from mmrender.errors import BatchError, ModelError
 from mmrender.media.item import PatchItem
 from mmrender.media.levels import compacted
 from mmrender.sidecar import MultiModalData, PlaceholderRange
@@ -25,7 +25,6 @@ from mmrender.training import (
     TrajectoryDataset,
     collate,
     collate_micro_batch,
-    first_fit_decreasing,
     plan_steps,
     smallest_dummy,
     token_logprobs,
@@ -417,73 +416,7 @@ def test_kinds_of_images_that_cannot_be_joined_do_not_share_a_bin() -> None:
 
 
 GOOD = sample([ITEM], name="a")
-SHIFTED = MultiModalData.of([(PlaceholderRange(3, 4), ITEM)])
 UNPAIRED = MultiModalData({}, {"image": [PlaceholderRange(4, 4)]}, {})
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"multi_modal_data": UNPAIRED},
-        {"multi_modal_data": SHIFTED},
-        {"token_ids": np.append(GOOD.token_ids[:-1], np.int32(IMAGE_ID))},
-        {"token_ids": np.where(np.arange(12) == 5, 3, GOOD.token_ids).astype(np.int32)},
-        {"loss_mask": np.ones(12, np.bool_)},
-        {"loss_mask": np.arange(12) >= 6},
-        {"logprobs": np.full(12, -np.inf, np.float32)},
-        {"routed_experts": RoutedExperts(np.zeros((9, 1, 2), np.uint8))},
-    ],
-)
-def test_a_sample_that_does_not_hold_together_is_refused(changes: dict[str, Any], sentence: Any) -> None:
-    with pytest.raises((BatchError, PlaceholderError)) as caught:
-        batch_of(replace(GOOD, **changes))
-    assert str(caught.value) == sentence
-
-
-def experts_of(name: str, rows: int, top_k: int) -> TrainingSample:
-    return replace(sample(name=name), routed_experts=RoutedExperts(np.zeros((rows, 1, top_k), np.uint8)))
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        batch_of,
-        lambda: batch_of(sample(text=0, name="none")),
-        lambda: batch_of(experts_of("a", 3, 2), experts_of("b", 3, 4)),
-        lambda: batch_of(GOOD, width=11),
-        lambda: batch_of(GOOD, rows=[[0, 1]]),
-        lambda: batch_of(GOOD, padding_side="centre"),
-        lambda: batch_of(GOOD, multiple=0),
-        lambda: collate([GOOD], FAMILY, pad_token_id=IMAGE_ID),
-        lambda: batch_of(GOOD, dtype=torch.float64),
-        lambda: batch_of(
-            sample([tiled_item((1, 3, 6, 6), 2), tiled_item((1, 3, 8, 8), 2, seed=1)], name="a"),
-            family=family_of("internvl"),
-        ),
-        lambda: batch_of(
-            GOOD, sample([msgspec.structs.replace(patch_item(32, 32), identity=ITEM.identity)], name="b")
-        ),
-        lambda: batch_of(GOOD).split(torch.zeros(1, 11)),
-        lambda: token_logprobs(torch.zeros(1, 11, 5), batch_of(GOOD)),
-        lambda: TrainingBatch.cat([batch_of(GOOD), batch_of(GOOD, padding_side="left")]),
-        lambda: TrainingBatch.cat(
-            [
-                batch_of(sample([tiled_item((1, 3, size, size), 2)]), family=family_of("internvl"))
-                for size in (6, 8)
-            ]
-        ),
-        lambda: TrainingBatch.cat([]),
-        lambda: batch_of(GOOD).chunk(0),
-        lambda: batch_of(sample(), GOOD).micro_batches(11),
-        lambda: first_fit_decreasing([3, 9], 8),
-        lambda: ModelFamily.from_config({"model_type": "mllama"}),
-        lambda: ModelFamily.from_config({"model_type": "new", "rope_scaling": {"mrope_section": [1]}}),
-    ],
-)
-def test_errors(build: Any, sentence: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        build()
-    assert str(caught.value) == sentence
 
 
 def test_families_are_read_off_configurations(tmp_path: Any) -> None:

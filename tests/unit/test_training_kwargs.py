@@ -114,6 +114,7 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
         lambda: {"image": vllm_items([{"pixel_values": FieldElem(None, BatchedField())}])},
         lambda: {"image": of_qwen(patch_item(16, 16)), "video": of_qwen(patch_item(16, 16))},
     ],
+    ids=["an item without data", "an item without a tensor", "a field of two modalities"],
 )
 def test_errors(entries: Any, sentence: Any) -> None:
     with pytest.raises(BatchError) as caught:

@@ -1,11 +1,7 @@
 """M-RoPE positions: a layout by hand, images that touch, and grids that do not fit."""
 
-from typing import Any
-
 import numpy as np
-import pytest
 
-from mmrender.errors import BatchError
 from mmrender.training.positions import MRope, mrope_position_ids
 
 ROPE = MRope(merge=2, frames_apart=True)
@@ -19,19 +15,3 @@ def test_two_images_that_touch_stay_two() -> None:
 def test_of_nothing() -> None:
     assert mrope_position_ids(np.zeros((2, 0), np.int64), ROPE).shape == (3, 2, 0)
     assert mrope_position_ids([[0, 0]], ROPE, segments=[[]]).tolist() == [[[0, 0]]] * 3
-
-
-@pytest.mark.parametrize(
-    ("types", "given"),
-    [
-        ([[0, 0], [1, 1]], {"image_grid_thw": [[1, 2, 2]]}),
-        ([[0, 1, 0]], {"image_grid_thw": [[1, 2, 2], [1, 2, 4]]}),
-        ([[1, 0, 1]], {"image_grid_thw": [[1, 2, 4]]}),
-        ([[1, 1]], {"image_grid_thw": [[1, 2, 4]], "segments": [[(0, 1), (1, 1)]]}),
-        ([[1]], {"image_grid_thw": [[1, 0, 2]]}),
-    ],
-)
-def test_errors(types: Any, given: Any, sentence: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        mrope_position_ids(types, ROPE, **given)
-    assert str(caught.value) == sentence

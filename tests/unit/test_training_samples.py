@@ -137,6 +137,7 @@ NAMED = "'last_assistant_message', 'last_turn', 'all_assistant_messages', 'all_m
         {"on_rewritten": "ignore"},
         {"add_generation_prompt": True},
     ],
+    ids=lambda options: str(*options),
 )
 def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any], sentence: Any) -> None:
     with pytest.raises(InputError) as caught:

@@ -1,7 +1,6 @@
 """Rows split along the sequence: every token at one rank, with what its loss needs."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as torchs
 
-from mmrender.errors import BatchError
 from mmrender.training import SequenceShard, TrainingBatch, collate, token_logprobs
 from mmrender.training.logprobs import importance_weights
-from training_cases import PAD_ID, family_of, kinds, sample
+from training_cases import PAD_ID, kinds, sample
 
 VALUES = ("logprobs", "advantages", "rewards", "loss_weights")
 
@@ -152,33 +150,3 @@ def test_a_batch_is_split_where_it_is(layout: str) -> None:
     bounds = shard.flash_attention_kwargs()["cu_seq_lens_q"]
     for held in (shard.columns, shard.shift_labels, shard.advantages, shard.whole.routed_experts, bounds):
         assert held.device.type == "meta"
-
-
-PLAIN = family_of("internvl")
-SPLIT = collate([sample(text=5), sample(text=2)], PLAIN, pad_token_id=PAD_ID)
-PACKED = collate([sample(text=5), sample(text=2)], family_of("qwen3_5"), pad_token_id=PAD_ID, rows=[[0, 1]])
-LEFT = collate([sample(text=5)], PLAIN, pad_token_id=PAD_ID, padding_side="left")
-
-
-def shard_of(batch: TrainingBatch, layout: Any, rank: int = 0) -> Any:
-    return SequenceShard.of(batch, rank=rank, world_size=2, layout=layout)
-
-
-REFUSED: dict[str, Callable[[], Any]] = {
-    "no such rank": lambda: shard_of(SPLIT, "ring", rank=2),
-    "a ring of rows padded on the left": lambda: shard_of(LEFT, "ring"),
-    "a ring of images that see themselves": lambda: shard_of(
-        replace(SPLIT, family=family_of("gemma3")), "ring"
-    ),
-    "prompts that see themselves": lambda: shard_of(replace(SPLIT, family=family_of("paligemma")), "ulysses"),
-    "recurrent layers over packed samples": lambda: shard_of(PACKED, "ulysses").model_inputs(),
-    "a tensor of other rows": lambda: shard_of(SPLIT, "ulysses").take(torch.zeros(2, 3)),
-    "logits of other rows": lambda: shard_of(SPLIT, "ulysses").token_logprobs(torch.zeros(2, 6, 9)),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_splits_that_attention_could_not_follow_are_refused(case: str, sentence: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        REFUSED[case]()
-    assert str(caught.value) == sentence

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmcodecs
-from mmrender.errors import BatchError
 from mmrender.training import TensorList
 
 LENGTHS = (2, 0, 3, 1)
@@ -106,23 +105,3 @@ def test_a_pickled_slice_leaves_the_rest_behind() -> None:
     whole = made((1, 10_000))
     assert len(pickle.dumps(whole[:1])) < 2_000
     assert pickle.loads(pickle.dumps(whole[:1])) == whole[:1]
-
-
-MASKS = ([False, True, False, True], np.array([False, True]), torch.tensor([False, True]), [1.0])
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: TensorList.from_rows([torch.zeros(2, 4), None]),
-        lambda: TensorList.cat([]),
-        lambda: TensorList.from_rows([torch.zeros(2, 4), torch.zeros(0, 5), torch.zeros(1, 5)]),
-        lambda: TensorList(torch.zeros(1), (2, -1)),
-        *[lambda mask=mask: made().select(mask) for mask in MASKS],
-        lambda: made()[True],
-    ],
-)
-def test_errors(build: Any, sentence: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        build()
-    assert str(caught.value) == sentence
