@@ -16,6 +16,12 @@ MediaSources: TypeAlias = Literal["drop", "keep"]
 
 _MAX_DEPTH: Final = 60
 """Maximum nesting of a message."""
+_JSON_TYPES: Final[tuple[tuple[Any, type], ...]] = (
+    (str, str),
+    ((int, float), float),
+    ((list, tuple), list),
+    (Mapping, dict),
+)
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -122,13 +128,7 @@ def _json_type(value: Any) -> type:
     """Return one type for each kind of JSON value, and the own type of bool and other values."""
     if isinstance(value, bool):
         return bool
-    kinds: tuple[tuple[Any, type], ...] = (
-        (str, str),
-        (int | float, float),
-        (list | tuple, list),
-        (Mapping, dict),
-    )
-    return next((kind for base, kind in kinds if isinstance(value, base)), type(value))
+    return next((kind for base, kind in _JSON_TYPES if isinstance(value, base)), type(value))
 
 
 def _meaning(message: Message) -> tuple[str, tuple[str | None, ...], list[Any]]:

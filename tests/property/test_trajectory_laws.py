@@ -1,5 +1,8 @@
 """Laws of trajectory trees: what is derived is what was appended, and what is shipped is what was there."""
 
+from itertools import accumulate
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,7 +13,8 @@ import mmcodecs
 from item_cases import same_tensors
 from mmrender.errors import TrajectoryError
 from mmrender.media.item import ReferenceItem
-from mmrender.trajectory import Trajectory
+from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.step import step_sample
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import StepRow, Table
@@ -245,3 +249,36 @@ def test_an_empty_trajectory():
     assert Trajectory("x").branches() == []
     assert item("A") is item("A")
     assert Call([], [], 0).prompt == []
+
+
+def per_token(values: Aligned) -> dict[int, tuple[Any, ...]]:
+    """All values of each position that has any."""
+    found: dict[int, tuple[Any, ...]] = {}
+    columns = [dict(enumerate(array, values.start)) for array in values.arrays.values()]
+    if values.routed_experts is not None:
+        columns.append(dict(enumerate(values.routed_experts.data[:, 0, 0], values.routed_experts.start)))
+    columns.append({at: one.version for one in values.weight_versions for at in range(one.start, one.stop)})
+    columns.append({at: one.forbids for one in values.allowed for at in range(one.start, one.stop)})
+    for column in columns:
+        for at, value in column.items():
+            found[at] = (*found.get(at, ()), value)
+    return found
+
+
+@given(st.lists(st.integers(0, 4), min_size=8, max_size=8), *[st.integers(0, 12)] * 4)
+def test_aligned_values_are_cut_and_moved_with_their_tokens(
+    bounds: list[int], first: int, start: int, stop: int, by: int
+) -> None:
+    edges = list(accumulate(bounds))
+    values = Aligned(
+        {"logprobs": np.arange(12.0), "weights": list(range(12))},
+        RoutedExperts(np.arange(9, dtype=np.uint8)[:, None, None], first),
+        (WeightVersionSpan("a", *edges[:2]), WeightVersionSpan("b", *edges[2:4])),
+        (AllowedTokens(*edges[4:6], (1,), True), AllowedTokens(*edges[6:], (1,))),
+    )
+    whole = per_token(values)
+    part = values.cut(start, stop)
+    assert per_token(part) == {at: found for at, found in whole.items() if start <= at < stop}
+    assert per_token(part.shift(by)) == {at + by: found for at, found in per_token(part).items()}
+    pieces = [values.cut(0, start), values.cut(start, 99)]
+    assert per_token(joined_spans(pieces)) == per_token(joined_spans([values]))

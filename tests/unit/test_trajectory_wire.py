@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -134,6 +135,8 @@ LOOSE = {
         {"type": "image", "source": {"type": "base64", "data": "AAAA", "media_type": "image/png"}},
         {"type": "video", "video": [b"a", b"b"]},
         np.zeros((2, 2, 3), np.uint8),
+        {"type": "image", "image": Path("/a.png")},
+        {"type": "video", "video": ["/1.png", Path("/2.png")]},
     ],
 }
 
@@ -152,6 +155,8 @@ def test_messages_travel_without_their_images_by_default():
         {"type": "image", "source": {"type": "base64", "data": None, "media_type": "image/png"}},
         {"type": "video", "video": None},
         {"type": "image"},
+        {"type": "image", "image": "/a.png"},
+        {"type": "video", "video": ["/1.png", "/2.png"]},
     ]
     assert canonical == Message(
         role="assistant",
