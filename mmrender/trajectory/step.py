@@ -318,8 +318,9 @@ def _sample(
                 got="None",
                 remedy="Ask the engine for them, or pass require_logprobs=False for 0.0 in their place",
             )
-        own = Aligned(weight_versions=part.step.weight_versions, allowed=part.step.allowed)
-        pieces.append(own.cut(0, stop - start).shift(start))
+        if part.step.weight_versions or part.step.allowed:
+            own = Aligned(weight_versions=part.step.weight_versions, allowed=part.step.allowed)
+            pieces.append(own.cut(0, stop - start).shift(start))
     spans = joined_spans(pieces)
     logprobs[~mask] = 0.0
     extra: dict[str, Any] = {"steps": tuple(part.step.index for part in parts)}
