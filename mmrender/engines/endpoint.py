@@ -10,9 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 import msgspec
 
@@ -299,6 +300,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
 # --- the server ---
 
 
+_LOOK_AGAIN: Final = 1.0
+"""Seconds after which a call from another thread checks that the server still runs."""
+
+
 class EngineServer:
     """Serves OpenAI's routes over a client. Several may run in one process, independent of each other.
 
@@ -373,12 +378,24 @@ class EngineServer:
         """Run a call of the client on the server's event loop, from another thread, and return its result.
 
         Raises:
-            EngineStateError: The server does not run.
+            EngineStateError: The server does not run, or stops before the call ends.
         """
-        if self._loop is None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
             call.close()
             raise EngineStateError("the server is not running")
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+        while True:
+            try:
+                return future.result(_LOOK_AGAIN)
+            except CancelledError:
+                break
+            except TimeoutError:
+                if future.done():
+                    raise
+                if loop.is_closed():
+                    break
+        raise EngineStateError("the server stopped before the call ended")
 
     def __enter__(self) -> Self:
         self.start()

@@ -588,3 +588,14 @@ async def test_turns_sample_through_all_engines(renderer):
     client = RendererClient(renderer, InferenceEngineClient([engine]), sampling_params={"max_tokens": 20})
     turn = await client.create_completion(HELLO)
     assert (turn.text, turn.generation.completion_ids, len(engine.asked)) == ("A cow.", ids, 2)
+
+
+def test_a_call_fails_if_the_server_stops_before_it_ends():
+    case = setup(count=1)
+    server = EngineServer(case.client, SETTINGS)
+    server.start()
+    threading.Timer(0.2, server.stop).start()
+    with pytest.raises(EngineStateError):
+        server.run(asyncio.Event().wait())
+    with pytest.raises(EngineStateError, match="not running"):
+        server.run(asyncio.sleep(0))
