@@ -247,20 +247,21 @@ class ExtendedHistory:
         except (TemplateError, NotBridged):
             return None, None
 
-    @property
-    def rest_of_empty_turn(self) -> str | None:
-        """Template text between generation prompt and stop token, for a turn that says nothing."""
+    def rest_of_empty_turn(self, begun: str) -> str | None:
+        """Template text of a turn that says nothing, after `begun`. None if it does not begin like that."""
         try:
             prompt, text = plain(self.prompt), self.text
         except TemplateError:
             return None
-        if not plain(text).startswith(prompt):
+        if not plain(text).startswith(prompt + begun):
             return None
         layout = self._tails.writer.lay_out(text[len(prompt) :])
         spans = layout.text.spans
         new = (start for start, _, origin in spans if origin.message > self._last and origin.is_content)
         limit = next(new, len(layout.text))
-        return Tail(layout, self._tails.turns.end(layout.text, layout.matches, self._last, limit)).close
+        end = self._tails.turns.end(layout.text, layout.matches, self._last, limit)
+        close = Tail(layout, end).close
+        return close[len(begun) :] if close.startswith(begun) else None
 
 
 class Tails:
@@ -310,9 +311,9 @@ class Tails:
         history = history.answering(content=f"{WORD}A", tool_calls=())
         if sampled.is_fresh:
             silent = ExtendedHistory(self, history.answering(content="", reasoning_content=None), extension)
-            rest = silent.rest_of_empty_turn
-            if rest is not None and rest.startswith(completion):
-                return rest[len(completion) :], tail.rest
+            close = silent.rest_of_empty_turn(completion)
+            if close is not None:
+                return close, tail.rest
         if self.turns.opening(sampled.turn).inside:
             return self._reasoning_close(history, extension, completion), tail.rest
         if reasoning is not None and (end := sampled.turn.find_last(reasoning.end)) >= 0:
