@@ -51,8 +51,7 @@ class Collator:
 
     Raises:
         BatchError: The family refuses the layout, or takes packed rows only within `recurrent_segments`,
-        which
-            trainers do not enter.
+            which trainers do not enter.
     """
 
     family: ModelFamily

@@ -67,7 +67,7 @@ def decode_mm_kwargs(
             normalises itself unless it runs with `--no-mm-device-do-normalize`. A `PatchItem` of the same
             processor has it.
         check_finite: Whether to refuse floating values that are infinite or not a number, at the cost of a
-        pass.
+            pass over them.
 
     Returns:
         All fields of all modalities as torch tensors. A lone item's tensors are views of its message.
@@ -75,8 +75,8 @@ def decode_mm_kwargs(
     Raises:
         BatchError: An entry is None (vLLM sends the hash alone if it assumes that the receiver has it) or not
             an item, the items of a modality cannot be joined, two modalities have one field, patches come
-            without a grid, or with grids of another number of patches, or pixels are levels and `arithmetic`
-            is None, without which a model would misread them, a flat field names rows that the item does not
+            without a grid or with grids of another number of patches, pixels are levels and `arithmetic` is
+            None, without which a model would misread them, a flat field names rows that the item does not
             have, or a value is not finite and `check_finite` is set.
     """
     out: dict[str, Any] = {}

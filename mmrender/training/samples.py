@@ -96,8 +96,8 @@ def build_training_sample(
         train_on: Messages to train on. Of assistant messages the sampled tokens are trained on, of all others
             their own text, without scaffold and media.
         select: Messages that may be trained on. It narrows `train_on` and changes no token.
-        weights: Weight of the loss on each message, by index (negative ones count from the end); 1.0 for the
-            others, or a message's own member `weight`. With 0 a message is not trained on.
+        weights: Weight of the loss on each message, by index (negative ones count from the end), by default
+            a message's own member `weight`, or 1.0. With 0 a message is not trained on.
         completion_start: Index of the assistant message that begins the completion, for a sample of one step:
             nothing before it is trained on, and the sample's `prompt_length` is the length of its prompt.
             Unless the policy is `"error"`, that is the length up to the first difference from the whole
@@ -116,8 +116,8 @@ def build_training_sample(
         InputError: An option or a weight is not valid, or no message is one to train on.
         MessageError: A message is malformed, or an image lacks a source.
         MediaError: An image cannot be loaded or processed.
-        RenderError: A selected turn is rewritten, or a selected message not written, and the policy is
-            `"error"`, the token that ends the last turn cannot be determined, or no token is trained on.
+        RenderError: A selected turn is rewritten, or a selected message not written, under the policy
+            `"error"`; the token that ends the last turn cannot be determined; or no token is trained on.
         TemplateError: The template refuses or fails.
     """
     if on_rewritten not in get_args(OnRewritten):

@@ -58,8 +58,7 @@ class SequenceShard:
 
         Raises:
             BatchError: The family's rows are not split this way, the rank is not of the group, or rows are
-            padded on
-                the left and the layout is a ring, whose attention would see the padding.
+                padded on the left and the layout is a ring, whose attention would see the padding.
         """
         batch.family.check_layout(layout)
         if not 0 <= rank < world_size:
