@@ -222,14 +222,9 @@ def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
 
 
 def check_size(ids: int, images: Sequence[JSONText], max_bytes: int, *, where: str, setting: str) -> None:
-    """Refuse a body that the server's frontend would refuse, or break the connection over.
+    """Refuse a body of `ids` token ids that the server's frontend would refuse, or break the connection over.
 
-    Args:
-        ids: Number of its token ids.
-        images: Its images.
-        max_bytes: Bytes that the frontend takes.
-        where: The route, in errors.
-        setting: The setting that names the bound.
+    `where` is the route, and `setting` names the bound in errors.
     """
     size = ids * BYTES_PER_ID + sum(map(len, images))
     if size > max_bytes:

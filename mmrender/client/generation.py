@@ -99,11 +99,7 @@ async def render_prompt(
 ) -> RenderedTokens:
     """Render a prompt: with the generation prompt, unless the last message is to be continued.
 
-    Args:
-        renderer: A renderer. With `arender` it leaves the event loop free.
-        messages: The conversation.
-        in_thread: Whether a renderer without `arender`, too, leaves the event loop free.
-        **options: Options of `Renderer.render`.
+    With `in_thread` a renderer without `arender`, too, leaves the event loop free.
     """
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")

@@ -1,7 +1,7 @@
 """Log-probabilities of vLLM, renormalised over the tokens that a request allows.
 
 vLLM reports log-probabilities of the raw logits, before `allowed_token_ids` and `logit_bias`. The
-log-probabilities of all allowed tokens, or of all forbidden ones, are asked for too, and give the probability
+log-probabilities of all allowed tokens, or of all forbidden ones, are asked for too, and show the probability
 of the rest.
 """
 

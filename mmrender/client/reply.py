@@ -344,17 +344,12 @@ def routed_experts(
 ) -> RoutedExperts | None:
     """Read the router choices of a prompt and its completion, from the position that was asked for.
 
-    Every form leaves out the last sampled token: it is never fed back, so no router saw it. A server that
-    does not say where its rows start sent all of them, or those that were asked for. The array is a read-only
-    view.
+    Every form leaves out the last sampled token: it is never fed back, so no router saw it. Without a start,
+    the rows are all of them or the rows that were asked for. The array is a read-only view.
 
-    Args:
-        data: vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`. SGLang's base64 of
-            little-endian int32 in C order, or Dynamo's struct.
-        request: The request.
-        completion: Number of sampled tokens.
-        shape: `(layers, top_k)` of SGLang's rows.
-        where: The call in errors.
+    `data` is vLLM's base64 of an `.npy` file of shape `(rows, layers, top_k)`, SGLang's base64 of
+    little-endian int32 in C order with rows of `shape`, or Dynamo's struct. `completion` is the number of
+    sampled tokens.
     """
     where = f"{where} routed_experts"
     if data is None:

@@ -19,11 +19,8 @@ _BACKENDS: Final = get_args(BackendName)
 def resolve_backend(backend: RendererBackend | BackendName | None, model: str) -> RendererBackend:
     """Return a backend by itself or by its name, vLLM's by default.
 
-    All that name one directory share a model. It is freed when none of them holds it and another is named.
-
-    Args:
-        backend: The backend, or its name.
-        model: The model, which for `"local"` is its directory.
+    A local model's directory is the name of the model. All that name one directory share a model. It is freed
+    when none of them holds it and another is named.
 
     Raises:
         InputError: The backend is unknown.

@@ -189,13 +189,16 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "top_logprobs": "logprobs",
     "top_logprobs_num": "logprobs",
     "no_stop_trim": "include_stop_str_in_output",
-    "json_schema": "structured_outputs={'json': ...}",
-    "guided_json": "structured_outputs={'json': ...}",
-    "guided_regex": "structured_outputs={'regex': ...}",
-    "guided_choice": "structured_outputs={'choice': ...}",
-    "guided_grammar": "structured_outputs={'grammar': ...}",
-    "regex": "structured_outputs={'regex': ...}",
-    "ebnf": "structured_outputs={'grammar': ...}",
+    **{
+        name: f"structured_outputs={{{kind!r}: ...}}"
+        for kind, names in {
+            "json": ("json_schema", "guided_json"),
+            "regex": ("regex", "guided_regex"),
+            "choice": ("guided_choice",),
+            "grammar": ("ebnf", "guided_grammar"),
+        }.items()
+        for name in names
+    },
 }
 _ARGUMENTS: Final = ("routed_experts_prompt_start", "cache_salt", "priority", "extra_body")
 
@@ -335,11 +338,8 @@ def complete_sampling(
 ) -> dict[str, Any]:
     """Add `max_tokens` if it is missing, stop tokens unless `ignore_eos` is set, and a bias against tokens.
 
-    Args:
-        params: Unchecked parameters. Backends check them.
-        room: Tokens that fit behind the prompt. None if unknown.
-        stop_token_ids: Added to the caller's stop tokens.
-        forbidden: Tokens that are never sampled. Every engine follows the bias.
+    `room` is the number of tokens that fit behind the prompt, None if unknown. Every engine follows the bias
+    against `forbidden` tokens. Backends check the parameters.
     """
     completed = dict(params or {})
     if completed.get("max_tokens") is None:

@@ -122,8 +122,8 @@ async def wire_forms(
     """Return by identity how a vLLM server takes items, asked once for each processor by a handshake.
 
     The server renders one image, and the dtypes and fields of its tensors are those that it takes. If the
-    item can be had as an encoded image, the server's tensors must equal ours. Named `pixels` need no
-    handshake.
+    item can be had as an encoded image, the server's tensors must equal ours. Named `pixels` are not asked
+    for.
     """
     forms: dict[str, WireForm] = {}
     # The server is asked to render the smallest image of a kind.
