@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kit import error_of
 from mmrender.client.reply import FailedInEngineError
 from mmrender.client.types import EngineRequest, Usage
 from mmrender.client.vllm import read_reply
@@ -43,12 +44,6 @@ def read(answer, **changes):
     return read_reply(asked(**changes), msgspec.json.encode(answer), WHERE)
 
 
-def error_of(kind, answer, **changes):
-    with pytest.raises(kind) as caught:
-        read(answer, **changes)
-    return str(caught.value)
-
-
 def test_both_shapes_of_logprobs_and_alternatives_are_the_same():
     assert read(reply()) == read(reply([old_entry(7, -1.5), old_entry(8, -0.25)]))
     sampling = {"max_tokens": 9, "logprobs": 2}
@@ -65,28 +60,28 @@ def test_both_shapes_of_logprobs_and_alternatives_are_the_same():
 def test_a_failure_with_status_200(sentence):
     """As vLLM 0.27 and 0.28 answer to a hash that they lack."""
     answer = reply([], token_ids=[], finish_reason="error")
-    assert error_of(FailedInEngineError, answer) == sentence
+    assert error_of(FailedInEngineError, read, answer) == sentence
 
 
 def test_usage_and_a_reason_of_its_own(sentence):
     assert read(reply(finish_reason="repetition")).finish_reason == "stop"
     details = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
     assert read(reply(usage=details)).usage == Usage(3, 2, 2)
-    assert error_of(EngineMismatchError, reply(usage={"prompt_tokens": 4})) == sentence
+    assert error_of(EngineMismatchError, read, reply(usage={"prompt_tokens": 4})) == sentence
 
 
 def test_malformed(sentence):
     nameless = reply([entry(7, -1.5), {"token": "ear", "logprob": -0.25}])
-    assert error_of(EngineReplyError, nameless) == sentence
+    assert error_of(EngineReplyError, read, nameless) == sentence
     versions = reply(weight_versions=[{"version": "a", "start": 0, "end": 3}])
-    assert error_of(EngineReplyError, versions) == sentence
+    assert error_of(EngineReplyError, read, versions) == sentence
 
 
 @pytest.mark.parametrize("other", [{"token": "ear", "logprob": -1.0}, {"token_id": 3}])
 def test_malformed_alternatives(other, sentence):
     answer = reply([entry(7, -1.5, top_logprobs=[other]), entry(8, -0.25)])
     sampling = {"max_tokens": 9, "logprobs": 1}
-    assert error_of(EngineReplyError, answer, sampling_params=sampling) == sentence
+    assert error_of(EngineReplyError, read, answer, sampling_params=sampling) == sentence
 
 
 def widened(**members):

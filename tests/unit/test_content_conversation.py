@@ -11,6 +11,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from kit import error_of
 from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.errors import MessageError
@@ -20,12 +21,6 @@ from mmrender.messages import ImagePart, Message, TextPart, ThinkingPart, ToolCa
 def one(message: Any) -> Message:
     (result,) = normalize_messages([message])
     return result
-
-
-def error_of(messages: Any) -> str:
-    with pytest.raises(MessageError) as caught:
-        normalize_messages(messages)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +205,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case, sentence):
-    assert error_of(ERRORS[case]) == sentence
+    assert error_of(MessageError, normalize_messages, ERRORS[case]) == sentence
 
 
 def test_where_names_the_conversation():

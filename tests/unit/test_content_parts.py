@@ -1,11 +1,11 @@
 import pathlib
-from typing import Any
 
 import numpy as np
 import PIL.Image
 import pydantic
 import pytest
 
+from kit import error_of
 from mmrender.content.messages import normalize_messages
 from mmrender.content.parts import attach_media, normalize_content, normalize_part
 from mmrender.errors import MessageError
@@ -16,12 +16,6 @@ PICTURE = PIL.Image.new("RGB", (2, 2))
 ARRAY = np.zeros((2, 2, 3), dtype=np.uint8)
 PATH = pathlib.Path("cat.png")
 BYTES = b"\x89PNG"
-
-
-def error_of(part: Any) -> str:
-    with pytest.raises(MessageError) as caught:
-        normalize_messages([{"role": "user", "content": ["x", part]}])
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("source", [PICTURE, ARRAY, PATH], ids=type)
@@ -105,7 +99,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case, sentence):
-    assert error_of(ERRORS[case]) == sentence
+    assert (
+        error_of(MessageError, normalize_messages, [{"role": "user", "content": ["x", ERRORS[case]]}])
+        == sentence
+    )
 
 
 MESSAGES = normalize_messages(

@@ -9,6 +9,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from kit import error_of
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.tools import parse_arguments
 from mmrender.errors import MessageError, MissingDependencyError
@@ -33,12 +34,6 @@ def multiply(a: float, b: float = 2.0) -> float:
 
 def undocumented(a: int) -> int:
     return a
-
-
-def error_of(tools: Any) -> str:
-    with pytest.raises(MessageError) as caught:
-        normalize_tools(tools)
-    return str(caught.value)
 
 
 def test_dicts_are_kept_whole_and_none_and_empty_stay_apart():
@@ -75,7 +70,7 @@ def test_functions_give_the_schema_of_transformers():
 
 def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch, sentence):
     pytest.importorskip("transformers")
-    text = error_of([WRAPPED, undocumented])
+    text = error_of(MessageError, normalize_tools, [WRAPPED, undocumented])
     assert re.sub(r"\(Cannot generate .*?\)", "(...)", text) == sentence
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
@@ -98,7 +93,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case, sentence):
-    assert error_of(ERRORS[case]) == sentence
+    assert error_of(MessageError, normalize_tools, ERRORS[case]) == sentence
 
 
 # --- calls ---
