@@ -74,7 +74,7 @@ class Frames:
         return len(self.timeline.indices or ())
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise MediaLimitError if the policy forbids to keep as many RGB frames of this size."""
+        """Raise MediaLimitError if these frames, resized to RGB frames of this size, exceed the policy."""
         size = len(self) * height * width * 3
         self._policy.check("max_video_bytes", size, got=f"{len(self)} frames of {width}x{height} = {size}")
 
