@@ -62,7 +62,7 @@ errors: $(MAIN_STAMP) ## write the error sentences that the tests expect, tests/
 blocks: $(MAIN_STAMP) ## list the code blocks of README, guides and docstrings, and which of them run
 	$(BIN)/python tests/doc_pages.py
 
-check: lint types layers docs package ## run every static check and prove the package
+check: lint types layers words docs package ## run every static check and prove the package
 
 lint: $(MAIN_STAMP) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -24,16 +24,16 @@ _MIN_WORDS: Final = 300
 """Words below which a room is not judged, since one habit would decide."""
 HABITS: Final = {
     "if or when, not where": (
-        r"\bwhere (?:an?|all|both|it|its|no|nobody|none|nothing|one|several|some\w*)\b"
-        r"|\bwhere (?:that|the|there|they|this|we|you)\b"
+        r"\b[Ww]here (?:an?|all|both|it|its|no|nobody|none|nothing|one|several|some\w*)\b"
+        r"|\b[Ww]here (?:that|the|there|they|this|we|you)\b"
     ),
-    "a noun, not what": r"\bwhat (?!['\"])",
+    "a noun, not what": r"\b[Ww]hat (?!['\"])",
     "the noun again, not that of": (
-        r"\b(?:that|those) of\b|\bthe ones?\b|\bthe others?\b|\bso (?:many|much)\b|\bsuch (?!as\b)"
+        r"\b(?:[Tt]hat|[Tt]hose) of\b|\bthe ones?\b|\bthe others?\b|\b[Ss]o (?:many|much)\b|\bsuch (?!as\b)"
     ),
     "without, not is no": r"\b(?:is|are|has|have|holds?|gives?|needs?|takes?|knows?) (?:no|none|nothing)\b",
-    "maximum or minimum, not most": r"(?<!at )\b(?:most|least)\b(?! recent| likely| often)",
-    "return, not give": r"\bgives?\b",
+    "maximum or minimum, not most": r"(?<!at )(?<!At )\b(?:[Mm]ost|[Ll]east)\b(?! recent| likely| often)",
+    "return, not give": r"\b[Gg]ives?\b",
     "plain words": r"\b(?:beside|anew|alike|amid|nobody|whoever|heed\w*|thereby|borne)\b",
     "no metaphors": (
         r"\b(?:stands?|strangers?|twins?|vouch\w*|judges?|told|kindred|company|departs?|parted)\b"
@@ -85,7 +85,7 @@ def places(prose: Iterable[Prose]) -> Iterator[str]:
     """Yield a line for each habit in some texts."""
     for path, line, text in prose:
         for habit, pattern in HABITS.items():
-            for match in re.finditer(pattern, text, re.IGNORECASE):
+            for match in re.finditer(pattern, text):
                 around = " ".join(text[max(0, match.start() - 40) : match.end() + 40].split())
                 yield f"{path.relative_to(ROOT)}:{line}: {habit}: ...{around}..."
 
