@@ -242,7 +242,7 @@ def test_pixels_of_the_other_kind_would_pass_silently(server, renderer, request)
 def test_another_mean_is_found_by_the_handshake(server, tiny_model, tmp_path):
     other = with_settings(tiny_model, tmp_path / "mean", image_mean=[0.4, 0.5, 0.5])
     with pytest.raises(
-        EngineMismatchError, match=r"something else of an image.*values of pixel_values.*0\.2"
+        EngineMismatchError, match=r"processes an image differently.*values of pixel_values.*0\.2"
     ):
         ask(server, other, messages=conversations()["one image"])
 
