@@ -205,7 +205,7 @@ def test_an_abort_that_the_frontend_calls_a_stop(server, renderer):
 
 
 def test_lengths_that_differ_are_refused(server):
-    with pytest.raises(EngineReplyError, match="tokens and logprobs are not equally many"):
+    with pytest.raises(EngineReplyError, match="the numbers of tokens and logprobs differ"):
         ask_directly(server, "short_logprobs")
 
 
@@ -230,7 +230,7 @@ def test_router_choices(server, start):
 
 
 def test_router_choices_that_the_worker_does_not_give(server):
-    with pytest.raises(EngineUnsupportedError, match="the server gives none"):
+    with pytest.raises(EngineUnsupportedError, match="the server sends none"):
         ask_directly(server, routed_experts=True)
 
 

@@ -220,7 +220,7 @@ def test_seeds_are_refused_since_this_server_ignores_them(server):
 def test_router_choices_of_a_model_without_experts(server):
     with pytest.raises(EngineUnsupportedError, match="without their shape"):
         ask_directly(server, BACKEND, [5, 6], routed_experts=True)
-    with pytest.raises(EngineUnsupportedError, match="the server gives none"):
+    with pytest.raises(EngineUnsupportedError, match="the server sends none"):
         ask_directly(server, SGLangBackend(routed_experts_shape=(2, 2)), [5, 6], routed_experts=True)
 
 
