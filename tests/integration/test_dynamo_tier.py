@@ -134,7 +134,7 @@ def test_overflow_is_seen_before_sending_and_kept_back_after(server, renderer):
         400,
         '{"message":"Invalid request","type":"Bad Request","code":400}',
     )
-    assert "the worker's log has it" in str(late.value)
+    assert "The worker's log has it" in str(late.value)
 
 
 def test_the_longest_prompt_is_one_less_than_the_context(server):
