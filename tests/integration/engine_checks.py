@@ -141,7 +141,7 @@ def request_of(ids: list[int], **fields: Any) -> EngineRequest:
     return EngineRequest(prompt_ids=ids, **values)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until a condition holds."""
     for _ in range(int(seconds / 0.05)):
         if await asyncio.to_thread(condition):

@@ -137,5 +137,5 @@ def test_a_render_server_is_held_to_the_tokens_expected(render_server, renderer)
         finally:
             await remote.aclose()
 
-    with pytest.raises(EngineMismatchError, match="another number of tokens than expected"):
+    with pytest.raises(EngineMismatchError, match="another number of tokens at the server than expected"):
         asyncio.run(render())
