@@ -17,6 +17,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
+from mmrender.sidecar import common_prefix
 
 if TYPE_CHECKING:
     from mmrender.client.resolve import BackendName
@@ -187,7 +188,6 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two renderings token by token and show the first difference. Exit 1 if they differ."""
-    from mmrender.view.data import shared_length
     from mmrender.view.terminal import difference
 
     if first == second == "-":
@@ -196,7 +196,7 @@ def diff(
     renderer = _load(model, image_backend)
     pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
     names = (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
-    equal = shared_length(pair[0].token_ids, pair[1].token_ids)
+    equal = common_prefix(pair[0].token_ids, pair[1].token_ids)
     differ = equal < max(map(len, pair))
     if html is not None:
         from mmrender.view import Page

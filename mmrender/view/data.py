@@ -18,7 +18,7 @@ from mmrender.errors import MMRenderError
 from mmrender.media.item import PatchItem, encoded_image
 from mmrender.messages import ImagePart
 from mmrender.renderer import Renderer
-from mmrender.sidecar import MediaItem, MediaSpan
+from mmrender.sidecar import MediaItem, MediaSpan, common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import Branch, TrainingSample, Trajectory
 from mmrender.view.pictures import shown_frames, thumbnails, token_grid
@@ -200,7 +200,7 @@ def of_trajectory(
         offered = branch.tip.tools if tools is None else tools
         rendered = _attributed(branch, renderer, offered) if renderer is not None else None
         if rendered is not None:
-            same = shared_length(rendered.token_ids, ids)
+            same = common_prefix(rendered.token_ids, ids)
             if same < len(ids):
                 notes.append(f"rendering the whole conversation again produces other tokens from {same} on")
             spans = _overlaid(rendered, spans, same)
@@ -226,7 +226,7 @@ def of_trajectory(
         )
         if earlier:
             other, common = max(
-                ((index, shared_length(before, ids)) for index, before in earlier), key=lambda found: found[1]
+                ((index, common_prefix(before, ids)) for index, before in earlier), key=lambda found: found[1]
             )
             if common < len(ids):
                 text = f"{common:,} tokens are shared with branch {other - earlier[0][0]}"
@@ -264,9 +264,9 @@ def of_audit(document: Document, report: AuditReport) -> None:
 def of_difference(document: Document) -> None:
     """Mark the first and the last difference between the two strips of a document."""
     first, second = document.strips
-    start = shared_length(first["ids"], second["ids"])
+    start = common_prefix(first["ids"], second["ids"])
     rest = [np.array(strip["ids"][start:][::-1], np.int64) for strip in (first, second)]
-    back = shared_length(*rest)
+    back = common_prefix(*rest)
     document.side_by_side = True
     for index, strip in enumerate(document.strips):
         stop = len(strip["ids"]) - back
@@ -274,14 +274,6 @@ def of_difference(document: Document) -> None:
         if start < max(len(first["ids"]), len(second["ids"])):
             text = f"{start:,} tokens are equal before it, {back:,} after it; {stop - start:,} here differ"
             document.mark(index, min(start, len(strip["ids"]) - 1), "first difference", text)
-
-
-def shared_length(first: Any, second: Any) -> int:
-    """Return how many leading tokens two sequences share."""
-    one, other = np.asarray(first), np.asarray(second)
-    length = min(len(one), len(other))
-    unequal = np.flatnonzero(one[:length] != other[:length])
-    return int(unequal[0]) if len(unequal) else length
 
 
 def _runs(values: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_] | None) -> Data | None:

@@ -7,9 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrender.messages import MODALITIES
-from mmrender.sidecar import MediaItem
+from mmrender.sidecar import MediaItem, common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-from mmrender.view.data import shared_length
 from mmrender.view.pictures import token_grid
 from mmrender.view.text import Decode, token_texts, visible
 
@@ -78,7 +77,7 @@ def _layout(item: MediaItem, count: int) -> str:
 
 def difference(first: RenderedTokens, second: RenderedTokens, names: tuple[str, str], decode: Decode) -> Text:
     """Show both sequences around their first difference."""
-    start = shared_length(first.token_ids, second.token_ids)
+    start = common_prefix(first.token_ids, second.token_ids)
     lengths = len(first), len(second)
     if start == max(lengths):
         return Text(f"equal: {start:,} tokens")

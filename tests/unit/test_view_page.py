@@ -15,9 +15,10 @@ from PIL import Image
 from mmrender.audit.report import AuditReport, Comparison, Finding
 from mmrender.errors import InputError
 from mmrender.rollout.client import RendererClient
+from mmrender.sidecar import common_prefix
 from mmrender.trajectory import Trajectory
 from mmrender.view import Page
-from mmrender.view.data import Document, of_difference, shared_length
+from mmrender.view.data import Document, of_difference
 from mmrender.view.pictures import token_grid
 from mmrender.view.terminal import token_strip
 from mmrender.view.text import token_texts, visible
@@ -144,7 +145,7 @@ def test_branches_have_their_messages_numbers_and_beginnings(renderer, trajector
     document = shown(Page(trajectory, renderer=renderer))
     first, second = document["strips"]
     assert [strip["name"] for strip in document["strips"]] == ["branch 0", "branch 1"]
-    common = shared_length(first["ids"], second["ids"])
+    common = common_prefix(first["ids"], second["ids"])
     (mark,) = document["marks"]
     assert (mark["strip"], mark["token"], mark["title"]) == (1, common, "branch 1 begins")
     assert [section["role"] for section in first["sections"]][:3] == ["user", "assistant", "user"]
