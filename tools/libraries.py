@@ -58,7 +58,8 @@ def main(name: str, folder: Path, *options: str) -> int:
     environment = {
         **os.environ,
         "MMRENDER_LIBRARY": name,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "codecs")]),
+        # Ray's workers import the tests' functions, too.
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "codecs", ROOT / "tests"])),
         "OMP_NUM_THREADS": "1",
     }
     tests = [
