@@ -1,0 +1,203 @@
+"""`Call` and `Answer`: a request of an agent and its reply, free of the protocol that carries them.
+
+Protocols read a body into a `Call`, and write an `Answer` and its `Delta`s as their own replies and events.
+Everything between sees these values only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+from mmrender.client.types import TopLogprobs, TurnFinishReason, Usage
+from mmrender.messages import Message
+
+ProtocolName: TypeAlias = Literal["chat", "responses", "messages"]
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"]
+
+Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
+"""Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
+and the conversation that goes on from one, and other calls, such as titles and judges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a call comes from, as far as its headers and metadata say.
+
+    Attributes:
+        thread: Conversation within the session, in the harness's own name.
+        agent: Name of the subagent, None for the main agent.
+        parent_agent: Agent or thread that started it.
+        kind: Kind of the call, if the harness names it.
+        client: The caller's `user-agent`.
+    """
+
+    thread: str | None = None
+    agent: str | None = None
+    parent_agent: str | None = None
+    kind: Kind | None = None
+    client: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request of an agent.
+
+    Attributes:
+        protocol: The protocol that carried it.
+        model: Model that the request names. The reply repeats it.
+        messages: The conversation in canonical form. Text that changes with each request of a harness, such as
+            billing lines, is left out.
+        tools: Tools in OpenAI's form, in the order of the request. None if the request has none.
+        tool_choice: Whether the model may, must or must not call a tool.
+        forced_tool: The tool that the model must call, or None.
+        parallel_tool_calls: Whether one answer may have several calls.
+        sampling_params: In vLLM's names, checked. `structured_outputs` holds the form of the answer.
+        template_arguments: Template variables, such as `enable_thinking`.
+        stream: Whether the reply is a stream of events.
+        n: Number of answers.
+        logprobs: Number of alternatives to report for each token. None reports no log-probabilities.
+        with_usage: Whether a stream ends with token counts.
+        notes: Accepted fields without effect on this answer, such as `reasoning.effort`.
+        origin: Where it comes from.
+        idempotency_key: Key by which the caller marks retries, or None.
+    """
+
+    protocol: ProtocolName
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    tool_choice: ToolChoice = "auto"
+    forced_tool: str | None = None
+    parallel_tool_calls: bool = True
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    with_usage: bool = False
+    notes: tuple[str, ...] = ()
+    origin: Origin = field(default_factory=Origin)
+    idempotency_key: str | None = None
+
+    @property
+    def offered(self) -> tuple[Mapping[str, Any], ...] | None:
+        """Tools that the model may call, or None."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCall:
+    """One call of a tool in an answer.
+
+    Attributes:
+        id: Unique id, which finds the step when the agent repeats it.
+        name: Name of the tool.
+        arguments: Arguments as JSON text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sampled answer.
+
+    Attributes:
+        id: Unique id of 24 letters and digits, to which protocols add their prefixes.
+        created: Unix time in seconds.
+        step: Index of the step in the session's trajectory.
+        reasoning: The reasoning, or None.
+        content: The text.
+        calls: Well-formed calls of tools, in order.
+        finish_reason: Why sampling ended.
+        stop: The stop string that was met, or None.
+        usage: Token counts.
+        token_ids: The sampled tokens.
+        logprobs: One number for each of `token_ids`.
+        top_logprobs: Alternatives of each token, if the call asks for them.
+    """
+
+    id: str
+    created: int
+    step: int
+    reasoning: str | None
+    content: str
+    calls: tuple[AnswerCall, ...]
+    finish_reason: TurnFinishReason
+    stop: str | None
+    usage: Usage
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    top_logprobs: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Text of a streamed answer that is certain, sent before the answer is complete."""
+
+    index: int
+    field: Literal["reasoning", "content"]
+    text: str
+
+
+OnDelta: TypeAlias = Callable[[Delta], None]
+"""Callback for text as it becomes certain. It runs on the event loop, so it must be quick."""
+
+
+class EventWriter(Protocol):
+    """Writes one streamed reply as server-sent events."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first text."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """Return the events of a piece of text."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Return bytes that clients ignore, to be sent while nothing is sampled."""
+        ...
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the events after the last text: calls, finish reasons, token counts."""
+        ...
+
+    def failure(self, status: int, code: str, message: str) -> bytes:
+        """Return the events that end the stream with an error."""
+        ...
+
+
+class AgentProtocol(Protocol):
+    """One protocol of agents. A module each: `chat`, `responses` and `messages`."""
+
+    name: ProtocolName
+
+    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
+        """Read a request.
+
+        Args:
+            body: The decoded JSON body.
+            headers: The request's headers, with names in lower case.
+
+        Raises:
+            InputError: A field is unknown, malformed or unsupported. `where` names it.
+            MessageError: A message is malformed.
+            SamplingParameterError: A sampling parameter has an unusable value.
+        """
+        ...
+
+    def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body of an unstreamed reply."""
+        ...
+
+    def events(self, call: Call, answer_ids: Sequence[str]) -> EventWriter:
+        """Return the writer of a streamed reply, whose answers will have these ids."""
+        ...
+
+    def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
+        """Return the body of an error."""
+        ...
