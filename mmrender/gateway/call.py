@@ -46,8 +46,8 @@ class Call:
     Attributes:
         protocol: The protocol that carried it.
         model: Model that the request names. The reply repeats it.
-        messages: The conversation in canonical form. Text that changes with each request of a harness, such as
-            billing lines, is left out.
+        messages: The conversation in canonical form. Text that changes with each request, such as
+            billing lines of harnesses, is left out.
         tools: Tools in OpenAI's form, in the order of the request. None if the request has none.
         tool_choice: Whether the model may, must or must not call a tool.
         forced_tool: The tool that the model must call, or None.
