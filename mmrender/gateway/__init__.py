@@ -1,1 +1,1 @@
-"""An endpoint for agents as they are: it answers three protocols in tokens, and records what it sampled."""
+"""An endpoint for agents as they are: it answers three protocols in tokens, and records the sampled turns."""

@@ -17,12 +17,12 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
 """Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
-and the conversation that goes on from one, and other calls, such as titles and judges."""
+and the conversation that goes on from one, and other calls, such as titles and ratings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a call comes from, as far as its headers and metadata say.
+    """Source of a call, as far as its headers and metadata name it.
 
     Attributes:
         thread: Conversation within the session, in the harness's own name.
@@ -48,7 +48,7 @@ class Call:
         model: Model that the request names. The reply repeats it.
         messages: The conversation in canonical form. Text that changes with each request, such as
             billing lines of harnesses, is left out.
-        tools: Tools in OpenAI's form, in the order of the request. None if the request has none.
+        tools: Tools in OpenAI's form, in the order of the request. None without tools.
         tool_choice: Whether the model may, must or must not call a tool.
         forced_tool: The tool that the model must call, or None.
         parallel_tool_calls: Whether one answer may have several calls.
@@ -59,7 +59,7 @@ class Call:
         logprobs: Number of alternatives to report for each token. None reports no log-probabilities.
         with_usage: Whether a stream ends with token counts.
         notes: Accepted fields without effect on this answer, such as `reasoning.effort`.
-        origin: Where it comes from.
+        origin: Its source.
         idempotency_key: Key by which the caller marks retries, or None.
     """
 

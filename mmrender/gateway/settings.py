@@ -14,8 +14,8 @@ class GatewaySettings:
     Attributes:
         host: Address to listen on. Without a key only loopback is allowed.
         port: Port. 0 for any free one.
-        api_key: Key, or several, of callers that open and read sessions. Sessions of one key are invisible to
-            the others. A session has a key of its own besides, which opens only this session's model.
+        api_key: Key, or several, of callers that open and read sessions. One key never reads
+            sessions of another. Each session also has a key of its own, which opens the model of this session only.
         open_to_all: Allow any address without a key.
         models: Names of models that requests may carry. Empty for any name, since many harnesses insist on
             names of their own.
@@ -66,11 +66,9 @@ class GatewaySettings:
         if self.api_key is not None and not (self.keys and all(self.keys)):
             raise InputError("the key is empty", where="settings.api_key", expected="a key, or None")
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if name.startswith("max_") or name == "memory_bytes":
-                check_number(f"settings.{name}", value, above=0)
-            elif name.endswith("_seconds") and not (name == "expire_seconds" and value is None):
-                check_number(f"settings.{name}", value, above=0)
+            is_limit = name.startswith("max_") or name.endswith(("_bytes", "_seconds"))
+            if is_limit and not (name == "expire_seconds" and self.expire_seconds is None):
+                check_number(f"settings.{name}", getattr(self, name), above=0)
         if not self.keys and not self.open_to_all and not self.is_loopback:
             raise InputError(
                 "the gateway would be open to everybody",
