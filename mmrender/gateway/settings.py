@@ -14,8 +14,8 @@ class GatewaySettings:
     Attributes:
         host: Address to listen on. Without a key only loopback is allowed.
         port: Port. 0 for any free one.
-        api_key: Key, or several, of callers that open and read sessions. One key never reads
-            sessions of another. Each session also has a key of its own, which opens the model of this session only.
+        api_key: Key, or several, of callers that open and read sessions. One key never reads sessions
+            of another. Each session also has its own key, which opens only the model of this session.
         open_to_all: Allow any address without a key.
         models: Names of models that requests may carry. Empty for any name, since many harnesses insist on
             names of their own.
