@@ -1,0 +1,308 @@
+"""Checks before any work: keys, hosts, sizes, rates. Errors have a status, and protocols write them."""
+
+import asyncio
+import contextlib
+import hmac
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ipaddress import ip_address
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import msgspec
+
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    EngineStateError,
+    EngineStatusError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    EngineUnsupportedError,
+    InputError,
+    MissingDependencyError,
+    MMRenderError,
+    ModelError,
+    PoolError,
+    PromptTooLongError,
+    RenderError,
+    TemplateError,
+)
+
+try:
+    from starlette.requests import ClientDisconnect, Request
+    from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+except ImportError as error:
+    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
+
+Result = TypeVar("Result")
+
+_MAX_PIECES: Final = 4096
+"""Pieces of a body that may be small. Further ones hold `_MIN_PIECE_BYTES` on average."""
+_MIN_PIECE_BYTES: Final = 256
+_IN_THREAD_BYTES: Final = 1 << 18
+"""A larger body is decoded in a thread, since that takes milliseconds."""
+_MAX_STOPS: Final = 64
+_MAX_STOP_CHARACTERS: Final = 8192
+_MAX_ANSWERS: Final = 128
+
+
+class RequestError(Exception):
+    """The gateway itself refuses a request."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class CallerLeftError(RequestError):
+    """The caller closed the connection. 499 is nginx's status for that."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the caller left", code="caller_left")
+
+
+class Failure(NamedTuple):
+    """An error as every protocol can say it."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None
+
+
+_STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
+    (PromptTooLongError, 400, "context_length_exceeded"),
+    (InputError, 400, "invalid_value"),
+    (RenderError, 400, "render_error"),
+    (TemplateError, 400, "template_error"),
+    (EngineTimeoutError, 504, "engine_timeout"),
+    (EngineUnavailableError, 503, "engine_unavailable"),
+    (EngineStateError, 503, "engine_state"),
+    (EngineUnsupportedError, 501, "unsupported"),
+    (EngineConnectionError, 502, "engine_connection"),
+    (EngineError, 502, "engine_error"),
+    (PoolError, 503, "renderer_busy"),
+    (ModelError, 500, "model_error"),
+)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return an error's status, code and text. Unexpected errors reveal nothing of our insides."""
+    if isinstance(error, RequestError):
+        return Failure(error.status, error.code, str(error), error.param)
+    if isinstance(error, PromptTooLongError) and error.prompt_len is not None:
+        limit = "" if error.max_prompt_len is None else f" > {error.max_prompt_len} maximum"
+        # Harnesses look for this sentence, and shorten their history.
+        message = f"prompt is too long: {error.prompt_len} tokens{limit}"
+        return Failure(400, "context_length_exceeded", message, error.where)
+    if isinstance(error, EngineStatusError) and error.status < 500:
+        # Only refusals are passed on. An engine's failure is a failure of the gateway.
+        return Failure(error.status, "engine_refused", str(error), None)
+    for kind, status, code in _STATUSES:
+        if isinstance(error, kind):
+            return Failure(status, code, str(error), error.where)
+    return Failure(500, "internal_error", "internal error", None)
+
+
+def key_of(request: Request) -> str:
+    """Return the key of a request, as OpenAI's or Anthropic's clients send it. Empty without one."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+
+
+def is_one_of(key: str, keys: Sequence[str]) -> bool:
+    """Whether a key is among the accepted ones. Takes equally long for each."""
+    matches = [hmac.compare_digest(key.encode("utf-8", "replace"), each.encode()) for each in keys]
+    return any(matches)
+
+
+def check_page(request: Request) -> None:
+    """Keep web pages of a browser on this machine out, for a gateway without a key.
+
+    A page may send simple requests anywhere, and a rebound name makes it of the same origin. So the Host must
+    be this machine's, a body must be declared as JSON, and a page's Origin must be local.
+
+    Raises:
+        RequestError: The request may come from a web page.
+    """
+    host = request.headers.get("host", "")
+    if not _is_local(host):
+        raise RequestError(403, f"the Host {host[:80]!r} is not this machine", code="wrong_host")
+    origin = request.headers.get("origin")
+    if origin is not None and not _is_local(origin.partition("://")[2]):
+        raise RequestError(403, "web pages may not call the gateway", code="wrong_origin")
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.method == "POST" and kind != "application/json":
+        raise RequestError(415, "the content type must be application/json", code="wrong_content_type")
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    name = name.strip("[]").rstrip(".").lower()
+    with contextlib.suppress(ValueError):
+        return ip_address(name).is_loopback
+    return name == "localhost"
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> dict[str, Any]:
+    """Read the JSON object of a request.
+
+    Raises:
+        RequestError: It is longer than `limit` bytes, late by `seconds`, in too many pieces, or not a JSON
+            object.
+        CallerLeftError: The caller left before it was read.
+    """
+    too_long = RequestError(
+        413,
+        f"the request is longer than {limit} bytes. Agents send every picture again with each call: allow "
+        "longer bodies by max_body_bytes, or send smaller pictures",
+        code="request_too_large",
+    )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_long
+    body, pieces = bytearray(), 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for piece in request.stream():
+                body += piece
+                pieces += 1
+                if len(body) > limit:
+                    raise too_long
+                if pieces > _MAX_PIECES + len(body) // _MIN_PIECE_BYTES:
+                    raise RequestError(400, "the body comes in too many pieces", code="too_many_pieces")
+        if len(body) > _IN_THREAD_BYTES:
+            return await asyncio.to_thread(msgspec.json.decode, bytes(body), type=dict[str, Any])
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except ClientDisconnect as error:
+        raise CallerLeftError from error
+    except TimeoutError as error:
+        message = f"the request did not come within {seconds:g} s"
+        raise RequestError(408, message, code="request_timeout") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
+
+
+def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
+    """Bound the work that a body asks for, before any of it is done.
+
+    Raises:
+        RequestError: It has too many messages, content parts, stop strings or answers.
+    """
+    parts = 0
+    for name in ("messages", "input", "system"):
+        entries = body.get(name)
+        for entry in entries if isinstance(entries, list) else ():
+            content = entry.get("content") if isinstance(entry, Mapping) else None
+            parts += 1 + (len(content) if isinstance(content, list) else 0)
+        if parts > max_messages:
+            raise RequestError(
+                400, f"more than {max_messages} messages and parts", code="too_many_messages", param=name
+            )
+    for name in ("stop", "stop_sequences"):
+        stops = body.get(name)
+        stops = stops if isinstance(stops, list) else [stops]
+        length = sum(len(stop) for stop in stops if isinstance(stop, str))
+        if len(stops) > _MAX_STOPS or length > _MAX_STOP_CHARACTERS:
+            message = f"more than {_MAX_STOPS} stop strings, or {_MAX_STOP_CHARACTERS} characters of them"
+            raise RequestError(400, message, code="too_many_stops", param=name)
+    answers_of(body)
+
+
+def answers_of(body: Mapping[str, Any]) -> int:
+    """Return the number of answers that a body asks for."""
+    count = body.get("n")
+    if count is None:
+        return 1
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_ANSWERS:
+        message = f"must be an integer from 1 to {_MAX_ANSWERS}"
+        raise RequestError(400, message, code="invalid_value", param="n")
+    return count
+
+
+class RateLimit:
+    """Refuses answers of a key that waits for too many already.
+
+    Args:
+        limit: Answers of one key at a time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def charged(self, key: str, count: int) -> Iterator[None]:
+        """Count answers of a key while they are sampled.
+
+        Raises:
+            RequestError: The key waits for too many.
+        """
+        if self._running[key] + count > self._limit:
+            message = f"a key may wait for {self._limit} answers at a time"
+            raise RequestError(429, message, code="too_many_requests")
+        self._running[key] += count
+        try:
+            yield
+        finally:
+            self._running[key] -= count
+            if not self._running[key]:
+                del self._running[key]
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work, or cancel it if the caller leaves.
+
+    Raises:
+        CallerLeftError: The caller left.
+    """
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerLeftError
+        return task.result()
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+class TimedProtocol(H11Protocol):
+    """h11 with a timeout for request heads, which uvicorn lacks."""
+
+    def __init__(self, *arguments: Any, head_seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._head_seconds = head_seconds
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(self._head_seconds, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on. Bound the time of a head that has begun."""
+        before: RequestResponseCycle | None = self.cycle  # None before the first head
+        super().data_received(data)
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is not before:
+            self._end_wait()
+        elif self._late is None and (cycle is None or cycle.response_complete):
+            self._late = self.loop.call_later(self._head_seconds, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the wait with the connection."""
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def _end_wait(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None

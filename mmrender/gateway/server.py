@@ -1,0 +1,153 @@
+"""`Server`: an ASGI application that starts and stops, on this event loop or on a thread of its own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, Final, TypeVar, cast
+
+from mmrender.errors import EngineStateError, MissingDependencyError
+from mmrender.gateway.limits import TimedProtocol
+from mmrender.gateway.settings import GatewaySettings
+
+try:
+    import uvicorn
+    from starlette.types import ASGIApp
+except ImportError as error:
+    raise MissingDependencyError.of_extra(error.name or "uvicorn", "serve", "the gateway") from error
+
+Result = TypeVar("Result")
+
+_LOOK_AGAIN: Final = 1.0
+"""Seconds after which a call from another thread checks that the server still runs."""
+
+
+class Server:
+    """Serves an application at the address of its settings. Several may run in one process.
+
+    Args:
+        app: The application. Its lifespan runs on the serving event loop.
+        settings: Address and limits.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._url: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def url(self) -> str:
+        """Root of the running server.
+
+        Raises:
+            EngineStateError: It does not run.
+        """
+        if self._url is None:
+            raise EngineStateError("the server is not running")
+        return self._url
+
+    async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
+        """Serve on this event loop until cancelled, or until a signal ends the process's main thread.
+
+        Args:
+            started: Called with the URL once it listens.
+
+        Raises:
+            EngineStateError: It cannot listen.
+        """
+        await self._serve(*self._listen(), started)
+
+    def start(self) -> str:
+        """Serve on a thread of its own, and return the URL.
+
+        Raises:
+            EngineStateError: It runs already, or cannot listen.
+        """
+        if self._thread is not None:
+            raise EngineStateError("the server is running already")
+        serving, url = self._serve(*self._listen()), self.url
+        loop = self._loop = asyncio.new_event_loop()  # at once, so that `run` finds it
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(serving)
+
+        self._thread = threading.Thread(target=run, name="mmrender-gateway", daemon=True)
+        self._thread.start()
+        return url  # connections made before it accepts them wait in the socket's queue
+
+    def stop(self) -> None:
+        """Stop a server that `start` began, and wait for its thread. Idempotent."""
+        if self._server is not None:
+            self._server.should_exit = True
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._server = None
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Run a call on the server's event loop, from another thread, and return its result.
+
+        Raises:
+            EngineStateError: The server does not run, or stops before the call ends.
+        """
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            call.close()
+            raise EngineStateError("the server is not running")
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+        while True:
+            try:
+                return future.result(_LOOK_AGAIN)
+            except CancelledError:
+                break
+            except TimeoutError:
+                if future.done():
+                    raise
+                if loop.is_closed():
+                    break
+        raise EngineStateError("the server stopped before the call ended")
+
+    def _listen(self) -> tuple[socket.socket, uvicorn.Server]:
+        """Bind the address, since uvicorn would end the process if the port is taken."""
+        host, port = self._settings.host, self._settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise EngineStateError(
+                "the server cannot listen", where=f"{host}:{port}", got=str(error)
+            ) from error
+        address, number = listener.getsockname()[:2]
+        self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+        config = uvicorn.Config(
+            self._app,
+            log_level="warning",
+            access_log=False,
+            http=cast(Any, partial(TimedProtocol, head_seconds=self._settings.read_seconds)),
+            timeout_graceful_shutdown=max(1, round(self._settings.stop_seconds)),
+        )
+        self._server = uvicorn.Server(config)
+        return listener, self._server
+
+    async def _serve(
+        self, listener: socket.socket, server: uvicorn.Server, started: Callable[[str], None] | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        with listener:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                if started is not None:
+                    started(self.url)
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+            finally:
+                self._url = self._loop = None
