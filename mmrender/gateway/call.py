@@ -53,7 +53,9 @@ class Call:
         forced_tool: The tool that the model must call, or None.
         parallel_tool_calls: Whether one answer may have several calls.
         sampling_params: In vLLM's names, checked. `structured_outputs` holds the form of the answer.
-        template_arguments: Template variables, such as `enable_thinking`.
+        template_arguments: Template variables that the caller names itself.
+        thinking: Whether the caller turns reasoning on or off. It becomes the template variable
+            `enable_thinking` if the template reads one. None if the caller leaves it open.
         stream: Whether the reply is a stream of events.
         n: Number of answers.
         logprobs: Number of alternatives to report for each token. None reports no log-probabilities.
@@ -72,6 +74,7 @@ class Call:
     parallel_tool_calls: bool = True
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool | None = None
     stream: bool = False
     n: int = 1
     logprobs: int | None = None
@@ -118,6 +121,7 @@ class Answer:
         token_ids: The sampled tokens.
         logprobs: One number for each of `token_ids`.
         top_logprobs: Alternatives of each token, if the call asks for them.
+        token_texts: Text of each token in `token_ids` and `top_logprobs`, if the call asks for log-probabilities.
     """
 
     id: str
@@ -132,6 +136,7 @@ class Answer:
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     top_logprobs: TopLogprobs | None = None
+    token_texts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
