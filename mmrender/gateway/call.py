@@ -121,7 +121,8 @@ class Answer:
         token_ids: The sampled tokens.
         logprobs: One number for each of `token_ids`.
         top_logprobs: Alternatives of each token, if the call asks for them.
-        token_texts: Text of each token in `token_ids` and `top_logprobs`, if the call asks for log-probabilities.
+        token_texts: Text of each token in `token_ids` and `top_logprobs`, if the call asks for
+            log-probabilities.
     """
 
     id: str

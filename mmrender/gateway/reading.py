@@ -1,0 +1,281 @@
+"""Strict reading of requests, for all protocols: fields, content, tools, sampling parameters, headers."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from mmrender.client.sampling import PARAMETERS, check_sampling_params
+from mmrender.content.parts import normalize_part
+from mmrender.content.tools import parse_arguments
+from mmrender.content.values import describe, member, one_of
+from mmrender.errors import InputError, MessageError
+from mmrender.gateway.call import Kind, Origin, ToolChoice
+from mmrender.messages import MediaPart, Message, Part, TextPart, ToolCall
+
+UNPARSED: Final = "__unparsed"
+"""Only key of the arguments of a call whose text is no JSON object. Its value is that text."""
+
+_CLAUDE_UNPARSED: Final = "__unparsedToolInput"
+"""Claude Code's key for the same, with `raw` and `len`."""
+
+_UNREPORTED: Final = frozenset({
+    *("detokenize", "extra_args", "flat_logprobs", "logprob_token_ids", "prompt_logprob_start"),
+    *("prompt_logprob_token_ids", "prompt_logprobs", "stream_interval", "trace_decode_token_ids"),
+})  # fmt: skip
+"""Sampling parameters that only change reports, which replies of the three protocols do not have."""
+
+SAMPLING: Final = frozenset(PARAMETERS) - _UNREPORTED - {"n", "logprobs"}
+"""Sampling parameters that a body may have under their own names."""
+
+MAX_ANSWERS: Final = 128
+"""Maximum number of answers of one request."""
+
+_REMOTE: Final = ("data:", "http://", "https://")
+_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`")
+
+
+class Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """Base of the forms of objects in a request. An unlisted field is refused."""
+
+
+FormT = TypeVar("FormT", bound=Strict)
+
+
+class Function(Strict, kw_only=True):
+    """Function of a tool call, in the chat protocol's form."""
+
+    name: str
+    arguments: Any = None
+
+
+def convert(value: Any, form: type[FormT], where: str = "", *, error: type[InputError] = InputError) -> FormT:
+    """Convert a decoded JSON value into its form.
+
+    Raises:
+        InputError: It does not have this form. `where` names the field. `error` is the class.
+    """
+    try:
+        return msgspec.convert(value, form)
+    except msgspec.ValidationError as failure:
+        problem, _, path = str(failure).partition(" - at ")
+        path = path.strip("`").removeprefix("$").removeprefix("." if not where else "")
+        if unknown := _UNKNOWN_FIELD.fullmatch(problem):
+            place = member(where + path, unknown[1]).removeprefix(".")
+            raise error("unknown field", where=place) from failure
+        raise error(problem, where=where + path or None) from failure
+
+
+def read_fields(
+    body: Mapping[str, Any],
+    form: type[FormT],
+    *,
+    ignored: Iterable[str],
+    refused: Mapping[str, str],
+    sampling: Iterable[str] = SAMPLING,
+) -> tuple[FormT, dict[str, Any]]:
+    """Read the fields of a body. A field that is null counts as absent.
+
+    Args:
+        body: The decoded body.
+        form: Form of the fields that the protocol reads.
+        ignored: Fields that do not change the answer.
+        refused: What to do instead, for fields that are known and not supported.
+        sampling: Sampling parameters that the body may have under their own names.
+
+    Returns:
+        The fields, and the sampling parameters.
+
+    Raises:
+        InputError: A field is unknown, refused or malformed.
+        SamplingParameterError: A sampling parameter has an unusable value.
+    """
+    fields = {name: value for name, value in body.items() if value is not None}
+    own = set(form.__struct_fields__)
+    sampled = frozenset(sampling) - own
+    for name in sorted(fields.keys() - own - sampled - set(ignored)):
+        if name in refused:
+            raise InputError("this field is not supported", where=name, remedy=refused[name])
+        raise InputError("unknown field of this request", where=name)
+    request = convert({name: value for name, value in fields.items() if name in own}, form)
+    return request, check_sampling_params({name: fields[name] for name in sampled & fields.keys()})
+
+
+# --- messages ---
+
+
+def read_content(value: Any, where: str, types: Sequence[str], *, begin: int = 0) -> str | tuple[Part, ...]:
+    """Read the content of a user, system or tool message. Media must be `data:` and `http(s):` URLs.
+
+    Args:
+        value: Text, None or a list of parts.
+        where: Path of the content.
+        types: Types of parts that the protocol has here.
+        begin: Index of the first part in its message, for errors.
+
+    Returns:
+        Text, or parts in order. A single text part is returned as its text: harnesses write one text in both
+        forms, with a part if it carries a cache mark.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise MessageError(
+            "content cannot be read", where=where, expected="text or a list of parts", got=describe(value)
+        )
+    parts = tuple([_part(item, f"{where}[{index}]", types) for index, item in enumerate(value, begin)])
+    if all(isinstance(part, TextPart) for part in parts) and len(parts) < 2:
+        return joined_text(parts)
+    return parts
+
+
+def joined_text(content: str | Iterable[Part]) -> str:
+    """The text of content, its parts one after the other."""
+    if isinstance(content, str):
+        return content
+    return "".join([part.text for part in content if isinstance(part, TextPart)])
+
+
+def _part(value: Any, where: str, types: Sequence[str]) -> Part:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in types:
+        raise MessageError(
+            "unsupported part", where=f"{where}.type", expected=one_of(types), got=describe(kind)
+        )
+    part = normalize_part({key: item for key, item in value.items() if key not in _PART_FIELDS}, where)
+    if isinstance(part, MediaPart):
+        frames = part.source if isinstance(part.source, tuple) else (part.source,)
+        for source in frames:  # a caller must not name files of this machine
+            if not isinstance(source, str) or not source[:8].lower().startswith(_REMOTE):
+                raise MessageError(f"the {part.modality} must be a data: or http(s): URL", where=where)
+    return part
+
+
+_PART_FIELDS: Final = frozenset({"citations", "parsed", "prompt_cache_breakpoint"})
+"""Fields of parts that concern an API. `content` ignores more of them."""
+
+
+def assistant(texts: Sequence[str], reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """The canonical message of an answer. Without text, content is None if there are calls, else empty."""
+    text = "".join(texts)
+    return Message(
+        role="assistant",
+        content=None if calls and not text else text,
+        reasoning_content=reasoning or None,
+        tool_calls=tuple(calls),
+    )
+
+
+def read_arguments(value: Any, where: str) -> dict[str, Any]:
+    """Read the arguments of a call. Text that is no JSON object becomes `{UNPARSED: text}`."""
+    if isinstance(value, dict) and value.keys() == {_CLAUDE_UNPARSED}:
+        inner = value[_CLAUDE_UNPARSED]
+        raw = inner.get("raw") if isinstance(inner, dict) else None
+        if isinstance(raw, str):
+            return read_arguments(raw, where)
+    try:
+        return parse_arguments(value, where)
+    except MessageError:
+        if isinstance(value, str):
+            return {UNPARSED: value}
+        raise
+
+
+# --- tools and the form of the answer ---
+
+
+def function_tool(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, without absent fields."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return {"type": "function", "function": function}
+
+
+def check_choice(
+    tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, forced: str | None, where: str
+) -> None:
+    """Check that a tool that must be called is there.
+
+    Raises:
+        InputError: It is not.
+    """
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice == "required" and not names:
+        raise InputError("a tool must be called, and the request has none", where=where)
+    if forced is not None and forced not in names:
+        raise InputError("is not one of the tools", where=where, expected=one_of(names), got=repr(forced))
+
+
+class JSONSchema(Strict, kw_only=True):
+    """A schema with its name, as `response_format` of chat holds it."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def structure(kind: str, schema: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """Return the sampling parameters for an answer of this form.
+
+    Raises:
+        InputError: The form is unknown, or lacks its schema.
+    """
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    if kind == "json_schema" and schema is not None:
+        return {"structured_outputs": {"json": schema}}
+    raise InputError(
+        "must be of type text, json_object, or json_schema with a schema", where=where, got=repr(kind)
+    )
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""Efforts of reasoning. `none` turns it off. No other value says that a model without need must reason."""
+
+
+# --- headers ---
+
+
+def read_origin(headers: Mapping[str, str], *, thread: str | None = None) -> Origin:
+    """Read where a call comes from: headers of Claude Code, Codex and opencode.
+
+    Args:
+        headers: Headers with names in lower case.
+        thread: The thread that the body names, if no header does.
+    """
+    named = {name: value for name, value in headers.items() if value}
+    agent = named.get("x-claude-code-agent-id")
+    parent = named.get("x-claude-code-parent-agent-id")
+    own = next((named[name] for name in _THREADS if name in named), thread)
+    started_by = next((named[name] for name in _PARENTS if name in named), None)
+    task = named.get("x-openai-subagent")
+    if agent is None and (task is not None or started_by not in (None, own)):
+        agent, parent = own or task, started_by
+    kind: Kind | None = None if agent is None else "subagent"
+    if task == "compact" or _turn_metadata(named).get("request_kind") == "compaction":
+        kind = "compaction"
+    return Origin(thread=own, agent=agent, parent_agent=parent, kind=kind, client=named.get("user-agent"))
+
+
+_THREADS: Final = ("x-claude-code-session-id", "thread-id", "session-id", "x-session-id")
+_PARENTS: Final = ("x-codex-parent-thread-id", "x-parent-session-id")
+
+
+def _turn_metadata(headers: Mapping[str, str]) -> Mapping[str, Any]:
+    return json_object(headers.get("x-codex-turn-metadata"))
+
+
+def json_object(text: object) -> Mapping[str, Any]:
+    """The JSON object that a text holds. Empty if it holds none."""
+    try:
+        value = msgspec.json.decode(text) if isinstance(text, str) else None
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
