@@ -205,6 +205,22 @@ class EngineStateError(EngineError):
     """The call does not fit the state of the engine or its client."""
 
 
+class SessionError(MMRenderError, RuntimeError):
+    """A session of a gateway cannot take or carry out a call."""
+
+
+class SessionUnknownError(SessionError):
+    """The gateway has no session of this name."""
+
+
+class SessionClosedError(SessionError):
+    """The session has ended, or is ending."""
+
+
+class SessionBudgetError(SessionError):
+    """The turns, tokens or bytes of a session are used up, or the sessions of a key."""
+
+
 class ShippingError(MMRenderError, RuntimeError):
     """Trajectories on their way to the trainer."""
 

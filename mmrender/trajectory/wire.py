@@ -15,6 +15,10 @@ It is linear in distinct content: an item, a token or a message is written once,
 and trajectories show it. Readers leave out unknown fields, so a field can be added without another version,
 unless it changes the meaning of other fields.
 
+A trajectory that grows is written in pieces by `PieceWriter`. A piece has the same form under another name.
+It holds the steps since the piece before, and refers to items, tools and steps of earlier pieces by their
+rows.
+
 Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
 bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
 """
@@ -27,6 +31,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
@@ -39,6 +44,7 @@ from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_pref
 from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
+PIECE_FORMAT: Final = "mmrender.pieces"
 VERSION: Final = 5
 _VERSIONS: Final = (3, 4, VERSION)
 """Versions that are read."""
@@ -148,17 +154,33 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
         )
     writer = _Writer(media_sources)
     rows = [writer.row(record, f"trajectories[{number}]") for number, record in enumerate(records)]
-    sets = [np.array(ids, _IDS).data for ids in writer.token_sets]
-    messages = list(map(msgspec.Raw, writer.messages))
-    table = msgspec.msgpack.encode(Table(rows, messages, sets, writer.tools))
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "table": np.frombuffer(table, np.uint8),
-        "items": items_to_wire(writer.items, share=share),
-        "experts": writer.experts,
-        "extras": writer.extras,
-    }
+    return writer.form(FORMAT, rows, share=share)
+
+
+class PieceWriter:
+    """Writes one trajectory in pieces while it grows. Messages travel without the sources of their media."""
+
+    def __init__(self) -> None:
+        self._writer = _Writer("drop")
+
+    def piece(self, steps: Sequence[Step]) -> dict[str, Any]:
+        """Return steps as plain data for the codec. Each step of the trajectory is written once, in order.
+
+        Raises:
+            TrajectoryError: A message holds something that cannot be encoded.
+            MediaError: The class of a media item cannot travel.
+        """
+        writer = self._writer
+        rows = [writer.step(step, 0, f"steps[{step.index}]") for step in steps]
+        form = writer.form(PIECE_FORMAT, [TrajectoryRow("", rows)], share=False)
+        self._writer = writer.next_piece()
+        return form
+
+    def skip(self, steps: Sequence[Step]) -> None:
+        """Take steps as written. They were read from earlier pieces."""
+        for step in steps:
+            self._writer.enter(step)
+        self._writer = self._writer.next_piece()
 
 
 @dataclass
@@ -179,9 +201,34 @@ class _Writer:
     _known_messages: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _tool_rows: dict[bytes, int] = field(default_factory=dict)
 
+    def form(self, name: str, rows: list[TrajectoryRow], *, share: bool) -> dict[str, Any]:
+        """Return rows and the tables that these refer to."""
+        sets = [np.array(ids, _IDS).data for ids in self.token_sets]
+        messages = list(map(msgspec.Raw, self.messages))
+        table = msgspec.msgpack.encode(Table(rows, messages, sets, self.tools))
+        return {
+            "format": name,
+            "version": VERSION,
+            "table": np.frombuffer(table, np.uint8),
+            "items": items_to_wire(self.items, share=share),
+            "experts": self.experts,
+            "extras": self.extras,
+        }
+
+    def enter(self, step: Step) -> None:
+        """Enter the items and tools of a step into the tables."""
+        for span in step.own_media:
+            self._medium(span)
+        if step.tools is not None:
+            self._tools_row(step.tools)
+
+    def next_piece(self) -> "_Writer":
+        """Return a writer with empty tables that knows the rows of items and tools."""
+        return _Writer(self.media_sources, _item_rows=self._item_rows, _tool_rows=self._tool_rows)
+
     def row(self, record: Record, name: str) -> TrajectoryRow:
         first = self._count
-        rows = [self._step(step, first, f"{name}.steps[{step.index}]") for step in record.steps]
+        rows = [self.step(step, first, f"{name}.steps[{step.index}]") for step in record.steps]
         self._count += len(rows)
         self._roots += [(first + step.index, step) for step in record.steps if step.parent is None]
         if record.extra:
@@ -189,7 +236,7 @@ class _Writer:
         reward = None if record.reward is None else float(record.reward)
         return TrajectoryRow(record.trajectory_id, rows, reward, record.error)
 
-    def _step(self, step: Step, first: int, name: str) -> StepRow:
+    def step(self, step: Step, first: int, name: str) -> StepRow:
         base, keep = (None, 0) if step.parent is None else (first + step.parent.index, step.keep)
         if base is None:
             # The root of an earlier trajectory that shares the longest prefix lends its first tokens.
@@ -225,14 +272,16 @@ class _Writer:
         )
 
     def _medium(self, span: MediaSpan) -> MediaRow:
-        row = self._item_rows.setdefault((span.item.identity, type(span.item)), len(self.items))
-        if row == len(self.items):
+        known = len(self._item_rows)
+        row = self._item_rows.setdefault((span.item.identity, type(span.item)), known)
+        if row == known:
             self.items.append(span.item)
         return MediaRow(row, span.range.offset, span.range.length, span.range.embed_spans)
 
     def _tools_row(self, tools: Tools) -> int:
-        row = self._tool_rows.setdefault(msgspec.msgpack.encode(tools), len(self.tools))
-        if row == len(self.tools):
+        known = len(self._tool_rows)
+        row = self._tool_rows.setdefault(blake3(msgspec.msgpack.encode(tools)).digest(), known)
+        if row == known:
             self.tools.append(tools)
         return row
 
@@ -302,13 +351,39 @@ def read_records(wire: Any) -> list[Record]:
         MediaError: A media item is damaged.
         PlaceholderError: Placeholder ranges do not fit the tokens.
     """
+    form, table = _parsed(wire, FORMAT)
+    reader = _Reader()
+    reader.take(form, table)
+    records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
+    reader.check_used()
+    return records
+
+
+class PieceReader:
+    """Reads the pieces of one trajectory, in the order in which `PieceWriter` wrote them."""
+
+    def __init__(self) -> None:
+        self._reader = _Reader()
+
+    def steps(self, wire: Any) -> list[Step]:
+        """Return the steps of a piece. Raises as `read_records`."""
+        form, table = _parsed(wire, PIECE_FORMAT)
+        reader = self._reader
+        reader.take(form, table)
+        rows = [row for trajectory in table.trajectories for row in trajectory.steps]
+        steps = [reader.step(row, 0, f"steps[{number}]") for number, row in enumerate(rows, reader.count)]
+        reader.check_used()
+        return steps
+
+
+def _parsed(wire: Any, name: str) -> tuple[_Form, Table]:
     marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
     # Compared as text, since damaged data may hold anything here, arrays among them.
-    if str(marks) not in [str([FORMAT, version]) for version in _VERSIONS]:
+    if str(marks) not in [str([name, version]) for version in _VERSIONS]:
         raise TrajectoryError(
             "the data does not hold trajectories that this release can read",
             where="wire",
-            expected=f"format {FORMAT!r}, version {', '.join(map(str, _VERSIONS))}",
+            expected=f"format {name!r}, version {', '.join(map(str, _VERSIONS))}",
             got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
             remedy="Write and read with the same release of mmrender",
         )
@@ -317,36 +392,44 @@ def read_records(wire: Any) -> list[Record]:
         table = msgspec.msgpack.decode(_bytes_of(form.table), type=Table, ext_hook=_unpacked)
     except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
-    reader = _Reader(
-        items_from_wire(form.items, where="wire.items"),
-        [_read_message(frames, index) for index, frames in enumerate(table.messages)],
-        {name: _experts(name, *given) for name, given in form.experts.items()},
-        dict(form.extras),
-        [
-            tuple(_numbers(ids, _IDS, f"wire.token_sets[{index}]").tolist())
-            for index, ids in enumerate(table.token_sets)
-        ],
-        table.tools,
-    )
-    records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
-    for name in (*reader.experts, *reader.extras):
-        raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
-    return records
+    return form, table
 
 
 @dataclass
 class _Reader:
     """Builds trajectories. `experts` and `extras` belong to rows that are still to come."""
 
-    items: Sequence[MediaItem]
-    messages: Sequence[Any]
-    experts: dict[str, RoutedExperts]
-    extras: dict[str, dict[str, Any]]
-    token_sets: Sequence[tuple[int, ...]]
-    tools: Sequence[Tools]
+    items: list[MediaItem] = field(default_factory=list)
+    messages: Sequence[Any] = ()
+    experts: dict[str, RoutedExperts] = field(default_factory=dict)
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_sets: Sequence[tuple[int, ...]] = ()
+    tools: list[Tools] = field(default_factory=list)
     _steps: list[Step] = field(default_factory=list)
     _media: list[list[MediaSpan]] = field(default_factory=list)
     _total: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of steps so far."""
+        return len(self._steps)
+
+    def take(self, form: _Form, table: Table) -> None:
+        """Take the tables of the next rows. Items and tools add to earlier ones."""
+        self.items += items_from_wire(form.items, where="wire.items")
+        self.messages = [_read_message(frames, index) for index, frames in enumerate(table.messages)]
+        self.experts = {name: _experts(name, *value) for name, value in form.experts.items()}
+        self.extras = dict(form.extras)
+        self.token_sets = [
+            tuple(_numbers(ids, _IDS, f"wire.token_sets[{index}]").tolist())
+            for index, ids in enumerate(table.token_sets)
+        ]
+        self.tools += table.tools
+
+    def check_used(self) -> None:
+        """Check that each value of `experts` and `extras` belongs to a row."""
+        for name in (*self.experts, *self.extras):
+            raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
 
     def record(self, row: TrajectoryRow, name: str) -> Record:
         first = len(self._steps)
@@ -355,14 +438,14 @@ class _Reader:
         while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
             try:
                 path = f"{name}.steps[{len(self._steps) - first}]"
-                self._steps.append(self._step(row.steps.pop(), first, path))
+                self.step(row.steps.pop(), first, path)
             except (TrajectoryError, PlaceholderError) as error:
                 error.where = f"wire.{name}.{error.where}"
                 raise
         return Record(row.id, self._steps[first:], row.reward, row.error, self.extras.pop(name, {}))
 
-    def _step(self, row: StepRow, first: int, name: str) -> Step:
-        """Return a step of the trajectory whose steps begin at the row `first`."""
+    def step(self, row: StepRow, first: int, name: str) -> Step:
+        """Return the next step, of the trajectory whose steps begin at the row `first`."""
         number = len(self._steps)
         where = f"steps[{number - first}]"
         base = self._steps[row.base] if row.base is not None and row.base < number else None
@@ -394,7 +477,7 @@ class _Reader:
         if row.tools is not None and row.tools >= len(self.tools):
             expected = f"a row below {len(self.tools)}"
             raise _damaged("the tools are not in the table", f"{where}.tools", expected, row.tools)
-        return Step(
+        step = Step(
             index=number - first,
             parent=parent,
             keep=row.keep - lent,
@@ -415,6 +498,8 @@ class _Reader:
             _reward=row.reward,
             extra=self.extras.pop(name, {}),
         )
+        self._steps.append(step)
+        return step
 
     def _own_media(
         self, row: StepRow, is_root: bool, prompt_length: int, where: str

@@ -1,0 +1,303 @@
+"""`Gateway`: sessions over inference servers, on disk while they are open, gone once they have left."""
+
+import asyncio
+import logging
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final, Self
+
+import msgspec
+
+from mmrender.client.engine import Engine
+from mmrender.client.resolve import BackendName
+from mmrender.client.types import RendererBackend
+from mmrender.engines.client import InferenceEngineClient
+from mmrender.engines.http_engine import HTTPEngine
+from mmrender.errors import (
+    EngineStateError,
+    InputError,
+    SessionBudgetError,
+    SessionClosedError,
+    SessionUnknownError,
+)
+from mmrender.gateway.session import Session, SessionHost, TakeTurn
+from mmrender.gateway.settings import GatewaySettings
+from mmrender.gateway.store import Closed, Opened, SessionStore
+from mmrender.protocols import RendererProtocol
+from mmrender.shipping.sender import Sender
+from mmrender.trajectory.step import Step
+from mmrender.trajectory.tree import Trajectory
+
+_log = logging.getLogger("mmrender.gateway")
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
+_LOOK_SECONDS: Final = 1.0
+"""Seconds between looks for sessions that may leave memory or have expired."""
+
+
+class Gateway:
+    """Answers agents in tokens, and records a trajectory for each session.
+
+    One event loop uses it. Use it as an async context manager, or call `aclose`.
+
+    Args:
+        engines: URLs of inference servers or one URL, an `InferenceEngineClient`, a backend with a transport
+            of its own such as `LocalBackend`, or an `Engine`.
+        renderer: Renders prompts and parses completions. A pool keeps the event loop free.
+        model: Name of the model on the servers.
+        out: File of finished trajectories. Open sessions are on disk in the folder of this name with `.open`
+            appended, and a gateway that is started again goes on with them. None keeps open sessions in a
+            temporary folder, and finished ones until `finished` yields them.
+        sender: Ships finished trajectories to the trainer.
+        settings: Address, keys and limits.
+        backend: The servers' wire, if `engines` are URLs.
+        aliases: Models of other servers, by name: URLs to which calls of these models go unrecorded.
+
+    Raises:
+        InputError: There is no engine.
+        TrajectoryError: `out` is a file of another kind, or another gateway writes it.
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        engines: str | Sequence[str] | InferenceEngineClient | RendererBackend | Engine,
+        renderer: RendererProtocol,
+        *,
+        take_turn: TakeTurn,
+        new_index: Callable[[Sequence[Step]], Any],
+        model: str = "",
+        out: str | os.PathLike[str] | None = None,
+        sender: Sender | None = None,
+        settings: GatewaySettings | None = None,
+        backend: BackendName = "vllm",
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.settings = settings or GatewaySettings()
+        self.renderer = renderer
+        self.model = model
+        self.aliases = dict(aliases or {})
+        self._own_client: InferenceEngineClient | None = None
+        if isinstance(engines, str | Sequence):
+            urls = [engines] if isinstance(engines, str) else engines
+            servers = [HTTPEngine(backend, url, model=model) for url in urls]
+            engines = self._own_client = InferenceEngineClient(servers, renderer=renderer)
+        if isinstance(engines, InferenceEngineClient):
+            engines = engines.as_backend()
+        if not isinstance(engines, Engine):
+            engines = Engine(engines, model=model, renderer=renderer)
+        self.engine = engines
+        self.base_url: str | None = None
+        """Root of the server, once it listens."""
+        self._sender = sender
+        self._store = SessionStore(out)
+        self._has_file = out is not None
+        self._host = SessionHost(self.engine, self.settings, take_turn, new_index, self._leave, self._root)
+        self._sessions: dict[str, Session] = {}
+        self._names: dict[str, str] = {}  # by key, also of sessions that have left
+        self._finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        self._is_read = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._interrupted: list[tuple[Session, Closed]] = []
+        for opened, closed in self._store.opened():
+            session = self._add(opened)
+            if closed is not None:
+                self._interrupted.append((session, closed))
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # --- sessions ---
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Sessions that have not left."""
+        return tuple(self._sessions.values())
+
+    async def open_session(
+        self,
+        name: str | None = None,
+        *,
+        group: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        owner: str | None = None,
+    ) -> Session:
+        """Open a session. It is on disk when this returns.
+
+        Args:
+            name: Name in its URL, and the trajectory's id: up to 128 letters, digits and `._~-`. None makes a
+                unique one. A name is used once.
+            group: Group of rollouts, such as the prompt's name. In the trajectory's `extra`.
+            metadata: Plain data for the trainer. In the trajectory's `extra`.
+            sampling_params: In vLLM's names. They replace those that the agent asks for, except that the
+                smaller `max_tokens` counts.
+            template_arguments: Template variables. They replace the agent's.
+            max_turns: Number of answers after which calls are refused.
+            max_tokens: Number of sampled tokens after which calls are refused. A running call ends as it
+                would.
+            owner: Key of the caller that opens it, to whom `settings.max_sessions` applies.
+
+        Raises:
+            InputError: The name is malformed or taken, or an argument is no plain data.
+            SessionClosedError: A session of this name has ended.
+            SessionBudgetError: The owner has too many open sessions.
+            OSError: It could not be written.
+        """
+        self._begin()
+        name = f"session-{secrets.token_hex(8)}" if name is None else name
+        if not _NAME.fullmatch(name):
+            expected = "up to 128 letters, digits and ._~-, beginning with a letter or digit"
+            raise InputError(
+                "a session's name is malformed", where="name", expected=expected, got=repr(name)[:80]
+            )
+        if name in self._sessions:
+            raise InputError("there is a session of this name", where="name", got=name)
+        self._check_left(name)
+        limit = self.settings.max_sessions
+        if sum(session.opened.owner == owner for session in self._sessions.values()) >= limit:
+            raise SessionBudgetError("too many sessions are open", expected=f"at most {limit}")
+        fields = {
+            "name": name,
+            "api_key": f"sk-session-{secrets.token_urlsafe(24)}",
+            "created": time.time(),
+            "group": group,
+            "metadata": dict(metadata or {}),
+            "sampling_params": dict(sampling_params or {}),
+            "template_arguments": dict(template_arguments or {}),
+            "max_turns": max_turns,
+            "max_tokens": max_tokens,
+            "owner": owner,
+        }
+        try:
+            opened = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(fields)), Opened)
+        except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+            raise InputError("a session's settings are no plain data", got=str(error)) from error
+        session = self._add(opened)
+        session.file.put(opened)
+        try:
+            await session.file.flush()
+        except BaseException:
+            self._remove(session)
+            raise
+        return session
+
+    def session(self, name: str) -> Session:
+        """Return an open session.
+
+        Raises:
+            SessionUnknownError: There is none of this name.
+            SessionClosedError: It has ended.
+        """
+        self._begin()
+        if name not in self._sessions:
+            self._check_left(name)
+            raise SessionUnknownError("there is no session of this name", where="session", got=name[:80])
+        return self._sessions[name]
+
+    def session_of_key(self, api_key: str) -> Session | None:
+        """Return the session that a key opens, or None.
+
+        Raises:
+            SessionClosedError: The session has ended.
+        """
+        name = self._names.get(api_key)
+        return None if name is None else self.session(name)
+
+    async def finished(self) -> AsyncIterator[Trajectory]:
+        """Yield the trajectories of finished sessions, each once, until the gateway is closed.
+
+        Trajectories wait in memory from the first use on. Without a file and a sender they always wait.
+        """
+        self._begin()
+        self._is_read = True
+        while (trajectory := await self._finished.get()) is not None:
+            yield trajectory
+        self._finished.put_nowait(None)  # for other iterators
+
+    async def aclose(self) -> None:
+        """Abort running calls and close all files. Open sessions stay on disk if the gateway has a file."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await asyncio.gather(*(session.stop() for session in self.sessions))
+        await asyncio.to_thread(self._store.close)
+        self._finished.put_nowait(None)
+        if self._own_client is not None:
+            await self._own_client.teardown()
+
+    # --- parts ---
+
+    def _add(self, opened: Opened) -> Session:
+        session = Session(opened, self._store.file(opened.name), self._host)
+        self._sessions[session.name] = session
+        self._names[session.api_key] = session.name
+        return session
+
+    def _remove(self, session: Session) -> None:
+        self._sessions.pop(session.name, None)
+        self._store.left.discard(session.name)
+        self._names.pop(session.api_key, None)
+
+    def _check_left(self, name: str) -> None:
+        if name in self._store.left:
+            raise SessionClosedError("the session has ended", where=name, remedy="Open another session")
+
+    def _root(self) -> str:
+        if self.base_url is None:
+            raise EngineStateError("the gateway does not listen")
+        return self.base_url
+
+    async def _leave(self, session: Session, trajectory: Trajectory | None) -> None:
+        """Let the trajectory of an ended session leave. If the process ends in between, this is repeated."""
+        if trajectory is not None and self._sender is not None:
+            await (await self._sender.send(trajectory))
+        await self._store.leave(session.file, session.name, trajectory)
+        self._sessions.pop(session.name, None)
+        has_other_way = self._has_file or self._sender is not None
+        if trajectory is not None and (self._is_read or not has_other_way):
+            self._finished.put_nowait(trajectory)
+
+    def _begin(self) -> None:
+        """Begin to look after sessions, and go on with ends that were interrupted."""
+        if self._keeper is None:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+            for session, closed in self._interrupted:
+                session.resume(closed)
+
+    async def _keep(self) -> None:
+        """Look after sessions: memory, expiry, and ends that failed."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await self._look()
+            except Exception:  # noqa: BLE001 - the next look tries again
+                _log.exception("looking after sessions failed")
+
+    async def _look(self) -> None:
+        now, limits = time.monotonic(), self.settings
+        for session in self.sessions:
+            seconds = limits.expire_seconds
+            if session.has_failed_to_end:
+                session.resume()
+            elif (
+                session.state == "open" and not session.is_busy and now - session.used > (seconds or math.inf)
+            ):
+                await session.finish(incomplete=f"no call came for {seconds:g} s")
+        idle = sorted((each for each in self.sessions if not each.is_busy), key=lambda each: each.used)
+        total = sum(session.nbytes for session in idle)
+        for session in idle:
+            if now - session.used > limits.idle_seconds or total > limits.memory_bytes:
+                total -= session.nbytes
+                await session.spill()

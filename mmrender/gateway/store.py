@@ -1,0 +1,267 @@
+"""`SessionStore`: a folder with one record file for each open session, and the file that sessions leave for.
+
+A session's file begins with its settings. A record follows for each event: a call that begins, turns with
+their answers, a delivery, a reward, the end. A torn record at the end is cut off, so a process that is killed
+leaves a prefix of the events. When a session leaves, its trajectory is appended to the file of
+finished trajectories under the session's name, and the session's file is removed. If the process is killed in
+between, the name in the file shows that the trajectory has left.
+"""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+from blake3 import blake3
+
+import mmcodecs
+from mmrender.errors import TrajectoryError
+from mmrender.gateway.call import Answer
+from mmrender.trajectory.files import TrajectoryWriter, received_ids
+from mmrender.trajectory.tree import Trajectory
+
+Result = TypeVar("Result")
+
+_VERSION: Final = 1
+_MAX_OPEN_FILES: Final = 128
+"""Session files that are open for writing at a time."""
+_SUFFIX: Final = ".session"
+
+ClosedState: TypeAlias = Literal["finished", "abandoned"]
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A session is opened. See `Session` for the fields."""
+
+    name: str
+    api_key: str
+    created: float
+    group: str | None = None
+    metadata: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = {}
+    template_arguments: dict[str, Any] = {}
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    owner: str | None = None
+    version: int = _VERSION
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A call begins. It is lost unless `Answered` or `Refused` follows."""
+
+    call: bytes
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Turns of a call. The piece of the trajectory in the same record holds their steps.
+
+    The tokens and log-probabilities of answers are in the steps, and left out here.
+    """
+
+    call: bytes
+    answers: list[Answer]
+    idempotency_key: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """A call has an error for an answer. If it is `lost`, the agent may have seen a part of an answer."""
+
+    call: bytes
+    lost: str | None
+
+
+class Delivered(msgspec.Struct, frozen=True, tag=True):
+    """A caller has received answers in full."""
+
+    answers: list[str]
+
+
+class Rewarded(msgspec.Struct, frozen=True, tag=True):
+    """A reward of a step, or of the session if `step` is None."""
+
+    value: float | list[float] | None
+    step: int | None
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """The session has ended. Nothing follows."""
+
+    state: ClosedState
+    reason: str | None
+
+
+Event: TypeAlias = Opened | Begun | Answered | Refused | Delivered | Rewarded | Closed
+_DECODER: Final = msgspec.msgpack.Decoder(Event)
+
+
+class Entry(NamedTuple):
+    """One record: an event, and for `Answered` a piece of the trajectory."""
+
+    event: Event
+    piece: dict[str, Any] | None = None
+
+
+class SessionFile:
+    """The record file of one session."""
+
+    def __init__(self, store: "SessionStore", path: Path) -> None:
+        self._store = store
+        self.path = path
+        self._waiting: deque[Entry] = deque()
+
+    def put(self, event: Event, piece: dict[str, Any] | None = None) -> None:
+        """Add a record, which the next `flush` writes. Arrays of the piece must not change until then."""
+        self._waiting.append(Entry(event, piece))
+
+    async def flush(self) -> None:
+        """Return when all records so far are written. A caller that is cancelled leaves the write going on.
+
+        Raises:
+            OSError: Writing failed. The next `flush` writes the remaining records.
+        """
+        await asyncio.shield(asyncio.ensure_future(self._store.run(self._write)))
+
+    async def read(self) -> list[Entry]:
+        """Return all records. Arrays are read-only views of the file.
+
+        Raises:
+            TrajectoryError: The file is damaged.
+            OSError: It cannot be read.
+        """
+        await self.flush()
+        return await self._store.run(lambda: list(read_entries(self.path)))
+
+    async def close(self) -> None:
+        """Close the file until the next write."""
+        await self._store.run(lambda: self._store.close_file(self.path))
+
+    def _write(self) -> None:
+        if self._waiting:
+            writer = self._store.writer(self.path)
+            while self._waiting:
+                event, piece = self._waiting[0]
+                record: dict[str, Any] = {"event": msgspec.msgpack.encode(event)}
+                writer.append(record if piece is None else {**record, "piece": piece})
+                self._waiting.popleft()
+
+    def remove_now(self) -> None:
+        """Remove the file. Called on the store's thread."""
+        self._store.close_file(self.path)
+        self.path.unlink(missing_ok=True)
+
+
+class SessionStore:
+    """The files of a gateway's sessions. One thread writes them, so that records keep their order.
+
+    Args:
+        out: The file of finished trajectories. Open sessions are in the folder of the same name with `.open`
+            appended. None keeps open sessions in a temporary folder, which `close` removes.
+
+    Raises:
+        TrajectoryError: `out` is a file of another kind, or another gateway writes it.
+        OSError: A file cannot be opened.
+    """
+
+    def __init__(self, out: str | os.PathLike[str] | None) -> None:
+        self._writers: OrderedDict[Path, mmcodecs.RecordWriter] = OrderedDict()
+        self._out = None if out is None else TrajectoryWriter(out)
+        self.left: set[str] = set() if out is None else set(received_ids(out))
+        """Names of the sessions that have left."""
+        self._temporary = tempfile.TemporaryDirectory(prefix="mmrender-") if out is None else None
+        self.folder = Path(f"{os.fspath(out)}.open" if out is not None else self._temporary.name)  # type: ignore[union-attr]
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmrender-store")
+
+    def file(self, name: str) -> SessionFile:
+        """Return the file of a session, which its first record makes. Names need not be file names."""
+        return SessionFile(self, self.folder / f"{blake3(name.encode()).hexdigest(16)}{_SUFFIX}")
+
+    def opened(self) -> Iterator[tuple[Opened, Closed | None]]:
+        """Yield the sessions on disk: how each was opened and, if it was, closed.
+
+        Files without a whole record are removed. So are the files of sessions that have left.
+        """
+        for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
+            reader = mmcodecs.RecordReader(path)
+            first, last = (
+                (_entry(reader, number).event for number in (0, -1)) if len(reader) else (None, None)
+            )
+            if isinstance(first, Opened) and first.name not in self.left:
+                yield first, last if isinstance(last, Closed) else None
+            else:
+                path.unlink()
+
+    async def leave(self, file: SessionFile, name: str, trajectory: Trajectory | None) -> None:
+        """Append a finished trajectory to the file under its name, then remove the session's file.
+
+        It is appended once, however often this is repeated. None appends nothing.
+
+        Raises:
+            TrajectoryError: It cannot be stored.
+            OSError: Writing failed. The session's file stays.
+        """
+        await asyncio.shield(asyncio.ensure_future(self.run(lambda: self._leave(file, name, trajectory))))
+
+    def _leave(self, file: SessionFile, name: str, trajectory: Trajectory | None) -> None:
+        if trajectory is not None and self._out is not None and name not in self.left:
+            self._out.append(trajectory, id=name)
+        self.left.add(name)
+        file.remove_now()
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run work on the store's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def writer(self, path: Path) -> mmcodecs.RecordWriter:
+        """Return the open writer of a file. Called on the store's thread."""
+        writer = self._writers.pop(path, None) or mmcodecs.RecordWriter(path)
+        self._writers[path] = writer
+        if len(self._writers) > _MAX_OPEN_FILES:
+            self._writers.popitem(last=False)[1].close()
+        return writer
+
+    def close_file(self, path: Path) -> None:
+        """Close a file if it is open. Called on the store's thread."""
+        if writer := self._writers.pop(path, None):
+            writer.close()
+
+    def close(self) -> None:
+        """Write what is waiting, and close all files."""
+        self._thread.shutdown()
+        for writer in self._writers.values():
+            writer.close()
+        if self._out is not None:
+            self._out.close()
+        if self._temporary is not None:
+            with contextlib.suppress(OSError):
+                self._temporary.cleanup()
+
+
+def read_entries(path: Path) -> Iterator[Entry]:
+    """Yield the records of a session's file, whose arrays are read-only views of it.
+
+    Raises:
+        TrajectoryError: A record is damaged.
+        OSError: The file cannot be read.
+    """
+    reader = mmcodecs.RecordReader(path)
+    return (_entry(reader, number) for number in range(len(reader)))
+
+
+def _entry(reader: mmcodecs.RecordReader, number: int) -> Entry:
+    try:
+        record = reader.read(number)
+        return Entry(_DECODER.decode(record["event"]), record.get("piece"))
+    except (mmcodecs.CodecError, msgspec.MsgspecError, TypeError, KeyError, AttributeError) as error:
+        raise TrajectoryError(
+            "a record of a session is damaged",
+            where=f"{reader._path}[{number}]",
+            got=str(error),
+            remedy="Remove the file to give the session up",
+        ) from error
