@@ -4,7 +4,6 @@ A caller passes the whole conversation, as to any chat client. If it continues a
 prompt is bridged from that step's tokens. Otherwise it is rendered in full, and the turn says why.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +24,8 @@ from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message, Role, TextPart
 from mmrender.parsing import ToolCallAttempt
-from mmrender.protocols import BridgeOptions, RendererProtocol
+from mmrender.protocols import RendererProtocol
+from mmrender.rollout.prompting import bridge_turn
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.conversation import same_message, without_sources
 from mmrender.trajectory.step import Step, Tools, check_tools
@@ -307,26 +307,18 @@ class RendererClient:
     async def _bridge(
         self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None, roles: Sequence[Role]
     ) -> tuple[RenderedTokens | None, str]:
-        """Bridge from a step, off the event loop. If that is None, the second value is the reason."""
-        renderer, ids = self.renderer, (step.prompt_ids.tolist(), step.completion_ids.tolist())
-        options: BridgeOptions = {
-            "tools": tools,
-            "previous_multi_modal_data": step.multi_modal_data,
-            "previous_roles": roles,
-            "history": self._history_rule,
-            "chat_template_kwargs": self.template_arguments,
-        }
-
-        def bridge() -> tuple[RenderedTokens | None, str | None]:
-            # The reason belongs to the thread that bridged.
-            return renderer.bridge_to_next_turn(*ids, new_messages, **options), renderer.why_not_bridged
-
-        if hasattr(renderer, "abridge_to_next_turn"):
-            bridged = await renderer.abridge_to_next_turn(*ids, new_messages, **options)
-            why = self.renderer.why_not_bridged
-        else:
-            bridged, why = await asyncio.to_thread(bridge)
-        return bridged, why or "the renderer gave no reason"
+        """Bridge from a step. If that is None, the second value is the reason."""
+        return await bridge_turn(
+            self.renderer,
+            step.prompt_ids.tolist(),
+            step.completion_ids.tolist(),
+            new_messages,
+            tools=tools,
+            previous_multi_modal_data=step.multi_modal_data,
+            previous_roles=roles,
+            history=self._history_rule,
+            chat_template_kwargs=self.template_arguments,
+        )
 
     async def _shortened(
         self,

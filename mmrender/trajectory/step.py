@@ -4,7 +4,7 @@ Both produce training samples. Whole values (token ids, sidecar, messages, route
 from the steps on the way to the root when they are read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -261,7 +261,11 @@ class Branch:
         return self.tip.multi_modal_data
 
     def sample(
-        self, *, trained: dict[int, int] | None = None, require_logprobs: bool = True
+        self,
+        *,
+        trained: dict[int, int] | None = None,
+        require_logprobs: bool = True,
+        trains: Callable[["Step"], bool] | None = None,
     ) -> TrainingSample:
         """Return the sequence as a sample that trains on every token that was sampled.
 
@@ -271,6 +275,7 @@ class Branch:
             trained: By step, the position up to which its tokens are trained on already. These are masked
                 out, and the dict is brought up to date. None trains on all.
             require_logprobs: Refuse sampled tokens without log probabilities, instead of giving them 0.0.
+            trains: Whether to train on the tokens of a step. None trains on all.
 
         Raises:
             TrajectoryError: Log probabilities are required and missing.
@@ -279,6 +284,8 @@ class Branch:
         trained = {} if trained is None else trained
         mask = np.zeros(len(self.tip), np.bool_)
         for part in parts:
+            if trains is not None and not trains(part.step):
+                continue
             (start, stop), done = part.sampled, trained.get(part.step.index, 0)
             mask[max(start, done) : stop] = True
             trained[part.step.index] = max(stop, done)

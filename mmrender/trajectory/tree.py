@@ -14,7 +14,7 @@ with a summarised history starts at the first token that differs.
 """
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import is_
 from typing import Any, NamedTuple
@@ -276,13 +276,20 @@ class Trajectory(Drawn):
         tips = [step for step in self._steps if step.index not in extended]
         return [Branch(self.trajectory_id, index, tip, self.extra) for index, tip in enumerate(tips)]
 
-    def samples(self, *, once: bool = True, require_logprobs: bool = True) -> list[TrainingSample]:
+    def samples(
+        self,
+        *,
+        once: bool = True,
+        require_logprobs: bool = True,
+        trains: Callable[[Step], bool] | None = None,
+    ) -> list[TrainingSample]:
         """Return one sample for each branch that has something to train on.
 
         Args:
             once: Train on each sampled token in the first branch that holds it only. Otherwise tokens that
                 branches share are trained on in each of them.
             require_logprobs: Refuse sampled tokens without log probabilities, instead of giving them 0.0.
+            trains: Whether to train on the tokens of a step. None trains on all.
 
         Raises:
             TrajectoryError: Log probabilities are required and missing.
@@ -290,7 +297,8 @@ class Trajectory(Drawn):
         self._settle()
         trained: dict[int, int] | None = {} if once else None
         samples = [
-            branch.sample(trained=trained, require_logprobs=require_logprobs) for branch in self.branches()
+            branch.sample(trained=trained, require_logprobs=require_logprobs, trains=trains)
+            for branch in self.branches()
         ]
         return [sample for sample in samples if sample.loss_mask.any()]
 

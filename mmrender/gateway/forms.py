@@ -1,0 +1,140 @@
+"""Messages in a form that the model's template prints: later system messages, and pictures in tool results.
+
+Agents send both, and many templates drop them. If a probe of the template shows that it prints neither, the
+system message becomes a user message in `<system-reminder>`, and the pictures follow the tool results in a
+user message. Each change is noted on the step.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from mmrender.client.generation import render_prompt
+from mmrender.errors import MMRenderError
+from mmrender.messages import Message, TextPart
+from mmrender.protocols import RendererProtocol
+
+_SYSTEM_ROLES = ("system", "developer")
+_PROBE_TEXT = "mmrender probes for later system messages"
+_OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
+
+_printed: WeakKeyDictionary[RendererProtocol, dict[str, bool]] = WeakKeyDictionary()
+"""By renderer and by template arguments: whether the template prints later system messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenMessages:
+    """A conversation in the form that a template prints.
+
+    Attributes:
+        messages: For each message of the call the messages that are rendered for it.
+        notes: By index of the message, the change in words.
+    """
+
+    messages: Sequence[Sequence[Message]]
+    notes: Mapping[int, str] = field(default_factory=dict)
+
+    def part(self, start: int, stop: int | None = None) -> list[Message]:
+        """Return the rendered messages of the call's messages `[start, stop)`."""
+        return [message for run in self.messages[start:stop] for message in run]
+
+    def notes_from(self, start: int) -> tuple[str, ...]:
+        """Return the changes of the call's messages from `start` on."""
+        return tuple(note for index, note in self.notes.items() if index >= start)
+
+
+async def written_for(
+    renderer: RendererProtocol,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any],
+) -> WrittenMessages:
+    """Return a conversation in the form that the renderer's template prints. It is probed if need be."""
+    written: list[Sequence[Message]] = [(message,) for message in messages]
+    notes: dict[int, str] = {}
+    systems = [index for index in range(1, len(messages)) if messages[index].role in _SYSTEM_ROLES]
+    if systems and not await _prints_later_systems(renderer, tools, template_arguments):
+        for index in systems:
+            written[index] = (_reminder(messages[index]),)
+            notes[index] = f"messages[{index}]: a later system message, rendered as a user's reminder"
+    results = [index for index, message in enumerate(messages) if message.role == "tool"]
+    shown = [index for index in results if any(messages[index].media())]
+    if shown:
+        profile = renderer.template_profile(has_tools=tools is not None, **template_arguments)
+        if "tool" not in profile.image_roles:
+            _move_media(messages, shown, written)
+            for index in shown:
+                notes[index] = f"messages[{index}]: media of a tool result, rendered in a user message"
+    return WrittenMessages(written, dict(sorted(notes.items())))
+
+
+async def _prints_later_systems(
+    renderer: RendererProtocol,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_arguments: Mapping[str, Any],
+) -> bool:
+    """Whether the template prints a system message after another one, and after a turn."""
+    known = _printed.setdefault(renderer, {})
+    key = repr((tools is None, sorted(template_arguments.items(), key=repr)))
+    if key not in known:
+        system, probe = (Message(role="system", content=text) for text in ("Be brief.", _PROBE_TEXT))
+        user = Message(role="user", content="a")
+        answered = [system, user, Message(role="assistant", content="b"), user, probe]
+        known[key] = all(
+            [
+                await _prints(renderer, conversation, conversation.index(probe), template_arguments)
+                for conversation in ([system, probe, user], answered)
+            ]
+        )
+    return known[key]
+
+
+async def _prints(
+    renderer: RendererProtocol,
+    messages: Sequence[Message],
+    index: int,
+    template_arguments: Mapping[str, Any],
+) -> bool:
+    """Whether the template prints the text of a message, by provenance. A refusal is no."""
+    try:
+        rendered = await render_prompt(
+            renderer, messages, in_thread=True, chat_template_kwargs=template_arguments
+        )
+    except MMRenderError:
+        return False
+    return any(span.message == index and span.kind == "content" for span in rendered.spans)
+
+
+def _reminder(message: Message) -> Message:
+    content = message.content
+    inner = content if isinstance(content, tuple) else (TextPart(content or ""),)
+    if all(isinstance(part, TextPart) for part in inner):
+        text = "".join(part.text for part in inner if isinstance(part, TextPart))
+        return Message(role="user", content=f"{_OPEN}{text}{_CLOSE}")
+    return Message(role="user", content=(TextPart(_OPEN), *inner, TextPart(_CLOSE)))
+
+
+def _move_media(messages: Sequence[Message], shown: Sequence[int], written: list[Sequence[Message]]) -> None:
+    """Move media out of tool results, into a user message after the results that follow each other."""
+    names = {call.id: call.name for message in messages for call in message.tool_calls if call.id}
+    moved: list[Any] = []
+    for index in shown:
+        message = messages[index]
+        name = message.name or names.get(message.tool_call_id or "") or "a tool"
+        moved += [
+            TextPart(f"From the result of {name} ({message.tool_call_id}):"),
+            *(part for _, part in message.media()),
+        ]
+        rest = tuple(part for part in message.content or () if isinstance(part, TextPart))
+        rest = rest if any(part.text.strip() for part in rest) else (TextPart("It follows as a picture."),)
+        written[index] = (msgspec.structs.replace(message, content=rest),)
+        following = index + 1
+        while following < len(messages) and messages[following].role == "tool" and following not in shown:
+            following += 1
+        is_last = following == len(messages) or messages[following].role != "tool"
+        if is_last:
+            written[following - 1] = (*written[following - 1], Message(role="user", content=tuple(moved)))
+            moved = []

@@ -1,0 +1,132 @@
+"""Kinds of conversations in a session: main, subagents, compactions and side calls.
+
+An agent makes calls besides its own conversation: titles, summaries, judges, agents that it starts. Each
+root of the tree has a kind, and the steps after it have the same kind unless the agent's headers name
+another. The trainer selects by kind.
+
+Headers decide first. Then the main conversation is the first root with tools, or the first root if none has
+tools. A root that repeats recorded answers, as turns or as text, goes on from a summary or makes one. Roots
+with the tools or the system message of the main conversation belong to it. Other roots with tools are
+subagents, and roots without tools are side calls.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from mmrender.gateway.call import Call, Kind
+from mmrender.gateway.matching import Digest, Place, digest_of, folded, text_of
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.step import Step
+from mmrender.trajectory.tree import Trajectory
+
+TRAINED: Final[tuple[Kind, ...]] = ("main", "subagent", "compaction")
+"""Kinds that are trained on by default."""
+_MIN_SUMMARY: Final = 40
+"""Minimum length of an answer that is looked for in later conversations, in characters."""
+
+
+class Root(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Facts about a root that its kind depends on. They are kept with the step.
+
+    Attributes:
+        tools: Digest of the offered tools, None without tools.
+        system: Digest of the text of its system messages, None without them.
+        has_form: Whether the answer must have a form, such as a JSON schema.
+        repeats: Whether it repeats turns of other conversations.
+        retells: Whether its text contains a recorded answer.
+    """
+
+    tools: Digest | None
+    system: Digest | None
+    has_form: bool = False
+    repeats: bool = False
+    retells: bool = False
+
+
+def root_of(call: Call, place: Place, steps: Sequence[Step]) -> Root:
+    """Return the facts about a call that begins a conversation."""
+    systems = [text_of(message) for message in call.messages if message.role in ("system", "developer")]
+    texts = [
+        text_of(message)
+        for index, message in enumerate(call.messages)
+        if message.role in ("user", "assistant") and index not in place.borrowed
+    ]
+    told = folded(" ".join(texts))
+    answers = (folded(_answer_text(step)) for step in steps)
+    return Root(
+        tools=place.tools if call.offered else None,
+        system=digest_of(systems) if systems else None,
+        has_form="structured_outputs" in call.sampling_params,
+        repeats=bool(place.borrowed),
+        retells=any(len(answer) >= _MIN_SUMMARY and answer in told for answer in answers),
+    )
+
+
+def _answer_text(step: Step) -> str:
+    content = step.new_messages[-1].get("content") if step.new_messages else None
+    return content if isinstance(content, str) else ""
+
+
+def settle_kinds(trajectory: Trajectory) -> None:
+    """Decide the kind of each step from all roots, and set it as `extra["gateway"]["kind"]`.
+
+    A session's roots are known when it ends. Until then the kind is decided from the roots so far.
+    """
+    records = {step.index: step.extra["gateway"] for step in trajectory.steps if "gateway" in step.extra}
+    facts = {index: record["root"] for index, record in records.items() if "root" in record}
+    roots = {index: msgspec.convert(fact, Root) for index, fact in facts.items()}
+    main = _main_root(records, roots)
+    for index, record in records.items():
+        record["kind"] = _named_kind(record) or (
+            _kind_of_root(roots[index], main, is_main=roots[index] is main)
+            if index in roots
+            else records[record["from"]]["kind"]
+        )
+
+
+def _named_kind(record: Mapping[str, Any]) -> Kind | None:
+    """Kind by the agent's headers."""
+    origin = record.get("origin") or {}
+    kind: Kind | None = origin.get("kind")
+    if kind in (None, "main") and (origin.get("agent") or origin.get("parent_agent")):
+        return "subagent"
+    return None if kind == "main" else kind
+
+
+def _main_root(records: Mapping[int, Mapping[str, Any]], roots: Mapping[int, Root]) -> Root | None:
+    own = [root for index, root in roots.items() if _named_kind(records[index]) is None]
+    with_tools = [root for root in own if root.tools is not None and not root.retells]
+    plain = [root for root in own if not root.has_form]
+    return next(iter([*with_tools, *plain, *own]), None)
+
+
+def _kind_of_root(root: Root, main: Root | None, *, is_main: bool) -> Kind:
+    if main is None or is_main:
+        return "main"
+    is_same = root.tools == main.tools if root.tools is not None else root.system == main.system
+    if root.has_form and not is_same:
+        return "side"
+    if root.retells or (root.repeats and root.tools != main.tools):
+        return "compaction"
+    if is_same or (root.tools is not None and root.system == main.system):
+        return "main"
+    return "subagent" if root.tools is not None else "side"
+
+
+def kind_of(step: Step) -> Kind:
+    """Return the kind of a step. A step that no gateway recorded is of the main conversation."""
+    kind: Kind = step.extra.get("gateway", {}).get("kind", "main")
+    return kind
+
+
+def select_samples(
+    trajectory: Trajectory, kinds: Collection[Kind] = TRAINED, *, require_logprobs: bool = True
+) -> list[TrainingSample]:
+    """Return the samples of a trajectory that train on steps of these kinds only, each token once.
+
+    Raises:
+        TrajectoryError: Log probabilities are required and missing.
+    """
+    return trajectory.samples(require_logprobs=require_logprobs, trains=lambda step: kind_of(step) in kinds)

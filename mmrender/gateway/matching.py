@@ -1,0 +1,392 @@
+"""Matching: which recorded step a call continues.
+
+An agent sends its whole conversation with every call, and few agents repeat it byte for byte. This module
+alone decides when two messages are equal:
+
+- Messages of users, tools and systems: role, name, the id of the call that a tool answers, and all content,
+  text exactly. A text equals its one text part. A picture is its source: a `data:` URL by its characters, any
+  other URL by its address. Empty members equal absent ones.
+- Answers: the call ids that we made, which are unique, also if an agent writes them inside a text. Without
+  them, the text with runs of blanks folded, and the calls by name and arguments as JSON: key order does not
+  count, and 1000.0 equals 1000. Reasoning, signatures and ids of items never count, since agents drop them.
+- Tools and template arguments come first. The order of tools counts, the order of keys does not.
+
+A context is a digest of everything before an answer. The context after a recorded answer depends on the
+step, so equal words that were sampled as other tokens lead to other contexts.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from blake3 import blake3
+
+from mmrender.errors import InputError
+from mmrender.gateway.call import Answer, Call
+from mmrender.messages import MediaPart, Message, TextPart
+
+Digest: TypeAlias = str
+"""32 hexadecimal digits."""
+
+ID_LENGTH: Final = 24
+"""Letters and digits of an id after its prefix."""
+_CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID_LENGTH}}}(?![0-9A-Za-z])")
+_EXACT: Final = 2**53
+"""Integers from here on are not exact in JavaScript, through which many agents send them."""
+
+
+class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Record of a step for matching. It is kept with the step, and `Index.restore` reads it.
+
+    Attributes:
+        tools: Digest of the offered tools.
+        arguments: Digest of the template arguments.
+        path: Contexts from the parent's turn on, or from the tools on: one before each message, and one after
+            the last. The last is the step's own context.
+        parent: The step whose turn the path begins after.
+        answer: Digest of the answer that the agent got.
+        question: Digest of the last message before the answer.
+        call_ids: Ids of the answer's calls, in order.
+    """
+
+    tools: Digest
+    arguments: Digest
+    path: tuple[Digest, ...]
+    answer: Digest
+    question: Digest
+    parent: int | None = None
+    call_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a call among the recorded steps.
+
+    Attributes:
+        parent: The step whose turn the call continues, or None for a root.
+        start: Index of the first message after the parent's turn. 0 for a root.
+        sibling: A step with the same prompt, or None.
+        borrowed: Steps whose turns are repeated after another conversation, by index of the message.
+        why: Why the call does not simply continue its parent, or None.
+        rewritten: Steps whose turns the agent repeats with other text or calls.
+        path: Contexts of the messages from `start` on, see `Recorded`.
+        tools: Digest of the offered tools.
+        arguments: Digest of the template arguments.
+        question: Digest of the last message.
+    """
+
+    parent: int | None
+    start: int
+    sibling: int | None
+    borrowed: Mapping[int, int]
+    why: str | None
+    rewritten: tuple[int, ...]
+    path: tuple[Digest, ...]
+    tools: Digest
+    arguments: Digest
+    question: Digest
+
+    def recorded(self, answer: Answer) -> Recorded:
+        """Return the record of the step that answers the call."""
+        calls = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+        return Recorded(
+            self.tools,
+            self.arguments,
+            self.path,
+            _answer_digest(answer.content, calls),
+            self.question,
+            self.parent,
+            tuple(call.id for call in answer.calls),
+        )
+
+
+@dataclass(slots=True)
+class _Node:
+    """A known context.
+
+    Attributes:
+        steps: Steps whose prompt ends here.
+        follower: A step whose conversation goes on from here, or None.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    follower: int | None = None
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One reading of a conversation, up to a message.
+
+    Attributes:
+        path: Contexts since the last turn.
+        parent: Step of the last turn.
+        start: Index of the first message after it.
+        known: Number of leading messages that recorded conversations share.
+        last_known: Context after them.
+        borrowed: As in `Place`.
+        rewritten: As in `Place`.
+    """
+
+    path: list[Digest]
+    parent: int | None
+    start: int
+    known: int
+    last_known: Digest
+    borrowed: dict[int, int] = field(default_factory=dict)
+    rewritten: tuple[int, ...] = ()
+
+
+class Index:
+    """The recorded steps of one session, by context, by call id and by answer.
+
+    Args:
+        strict: Whether a turn whose text or calls the agent changed is another turn, although it shows the
+            call ids of a recorded one.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._steps: dict[int, Recorded] = {}
+        self._nodes: dict[Digest, _Node] = {}
+        self._by_call: dict[str, int] = {}
+        self._by_answer: dict[tuple[Digest, Digest], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def place(self, call: Call, template_arguments: Mapping[str, Any] | None = None) -> Place:
+        """Find the place of a call. The cost grows with its messages, not with the steps.
+
+        Args:
+            call: The call.
+            template_arguments: Template variables in force, by default the call's.
+
+        Raises:
+            InputError: The conversation is empty or ends in an answer, or a picture has no text or bytes as
+                its source.
+        """
+        if not call.messages or call.messages[-1].role == "assistant":
+            raise InputError(
+                "the conversation must end in a message to answer",
+                where="messages",
+                expected="a message of a user, a tool or a system",
+                got="an answer" if call.messages else "no messages",
+            )
+        arguments = call.template_arguments if template_arguments is None else template_arguments
+        digests = digest_of(call.offered or ()), digest_of(arguments)
+        root = digest_of(digests)
+        walks = [_Walk([root], None, 0, 0, root)]
+        question = root
+        for position, message in enumerate(call.messages):
+            own = _answer_of(message) if message.role == "assistant" else _message_digest(message, position)
+            if message.role == "assistant":
+                walks = self._after_answer(walks, position, message, own, question)
+            else:
+                for walk in walks:
+                    self._advance(walk, position, own)
+            question = own
+        best = max(walks, key=lambda walk: (self._sibling(walk) is not None, walk.start, walk.parent or -1))
+        return Place(
+            parent=best.parent,
+            start=best.start,
+            sibling=self._sibling(best),
+            borrowed=best.borrowed,
+            why=self._why(best, digests, call.messages),
+            rewritten=best.rewritten,
+            path=tuple(best.path),
+            tools=digests[0],
+            arguments=digests[1],
+            question=question,
+        )
+
+    def add(self, number: int, recorded: Recorded) -> None:
+        """Take in a step, under its number in the trajectory."""
+        self._steps[number] = recorded
+        if recorded.parent is not None:
+            self._node(_after_turn(recorded.parent)).follower = number
+        for context in recorded.path[:-1]:
+            self._node(context).follower = number
+        self._node(recorded.path[-1]).steps.append(number)
+        self._node(_after_turn(number))
+        self._by_call.update(dict.fromkeys(recorded.call_ids, number))
+        self._by_answer[recorded.answer, recorded.question] = number
+
+    def _node(self, context: Digest) -> _Node:
+        return self._nodes.setdefault(context, _Node())
+
+    def _advance(self, walk: _Walk, position: int, own: Digest) -> None:
+        """Read a message that is no recorded turn."""
+        context = digest_of((walk.path[-1], own))
+        walk.path.append(context)
+        if walk.known == position and context in self._nodes:
+            walk.known, walk.last_known = position + 1, context
+
+    def _after_answer(
+        self, walks: list[_Walk], position: int, message: Message, own: Digest, question: Digest
+    ) -> list[_Walk]:
+        """Read an answer. Equal answers to one prompt are all followed, until a later message decides."""
+        shown = [self._by_call[name] for name in _call_ids(message) if name in self._by_call]
+        found = [
+            self._turned(walk, position, step, own)
+            for walk in walks
+            for step in self._turns(self._nodes.get(walk.path[-1]), shown, own)
+        ]
+        if found:
+            return found
+        step = shown[-1] if shown else self._by_answer.get((own, question))
+        if step is not None and self._strict and self._steps[step].answer != own:
+            step = None
+        for walk in walks:
+            self._advance(walk, position, own)
+            if step is not None:
+                walk.borrowed[position] = step
+        return walks
+
+    def _turns(self, node: _Node | None, shown: Sequence[int], own: Digest) -> Sequence[int]:
+        """Return the steps of a context whose turn an answer repeats."""
+        steps = () if node is None else node.steps
+        if by_id := [step for step in steps if step in shown]:
+            return [step for step in by_id if not self._strict or self._steps[step].answer == own]
+        return [step for step in steps if self._steps[step].answer == own and not shown]
+
+    def _turned(self, walk: _Walk, position: int, step: int, own: Digest) -> _Walk:
+        """Read an answer as the turn of a step."""
+        context = _after_turn(step)
+        changed = () if self._steps[step].answer == own else (step,)
+        rewritten = (*walk.rewritten, *changed)
+        return _Walk([context], step, position + 1, position + 1, context, rewritten=rewritten)
+
+    def _sibling(self, walk: _Walk) -> int | None:
+        node = self._nodes.get(walk.path[-1])
+        return None if node is None or not node.steps else node.steps[-1]
+
+    def _why(self, walk: _Walk, digests: tuple[Digest, Digest], messages: Sequence[Message]) -> str | None:
+        """Say why a conversation does not simply continue a turn, by the first message that differs."""
+        if not self._steps or self._sibling(walk) is not None:
+            return None if self._steps else "the conversation begins"
+        node, position = self._nodes.get(walk.last_known), walk.known
+        if node is None:
+            newest = max(self._steps)
+            differ = "tools" if self._steps[newest].tools != digests[0] else "template arguments"
+            return f"the {differ} differ from step {newest}'s"
+        if position == len(messages):
+            return f"the conversation ends before step {node.follower}'s"
+        here, role = f"messages[{position}]", messages[position].role
+        if role == "assistant" and position in walk.borrowed:
+            return f"{here} is the turn of step {walk.borrowed[position]} after other messages"
+        if role == "assistant" and node.steps:
+            return f"{here} is another turn than step {node.steps[-1]} sampled"
+        if node.follower is not None:
+            subject = "the system message" if role == "system" else here
+            return f"{subject} differs from step {node.follower}'s"
+        if node.steps:
+            return f"{here} comes in place of the turn of step {node.steps[-1]}"
+        later = [index for index in range(position, len(messages)) if messages[index].role == "assistant"]
+        return f"messages[{later[0]}] was not sampled here" if later else None
+
+
+def _after_turn(step: int) -> Digest:
+    return digest_of(("turn", step))
+
+
+def digest_of(value: Any) -> Digest:
+    """Digest of plain data, by its canonical JSON."""
+    return blake3(_json(value).encode("ascii")).hexdigest(length=16)
+
+
+def _json(value: Any) -> str:
+    """JSON in ASCII with sorted keys, in which numbers are equal if JavaScript cannot tell them apart."""
+    try:
+        return json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"))
+    except RecursionError:
+        raise InputError("a value is nested too deeply", where="messages or tools") from None
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(entry) for entry in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
+        return float(value) if abs(value) < 1 << 1000 else str(value)
+    return value
+
+
+def _message_digest(message: Message, position: int) -> Digest:
+    """Digest of the canonical form of a message that is not an answer."""
+    parts = _parts(message, position)
+    extra = {key: value for key, value in message.extra.items() if value not in (None, "", [], {})}
+    return digest_of((message.role, message.name or "", message.tool_call_id or "", parts, extra))
+
+
+def _parts(message: Message, position: int) -> list[Any]:
+    content = message.content
+    if not isinstance(content, tuple):
+        return [content] if content else []
+    parts: list[Any] = []
+    for number, part in enumerate(content):
+        if isinstance(part, TextPart):
+            parts += [part.text] if part.text else []
+        elif isinstance(part, MediaPart):
+            where = f"messages[{position}].content[{number}]"
+            settings = {name: getattr(part, name) for name in part.__struct_fields__ if name != "source"}
+            parts.append([part.modality, _source_digest(part.source, where), settings])
+    return parts
+
+
+def _source_digest(source: Any, where: str) -> Digest:
+    if isinstance(source, str):
+        source = source.encode("utf-8", "surrogatepass")
+    if not isinstance(source, bytes):
+        raise InputError(
+            "the source of a medium must be text or bytes",
+            where=where,
+            expected="a data: or http(s) URL, or bytes",
+            got=type(source).__name__,
+        )
+    return blake3(source).hexdigest(length=16)
+
+
+def _answer_of(message: Message) -> Digest:
+    """Digest of the canonical form of an answer."""
+    return _answer_digest(text_of(message), [(call.name, call.arguments) for call in message.tool_calls])
+
+
+def _answer_digest(text: str, calls: Iterable[tuple[str, Any]]) -> Digest:
+    return digest_of(("answer", folded(text), [(name, _arguments(value)) for name, value in calls]))
+
+
+def _arguments(value: Any) -> Any:
+    """Arguments of a call. Of arguments that are not JSON, which agents wrap, the raw text."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        [(key, inner)] = value.items()
+        if key == "__unparsedToolInput" and isinstance(inner, Mapping):
+            inner = inner.get("raw")
+        if key.startswith("__unparsed") and isinstance(inner, str):
+            return inner
+    return value
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message without reasoning, its parts joined."""
+    content = message.content
+    if isinstance(content, tuple):
+        return "".join(part.text for part in content if isinstance(part, TextPart))
+    return content or ""
+
+
+def folded(text: str) -> str:
+    """Return a text without blanks at its ends, and with one space for each run of blanks."""
+    return " ".join(text.split())
+
+
+def _call_ids(message: Message) -> list[str]:
+    """Return the ids in an answer: of its calls, or else of calls that the agent writes as text."""
+    if message.tool_calls:
+        return [call.id for call in message.tool_calls if call.id]
+    return _CALL_IDS.findall(text_of(message))
