@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from mmrender.caching import LRUCache
@@ -197,7 +198,7 @@ def _forget_abort(sending: asyncio.Future[Any]) -> None:
         sending.exception()  # so that asyncio does not report it
 
 
-_texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=len)
+_texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=attrgetter("size"))
 """Images as JSON text, by identity and form."""
 
 
@@ -226,7 +227,7 @@ def check_size(ids: int, images: Sequence[JSONText], max_bytes: int, *, where: s
 
     `where` is the route, and `setting` names the bound in errors.
     """
-    size = ids * BYTES_PER_ID + sum(map(len, images))
+    size = ids * BYTES_PER_ID + sum(image.size for image in images)
     if size > max_bytes:
         raise EngineUnsupportedError(
             "the request is larger than the server's frontend takes",

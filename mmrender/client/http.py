@@ -57,9 +57,9 @@ _call_ids = itertools.count(1)
 class _Body(aiohttp.Payload):
     """A large body. Texts in a file go to the socket without a copy."""
 
-    def __init__(self, pieces: Sequence[bytes | JSONText]) -> None:
+    def __init__(self, pieces: Sequence[bytes | JSONText], size: int) -> None:
         super().__init__(pieces, content_type="application/json")
-        self._size = sum(map(len, pieces))
+        self._size = size
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return joined(self._value).decode(encoding, errors)
@@ -88,13 +88,13 @@ async def _send_file(writer: Any, text: JSONText) -> bool:
     sock, done = transport.get_extra_info("socket"), 0
     transport.set_write_buffer_limits(0)  # so that `drain` waits until everything written has gone out
     try:
-        while done < len(text):
+        while done < text.size:
             await writer.drain()
             try:
-                done += os.sendfile(sock.fileno(), text.file, done, len(text) - done)
+                done += os.sendfile(sock.fileno(), text.file, done, text.size - done)
                 await asyncio.sleep(0)
             except BlockingIOError:  # the transport waits for the socket if it has something to write
-                piece = os.pread(text.file, min(_PIECE, len(text) - done), done)
+                piece = os.pread(text.file, min(_PIECE, text.size - done), done)
                 await writer.write(piece)
                 done += len(piece)
     finally:
@@ -145,11 +145,11 @@ class _Call:
         self.url = target.partition("?")[0]
         self.where = f"{method} {self.url}"
         self.body = [] if json is None else encode_json(json)
-        self.size = sum(map(len, self.body))
+        self.size = sum(each.size if isinstance(each, JSONText) else len(each) for each in self.body)
         self.attempt = 1
         self.status: int | None = None
-        self.is_kept = False
-        """Whether the attempt uses a connection that served an earlier call."""
+        self.is_kept = True
+        """Whether the attempt uses a connection that served an earlier call, unless it had to make one."""
         self._hooks = transport.hooks
         self._begun = time.perf_counter()
         self._id = next(_call_ids)
@@ -251,6 +251,8 @@ class HTTPTransport:
             InputError: The body cannot be written as JSON, or a header cannot be sent.
         """
         seconds = self.config.timeout if timeout is None else timeout
+        bound = self.config.max_reply_bytes
+        max_bytes = bound if max_reply_bytes is None else min(max_reply_bytes, bound)
         call = _Call(self, method, path, json, headers)
         content = bytearray()
         try:
@@ -260,7 +262,8 @@ class HTTPTransport:
                         async with self._attempt(call) as response:
                             async for chunk in response.content.iter_any():
                                 content += chunk
-                                self._check_size(len(content), call, max_reply_bytes)
+                                if len(content) > max_bytes:
+                                    raise self._too_long(call, max_bytes)
                     except (EngineConnectionError, EngineStatusError) as error:
                         await self._prepare_retry(call, error, idempotent)
         except TimeoutError as error:
@@ -286,6 +289,7 @@ class HTTPTransport:
             EngineError: As for `request`.
         """
         call = _Call(self, method, path, json, headers)
+        max_bytes = self.config.max_reply_bytes
         total = 0
         pending = bytearray()
         try:
@@ -299,7 +303,8 @@ class HTTPTransport:
                                 *lines, pending = pending.split(b"\n")
                                 for line in lines:
                                     yield bytes(line.removesuffix(b"\r"))
-                            self._check_size(len(pending), call)
+                            if len(pending) > max_bytes:
+                                raise self._too_long(call, max_bytes)
                 except EngineConnectionError as error:
                     await self._prepare_retry(call, error, None)
             if pending:
@@ -325,15 +330,14 @@ class HTTPTransport:
         call.status = None
         await asyncio.sleep(wait)
 
-    def _check_size(self, size: int, call: _Call, max_bytes: int | None = None) -> None:
-        bound = self.config.max_reply_bytes
-        if size > (limit := bound if max_bytes is None else min(max_bytes, bound)):
-            raise EngineReplyError(
-                "the server's reply is too long",
-                where=call.where,
-                expected=f"at most {limit} bytes",
-                remedy="Raise max_reply_bytes of the transport" if limit == bound else None,
-            )
+    def _too_long(self, call: _Call, max_bytes: int) -> EngineReplyError:
+        may_raise = max_bytes == self.config.max_reply_bytes
+        return EngineReplyError(
+            "the server's reply is too long",
+            where=call.where,
+            expected=f"at most {max_bytes} bytes",
+            remedy="Raise max_reply_bytes of the transport" if may_raise else None,
+        )
 
     @contextlib.asynccontextmanager
     async def _attempt(
@@ -341,12 +345,14 @@ class HTTPTransport:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one attempt and yield its reply, of status 2xx. Errors of aiohttp become ours."""
         # aiohttp writes bytes with the headers in one piece.
-        data = joined(call.body) if call.size <= _SLICE else _Body(call.body)
+        data = joined(call.body) if call.size <= _SLICE else _Body(call.body, call.size)
         timeout = aiohttp.ClientTimeout(sock_connect=self.config.connect_timeout, sock_read=read_timeout)
         excerpt = b""
-        call.is_kept = False
+        call.is_kept = True
+        entry = self._sessions.get(asyncio.get_running_loop())
         try:
-            async with (await self._session()).request(
+            session = await self._open_session() if entry is None or entry[0].closed else entry[0]
+            async with session.request(
                 call.method,
                 call.target,
                 data=data or None,
@@ -369,13 +375,9 @@ class HTTPTransport:
             raise _engine_error(error, call.where) from error
         raise status_error(call.method, call.url, response.status, excerpt, response.headers)
 
-    async def _session(self) -> aiohttp.ClientSession:
-        """Return the session of the running event loop."""
-        loop = asyncio.get_running_loop()
-        entry = self._sessions.get(loop)
-        if entry is not None and not entry[0].closed:
-            return entry[0]
-        keeper = _open_session(self.config)
+    async def _open_session(self) -> aiohttp.ClientSession:
+        """Open the session of the running event loop, and drop sessions whose loops have ended."""
+        keeper = _kept_session(self.config)
         # Runs to its first `yield` without giving way, so no second task can open another session meanwhile.
         session = await anext(keeper)
         for ended in [each for each in list(self._sessions) if each.is_closed()]:
@@ -384,14 +386,14 @@ class HTTPTransport:
                 # Its loop ended without ending its generators, so nothing can be awaited there.
                 with contextlib.suppress(StopIteration):
                     dropped[0].close().send(None)
-        self._sessions[loop] = session, keeper
+        self._sessions[asyncio.get_running_loop()] = session, keeper
         return session
 
 
-async def _open_session(config: TransportConfig) -> AsyncGenerator[aiohttp.ClientSession, None]:
+async def _kept_session(config: TransportConfig) -> AsyncGenerator[aiohttp.ClientSession, None]:
     """Yield a session, and close it when the generator ends: by hand, or by `asyncio.run` at its end."""
     trace = aiohttp.TraceConfig()
-    trace.on_connection_reuseconn.append(_note_kept)
+    trace.on_connection_create_start.append(_note_new)
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
@@ -410,8 +412,8 @@ def _close_sessions(sessions: dict[asyncio.AbstractEventLoop, _Session]) -> None
             loop.call_soon_threadsafe(loop.create_task, keeper.aclose())
 
 
-async def _note_kept(_: object, context: SimpleNamespace, __: object) -> None:
-    context.trace_request_ctx.is_kept = True
+async def _note_new(_: object, context: SimpleNamespace, __: object) -> None:
+    context.trace_request_ctx.is_kept = False
 
 
 def _engine_error(error: Exception, where: str) -> EngineError | InputError:

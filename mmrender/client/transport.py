@@ -49,13 +49,17 @@ class JSONText:
     """A member of a request that is JSON text, such as base64 in quotes. Neither checked nor copied.
 
     Long text is kept in an unnamed file in memory, if the system has them. Sockets send it without a copy.
+
+    Attributes:
+        size: Its bytes.
+        file: The file that has it, or None.
     """
 
-    __slots__ = ("__weakref__", "_data", "_size", "file")  # not a dataclass, which msgspec would write
+    __slots__ = ("__weakref__", "_data", "file", "size")  # not a dataclass, which msgspec would write
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._size = len(data)
+        self.size = len(data)
         self.file: int | None = None
         if len(data) < LONG_TEXT or not hasattr(os, "memfd_create"):
             return
@@ -65,13 +69,10 @@ class JSONText:
             if os.write(file, data) == len(data):
                 self.file, self._data = file, b""
 
-    def __len__(self) -> int:
-        return self._size
-
     @property
     def data(self) -> bytes:
         """The text."""
-        return self._data if self.file is None else os.pread(self.file, self._size, 0)
+        return self._data if self.file is None else os.pread(self.file, self.size, 0)
 
 
 @runtime_checkable

@@ -102,7 +102,7 @@ class ImagePlan:
         for index, (name, span) in enumerate(zip(self.names, self.spans, strict=True)):
             if known is None or self.max_bytes is None or name in brought:
                 continue
-            size = len(encode_item(span, self.forms[span.item.identity]))
+            size = encode_item(span, self.forms[span.item.identity]).size
             if room is not None and size > room:
                 prompts.append(self._prompt(index, before))
                 before, room = brought, None

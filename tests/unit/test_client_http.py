@@ -146,7 +146,7 @@ def test_a_loop_that_was_closed_by_hand_is_let_go() -> None:
 async def test_a_dropped_transport_closes_its_connections(server: StubServer) -> None:
     transport = HTTPTransport(server.url)
     await transport.request("POST", "/echo", json=1)
-    session = await transport._session()
+    session, _ = transport._sessions[asyncio.get_running_loop()]
     del transport
     gc.collect()
     await asyncio.sleep(0.01)
@@ -546,7 +546,7 @@ async def test_cancelling_at_any_moment_mixes_up_no_answers(server: StubServer) 
     assert answered + cancelled == len(tasks)
     assert answered >= 60
     # Nothing of the cancelled calls is left behind: every place is free again.
-    session = await transport._session()
+    session, _ = transport._sessions[asyncio.get_running_loop()]
     assert session.connector is not None
     assert not session.connector._acquired
     await asyncio.gather(*[ask(number) for number in range(8)])

@@ -487,7 +487,7 @@ def test_a_request_that_is_too_long_is_split_where_hashes_go(renderer, miss):
     prompt = pictures(renderer, 5)
     answers = [completion, Answer("a miss", status=500), *[completion] * 9] if miss else completion
     transport = hashing(prompt, **{METRICS: "process_start_time_seconds 1.0", GENERATE: answers})
-    one = len(encode_item(prompt.multi_modal_data.spans()[0], WireForm(LAYOUT, "uint8")))
+    one = encode_item(prompt.multi_modal_data.spans()[0], WireForm(LAYOUT, "uint8")).size
     limit = int(2.5 * one) + 8 * len(prompt.token_ids)
     run(transport, prompt, VLLMBackend(max_body_bytes=limit), sampling_params={"max_tokens": 9, "seed": 3})
     bodies = sent(transport)
