@@ -10,6 +10,7 @@ from mmrender.audit.images import shift_text
 from mmrender.audit.report import Finding
 from mmrender.errors import PlaceholderError
 from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.step import are_finite
 
 _MOST_SHIFT: Final = 8
 
@@ -70,7 +71,7 @@ def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
     logprobs, mask = sample.logprobs, sample.loss_mask
     if logprobs is None:
         return
-    bad = np.flatnonzero(mask & ~((logprobs <= 0) & np.isfinite(logprobs)))
+    bad = np.flatnonzero(mask & ~((logprobs <= 0) & are_finite(logprobs)))
     outside = np.flatnonzero(~mask & (logprobs != 0))
     faults = []
     if len(bad):

@@ -168,6 +168,9 @@ class Engine:
             multi_modal_data=prompt.data,
             prompt_attribution=prompt.attribution,
             response=response,
+            routed_experts=response.routed_experts,
+            weight_versions=response.weight_versions,
+            allowed=response.allowed,
             restricted=tuple(sorted(structures)) if structures and not response.allowed else (),
         )
 

@@ -20,13 +20,12 @@ from mmrender.client.placeholders import check_prompt_seen
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
+from mmrender.trajectory.step import are_finite
 
 T = TypeVar("T")
 
 LOGPROB_SENTINEL: Final = -9999.0
 """vLLM's number for a missing logprob."""
-_MIN_LOGPROB: Final = -3.0e38
-"""SGLang writes the smallest float32 in place of minus infinity."""
 _ROUNDING: Final = 1e-4
 """Distance above 0 that rounding may add to the logprob of a certain token."""
 _REASONS: Final[Mapping[str, FinishReason]] = {
@@ -221,9 +220,10 @@ def check_completion(
             expected=f"at most {budget}",
             got=str(before + len(ids)),
         )
-    _check_count("logprobs", len(entries), len(ids), f"{where} token_ids")
+    if len(entries) != len(ids):
+        raise _miscounted("logprobs", len(entries), len(ids), f"{where} token_ids")
     values = np.array([entry.logprob for entry in entries], np.float64)  # None becomes nan
-    usable = (values > _MIN_LOGPROB) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
+    usable = are_finite(values) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
     if not usable.all():
         index = int(usable.argmin())
         raise EngineReplyError(
@@ -232,9 +232,10 @@ def check_completion(
             expected="a finite number of at most 0",
             got=repr(entries[index].logprob),
         )
-    if not request.has_ids(ids):
-        index = next(index for index, token in enumerate(ids) if not request.has_ids([token]))
-        size = request.vocab_size
+    size = request.vocab_size
+    end = math.inf if size is None else size
+    if ids and not 0 <= min(ids) <= max(ids) < end:
+        index = next(index for index, token in enumerate(ids) if not 0 <= token < end)
         raise EngineReplyError(
             "the engine returned a token outside the vocabulary",
             where=f"{where} token_ids[{index}]",
@@ -253,14 +254,13 @@ def check_completion(
     return list(ids), values.tolist()
 
 
-def _check_count(noun: str, count: int, expected: int, where: str) -> None:
-    if count != expected:
-        raise EngineReplyError(
-            f"the numbers of tokens and {noun} differ",
-            where=where,
-            expected=f"{expected} {noun}, one for each token",
-            got=str(count),
-        )
+def _miscounted(noun: str, count: int, expected: int, where: str) -> EngineReplyError:
+    return EngineReplyError(
+        f"the numbers of tokens and {noun} differ",
+        where=where,
+        expected=f"{expected} {noun}, one for each token",
+        got=str(count),
+    )
 
 
 def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:
@@ -282,7 +282,8 @@ def add_alternatives(
     entries: Sequence[LogprobEntry], rows: Sequence[list[LogprobEntry] | None], *, where: str
 ) -> None:
     """Set the alternatives of each token, if a reply lists them apart from the tokens."""
-    _check_count("alternatives", len(rows), len(entries), f"{where} top_logprobs")
+    if len(rows) != len(entries):
+        raise _miscounted("alternatives", len(rows), len(entries), f"{where} top_logprobs")
     for entry, row in zip(entries, rows, strict=True):
         entry.top_logprobs = row
 
@@ -314,13 +315,15 @@ def kept_tokens(
     `allowed_token_ids` have been applied. Media tokens are forbidden by a bias that leaves their logits
     finite, and are taken out here.
     """
-    _check_count("sampling masks", len(masks), len(ids), f"{where} sampling_mask")
+    if len(masks) != len(ids):
+        raise _miscounted("sampling masks", len(masks), len(ids), f"{where} sampling_mask")
+    end = math.inf if request.vocab_size is None else request.vocab_size
     forbidden, permitted = set(request.forbidden_token_ids), request.sampling_params.get("allowed_token_ids")
     spans: list[AllowedTokens] = []
     for place, (token, mask) in enumerate(zip(ids, masks, strict=True)):
         kept = set(mask) - forbidden
         token_ids = tuple(sorted(kept if permitted is None else kept.intersection(permitted)))
-        if token not in token_ids or not request.has_ids(token_ids):
+        if token not in token_ids or token_ids[0] < 0 or token_ids[-1] >= end:
             raise EngineReplyError(
                 f"the sampling mask does not fit the sampled token {token}",
                 where=f"{where} sampling_mask[{place}]",

@@ -271,22 +271,15 @@ def _unknown(name: str) -> SamplingParameterError:
     return SamplingParameterError("unknown sampling parameter", where=where(name), remedy=remedy)
 
 
-def token_budget(params: Mapping[str, Any], engine: str | None = None) -> int:
+def token_budget(params: Mapping[str, Any]) -> int:
     """Return `max_tokens`, checked for all engines.
 
     Raises:
         SamplingParameterError: It is missing or not a positive integer, or `n` asks for several completions.
-            The error says how `engine` would go on.
     """
     budget = params.get("max_tokens")
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        consequence = _WITHOUT_BUDGET.get(engine or "")
-        raise SamplingParameterError(
-            "the token budget is missing or unusable" + ((consequence and f", and {consequence}") or ""),
-            where=where("max_tokens"),
-            expected="an integer of 1 or more",
-            got="none" if budget is None else repr(budget),
-        )
+        raise _without_budget(budget)
     if params.get("n") not in (None, 1):
         raise SamplingParameterError(
             "one prompt has one completion",
@@ -298,6 +291,15 @@ def token_budget(params: Mapping[str, Any], engine: str | None = None) -> int:
     return budget
 
 
+def _without_budget(budget: Any, consequence: str | None = None) -> SamplingParameterError:
+    return SamplingParameterError(
+        "the token budget is missing or unusable" + (f", and {consequence}" if consequence else ""),
+        where=where("max_tokens"),
+        expected="an integer of 1 or more",
+        got="none" if budget is None else repr(budget),
+    )
+
+
 def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check sampling parameters, given in vLLM's names, and spell them as an engine does.
 
@@ -306,7 +308,8 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
         of the top level of the request.
     """
     checked = check_sampling_params(params)
-    token_budget(checked, engine)
+    if "max_tokens" not in checked:
+        raise _without_budget(None, _WITHOUT_BUDGET.get(engine))
     sampling: dict[str, Any] = {}
     request: dict[str, Any] = {}
     extra = checked.pop("extra", {})

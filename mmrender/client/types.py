@@ -4,7 +4,6 @@ A backend knows one engine's wire and nothing else. A `Transport` carries its re
 values: frozen, picklable, shared by all calls.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -94,11 +93,6 @@ class EngineRequest:
     media_token_ids: Mapping[str, int] = field(default_factory=dict)
     eos_token_ids: Sequence[int] | None = None
     forbidden_token_ids: Sequence[int] = ()
-
-    def has_ids(self, token_ids: Sequence[int]) -> bool:
-        """Whether the vocabulary, as far as it is known, has all of these ids."""
-        end = math.inf if self.vocab_size is None else self.vocab_size
-        return min(token_ids, default=0) >= 0 and max(token_ids, default=0) < end
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +200,10 @@ class Generation:
         multi_modal_data: The sidecar of the prompt.
         prompt_attribution: Attribution of the prompt's tokens. None if only ids were given.
         response: The engine's response.
+        routed_experts: Its router choices, if asked for.
+        weight_versions: The weights that sampled each span of the completion. Empty if not reported.
+        allowed: Allowed or forbidden tokens of spans of the completion. `logprobs` are renormalised over
+            them.
         restricted: Kinds of grammar or choices that limited the completion, such as `json`, if the engine
             does not report the tokens that they allowed. Log-probabilities are then of these alone.
     """
@@ -220,6 +218,9 @@ class Generation:
     multi_modal_data: MultiModalData
     prompt_attribution: RenderedTokens | None
     response: EngineResponse
+    routed_experts: RoutedExperts | None = None
+    weight_versions: tuple[WeightVersionSpan, ...] = ()
+    allowed: tuple[AllowedTokens, ...] = ()
     restricted: tuple[str, ...] = ()
 
     @property
@@ -236,18 +237,3 @@ class Generation:
     def tool_calls(self) -> "tuple[ToolCallAttempt, ...]":
         """Every attempted call with its status. `message` holds the well-formed ones."""
         return self.parsed.tool_calls
-
-    @property
-    def routed_experts(self) -> RoutedExperts | None:
-        """Router choices, if asked for."""
-        return self.response.routed_experts
-
-    @property
-    def weight_versions(self) -> tuple[WeightVersionSpan, ...]:
-        """Weights that sampled each span of the completion. Empty if not reported."""
-        return self.response.weight_versions
-
-    @property
-    def allowed(self) -> tuple[AllowedTokens, ...]:
-        """Allowed or forbidden tokens of spans of the completion. `logprobs` are renormalised over them."""
-        return self.response.allowed

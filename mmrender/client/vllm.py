@@ -116,36 +116,41 @@ class VLLMBackend(HTTPBackend):
             MMRenderError: As for `RendererBackend.generate`.
         """
         limit = limit_of(request)
-        if limit is None:
-            return await self._generate(request, transport, on_tokens)
-        response = renormalised(await self._generate(reporting(request, limit), transport, None), limit)
-        if on_tokens is not None:
-            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
-        return response
-
-    async def _generate(
-        self, request: EngineRequest, transport: Transport, on_tokens: OnTokens | None
-    ) -> EngineResponse:
-        """Sample one completion, with the log-probabilities that vLLM reports."""
+        if limit is not None:
+            request = reporting(request, limit)
         ids, spans = check_request(
             request,
             takes_videos=self.images != "content_parts",
             takes_sparse=self.images in ("auto", "content_parts"),
         )
-        send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=on_tokens)
-        if not spans:
-            return await send({"token_ids": ids.tolist()})
+        listener = on_tokens if limit is None else None
+        send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
         planned = None
-        if self.images != "content_parts":
+        if spans and self.images != "content_parts":
             planned = await self._plan(request, transport, ids, spans)
         if planned is not None:
-            return await self._send_tensors(send, request, *planned)
+            response = await self._send_tensors(send, request, *planned)
+        elif spans:
+            response = await send(await self._encoded_images(request, ids, spans))
+        else:
+            response = await send({"token_ids": ids.tolist()})
+        if limit is None:
+            return response
+        response = renormalised(response, limit)
+        if on_tokens is not None:
+            on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
+        return response
+
+    async def _encoded_images(
+        self, request: EngineRequest, ids: Ids, spans: Sequence[MediaSpan]
+    ) -> dict[str, Any]:
+        """Return the members of a request whose images the server processes."""
         urls = await asyncio.to_thread(data_urls, spans)
         collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
         if self.max_body_bytes is not None:
             check_size(len(collapsed), urls, self.max_body_bytes, where=GENERATE_PATH, setting=SIZE_SETTING)
         parts = [{"type": "image_url", "url": url} for url in urls]
-        return await send({"token_ids": collapsed, "content_parts": parts, "return_token_ids": True})
+        return {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
 
     async def _plan(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
@@ -315,13 +320,11 @@ class _Reply(msgspec.Struct):
     mm_placeholders: dict[str, list[Range]] | None = None
 
 
-def read_reply(request: EngineRequest, body: bytes, where: str, *, widened: bool = False) -> EngineResponse:
+def read_reply(
+    request: EngineRequest, answer: bytes | _Reply, where: str, *, widened: bool = False
+) -> EngineResponse:
     """Read a whole answer. `widened` says that the server widened placeholders, as the renderer must have."""
-    return _response(request, decode_as(body, _Reply, where=where), where, widened)
-
-
-def _response(request: EngineRequest, reply: _Reply, where: str, widened: bool) -> EngineResponse:
-    """Check a decoded answer."""
+    reply = decode_as(answer, _Reply, where=where) if isinstance(answer, bytes) else answer
     choice = only(reply.choices, where=where)
     if widened and reply.prompt_token_ids is None:
         raise EngineReplyError(
@@ -395,7 +398,7 @@ class _Stream:
         except EngineError:
             if self._choice.finish_reason not in ("stop", "length"):
                 raise
-        response = _response(self._request, self._whole, self._where, self._widened)
+        response = read_reply(self._request, self._whole, self._where, widened=self._widened)
         if self._has_masks:
             self._on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
         return response

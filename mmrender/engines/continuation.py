@@ -5,7 +5,6 @@ rest of the budget, so that sampled tokens are never decoded, moved or sampled a
 """
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.errors import EngineReplyError, PromptTooLongError
 from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.engine_data import RoutedExperts
+from mmrender.trajectory.step import are_finite
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -271,7 +271,7 @@ def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], max_to
             expected=f"at most {max_tokens}",
             got=str(count),
         )
-    if len(logprobs) != count or not all(map(math.isfinite, logprobs)):
+    if len(logprobs) != count or not are_finite(np.array(logprobs, np.float64)).all():
         got = f"{len(logprobs)}: {list(logprobs)}"[:120]
         problem, expected = "each token has one logprob", f"{count} finite numbers"
         raise EngineReplyError(problem, where="logprobs", expected=expected, got=got)

@@ -24,6 +24,7 @@ from mmrender.training.segments import Rows, Segment, placed, token_numbers
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.engine_data import check_allowed
 from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.step import are_finite
 
 Places: TypeAlias = list[tuple[int, Segment, TrainingSample]]
 """Each sample with its row and its segment there."""
@@ -261,8 +262,8 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
             )
     for key in ("logprobs", "advantages", "rewards"):
         values = getattr(sample, key)
-        if values is not None and not np.isfinite(values).all():
-            place = int(np.flatnonzero(~np.isfinite(values))[0])
+        if values is not None and not (finite := are_finite(values)).all():
+            place = int(finite.argmin())
             raise BatchError("a value is not finite", where=f"{name}.{key}[{place}]", got=str(values[place]))
     check_allowed(sample.allowed, ids, f"{name}.allowed")
     experts = sample.routed_experts

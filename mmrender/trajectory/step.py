@@ -33,7 +33,8 @@ Tools: TypeAlias = tuple[dict[str, Any], ...]
 """Tool definitions as a template prints them: plain data, in the order of their keys."""
 _NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
-_LARGEST: Final = float(np.finfo(np.float32).max)
+_LARGEST: Final = 3.0e38
+"""Bounds finite numbers. SGLang writes the smallest float32, -3.4e38, in place of minus infinity."""
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -416,7 +417,7 @@ def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = F
     except (TypeError, ValueError):
         numbers = np.full(1, np.nan)
     fits = numbers.shape == (count,) or (reward and numbers.ndim == 0)
-    if not fits or not (np.abs(numbers) <= _LARGEST).all():
+    if not fits or not are_finite(numbers).all():
         expected = "" if count is None else f"{count} finite numbers, one for each sampled token"
         if reward:
             expected = f"a finite number, or {expected}" if expected else "a finite number"
@@ -427,6 +428,12 @@ def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = F
     array = numbers.astype(np.float32)
     array.flags.writeable = False
     return array
+
+
+def are_finite(numbers: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return which log-probabilities or rewards are finite as float32."""
+    finite: npt.NDArray[np.bool_] = np.abs(numbers) < _LARGEST
+    return finite
 
 
 def check_extra(value: Any, where: str) -> dict[str, Any]:
