@@ -6,7 +6,7 @@ plain msgpack. Arrays, tuples, and byte strings and texts from 4096 bytes on are
 
 Typed objects travel in neutral form, and the wire names no class: a msgspec Struct, a dataclass and a
 pydantic model as a dict of their fields (an `array_like` Struct as a list), a named tuple as a tuple, an enum
-member as its value. `convert` builds the classes that a reader asks for.
+member as its value. `mmcodecs.wire.convert` builds the classes that a reader asks for.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ _NUMBERS = frozenset((type(None), bool, int, float))
 _SCALARS = _NUMBERS | {str}
 _CONTAINERS = frozenset((list, dict, tuple))
 _FLAT_LIST = msgspec.msgpack.Decoder(list[int | float | bool | str | None])
-_BYTE_KINDS: dict[type, int] = {bytes: BYTES, bytearray: BYTEARRAY, memoryview: MEMORYVIEW}
+_TEXTS = frozenset((str, bytes))
+_BYTE_KINDS: dict[type, int] = {bytes: BYTES, bytearray: BYTEARRAY, memoryview: MEMORYVIEW, str: TEXT}
+_KINDS = _CONTAINERS | _BYTE_KINDS.keys() | {Shared}
 _GARBAGE_FROM = 1 << 16
 _FLAT_FROM = 16  # below, a look at each element costs less than a call of msgspec
 
@@ -125,35 +127,30 @@ class ValueWriter:
     def _walk(self, value: Any, depth: int) -> Any:
         """Return the msgpack form of a value: itself, or with extensions for types that msgpack lacks."""
         kind = type(value)
-        if kind in _NUMBERS:
+        if kind in _NUMBERS or (kind in _TEXTS and len(value) < FRAMED_BYTES):
             return value
-        if kind is str:
-            if len(value) < FRAMED_BYTES:
-                return value
-            try:
-                return self._data(TEXT, value.encode(), value)
-            except UnicodeEncodeError:
-                raise _culprit(value) from None
+        source = None
+        if kind not in _KINDS and (source := describe(value)) is None:
+            return self._walk(neutral_form(value), depth)
+        self._num_values += 1 if kind in _CONTAINERS else LEAF_COST
+        if self._num_values > self.limits.max_values:
+            remedy = "Pass arrays in place of nested lists, or raise the limit on both sides"
+            raise limit_exceeded("max_values", self.limits.max_values, remedy=remedy)
         if kind in _CONTAINERS:
             return self._container(value, kind, depth)
-        if kind is bytes and len(value) < FRAMED_BYTES:
-            return value
-        if kind in _BYTE_KINDS:
-            if kind is memoryview and (value.format != "B" or value.ndim != 1 or not value.c_contiguous):
-                raise UnsupportedTypeError("a memoryview must be contiguous bytes", remedy="Cast it to 'B'")
-            return self._data(_BYTE_KINDS[kind], value, value)
+        if source is not None:
+            return self._array(value, None, source)
         if kind is Shared:
             return self._array(value.value, value.key)
-        if (source := describe(value)) is not None:
-            return self._array(value, None, source)
-        return self._walk(neutral_form(value), depth)
+        if kind is memoryview and (value.format != "B" or value.ndim != 1 or not value.c_contiguous):
+            raise UnsupportedTypeError("a memoryview must be contiguous bytes", remedy="Cast it to 'B'")
+        return self._data(value, _BYTE_KINDS[kind])
 
     def _container(self, value: Any, kind: type, depth: int) -> Any:
         if depth >= self.limits.max_depth:
             error = limit_exceeded("max_depth", self.limits.max_depth)
             error.problem += ", or the value holds itself"
             raise error
-        self._spend(1)
         if kind is list and (packed := pack_flat(value)) is not None:
             return Ext(LIST, packed)
         fields: dict[str, Any] = {}
@@ -175,26 +172,22 @@ class ValueWriter:
             raise error.under(f".{key}" if kind is dict else f"[{len(items)}]") from error.__cause__
         return Ext(TUPLE, pack(items)) if kind is tuple else items
 
-    def _spend(self, values: int) -> None:
-        self._num_values += values
-        if self._num_values > self.limits.max_values:
-            remedy = "Pass arrays in place of nested lists, or raise the limit on both sides"
-            raise limit_exceeded("max_values", self.limits.max_values, remedy=remedy)
-
-    def _data(self, kind: int, data: bytes | bytearray | memoryview, value: Any) -> Ext:
+    def _data(self, value: Any, kind: int) -> Ext:
         """Write a byte string, or a text in UTF-8."""
-        self._spend(LEAF_COST)
-        if len(data) < FRAMED_BYTES:
-            return Ext(DATA, bytes((kind, INLINE)) + bytes(data))
+        if len(value) < FRAMED_BYTES:
+            return Ext(DATA, bytes((kind, INLINE)) + bytes(value))
         done = self._written.get(id(value))
         if done is None:
+            try:
+                data = value.encode() if kind == TEXT else value
+            except UnicodeEncodeError:
+                raise _culprit(value) from None
             record = bytes((kind, FRAME)) + self._add(np.frombuffer(data, np.uint8))
             done = self._written[id(value)] = value, record
         return Ext(DATA, done[1])
 
     def _array(self, value: Any, key: bytes | None, source: Source | None = None) -> Ext:
         """Write an array: inline, in a frame, or by its key in the table of shared arrays."""
-        self._spend(LEAF_COST)
         done = self._written.get(id(value))
         if done is not None:
             return Ext(ARRAY_RECORD, done[1])
@@ -279,26 +272,24 @@ def pack(tree: Any) -> bytes:
 def unpack(data: memoryview, extension: Callable[[int, memoryview], Any]) -> Any:
     """Read msgpack. Garbage collection is off meanwhile: it costs ten times as much for many containers."""
     collects = data.nbytes > _GARBAGE_FROM and gc.isenabled()
-    if not collects:
-        return msgspec.msgpack.decode(data, ext_hook=extension)
-    gc.disable()
+    if collects:
+        gc.disable()
     try:
         return msgspec.msgpack.decode(data, ext_hook=extension)
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def _culprit(tree: Any) -> UnsupportedTypeError:
     """Find the value in a tree that msgspec cannot encode, and build its error."""
     if type(tree) in _CONTAINERS:
-        steps = tree.items() if type(tree) is dict else enumerate(tree)
-        for step, item in steps:
-            path = f"[{step}]" if type(step) is int else f".{step}"
+        for step, item in tree.items() if type(tree) is dict else enumerate(tree):
             for part in (step, item):
                 try:
                     _ENCODER.encode(part)
                 except (OverflowError, UnicodeEncodeError, TypeError):
-                    return _culprit(part).under(path)
+                    return _culprit(part).under(f"[{step}]" if type(step) is int else f".{step}")
     if type(tree) is int:
         return UnsupportedTypeError("an integer beyond 64 bits", got=repr(tree)[:80])
     if type(tree) is str:
@@ -350,8 +341,7 @@ class ValueReader:
 
     Args:
         frames: The payloads.
-        framework: As in `mmcodecs.decode`.
-        copy: As in `mmcodecs.decode`.
+        framework, copy: As in `mmcodecs.decode`.
         limits: Bounds to enforce.
         table: The table of shared arrays of this connection, or None.
         capacity: The capacity of the writer's table, or 0.
@@ -397,7 +387,9 @@ class ValueReader:
         """Check depth, number and keys of the containers that msgspec built."""
         if depth >= self.limits.max_depth:
             raise limit_exceeded("max_depth", self.limits.max_depth).at("body")
-        self._spend(1)
+        self._num_values += 1
+        if self._num_values > self.limits.max_values:
+            raise limit_exceeded("max_values", self.limits.max_values).at("body")
         items = value
         if type(value) is dict:
             for key in value:
@@ -409,11 +401,6 @@ class ValueReader:
         for item in items:
             if type(item) in _CONTAINERS:
                 self._check(item, depth + 1)
-
-    def _spend(self, values: int) -> None:
-        self._num_values += values
-        if self._num_values > self.limits.max_values:
-            raise limit_exceeded("max_values", self.limits.max_values).at("body")
 
     def _extension(self, code: int, payload: memoryview) -> Any:
         """Return the value of one extension. msgspec calls it in the order of the body."""
@@ -427,7 +414,9 @@ class ValueReader:
             flat = _FLAT_LIST.decode(payload)
             self._flat[id(flat)] = flat
             return flat
-        self._spend(LEAF_COST)
+        self._num_values += LEAF_COST
+        if self._num_values > self.limits.max_values:
+            raise limit_exceeded("max_values", self.limits.max_values).at("body")
         if code == DATA:
             return self._data(payload)
         if code != ARRAY_RECORD:
@@ -438,26 +427,19 @@ class ValueReader:
         if payload.nbytes <= 1024 and content in self._seen:
             return self._seen[content]
         record = read_record(payload, self.limits.max_ndim)
-        value = self._array(record)
+        data: memoryview | None
+        if record.storage == INLINE:
+            # Elements in the head lie at any address, so they get aligned memory of their own.
+            data = memoryview(bytearray(record.rest))
+        else:
+            data = self._frame(record.rest) if record.storage == FRAME else self._by_key(record)
+        if data is None:
+            return None
+        framework: Framework = "numpy" if record.scalar else self.framework
+        value = restore(record.row, record.dtype, record.shape, data, framework=framework, copy=self.copy)
         if record.storage != INLINE:
             self._seen[content] = value
-        return value
-
-    def _array(self, record: Record) -> Any:
-        row, scalar, dtype, shape, storage, rest = record
-        if storage == INLINE:
-            # Elements in the head lie at any address, so they get aligned memory of their own.
-            data = memoryview(bytearray(rest))
-        elif storage == FRAME:
-            data = self._frame(rest)
-        else:
-            shared = self._by_key(record)
-            if shared is None:
-                return None
-            data = shared
-        if scalar:
-            return restore(row, dtype, shape, data, framework="numpy", copy=False)[()]
-        return restore(row, dtype, shape, data, framework=self.framework, copy=self.copy)
+        return value[()] if record.scalar else value
 
     def _by_key(self, record: Record) -> memoryview | None:
         """Return the elements of a shared array, from the record or the table, or None if missing."""
@@ -507,25 +489,3 @@ class ValueReader:
         if kind == TEXT:
             return str(data, "utf-8")
         return bytes(data) if kind == BYTES else bytearray(data)
-
-
-def convert(value: Any, target: Any) -> Any:
-    """Build `target`, such as a Struct, dataclass or pydantic model, from a decoded value.
-
-    Raises:
-        DecodeError: The value does not fit. The message names the place.
-    """
-
-    def fill(kind: Any, item: Any) -> Any:
-        """Fill a type that msgspec does not know: an array as it is, a model by pydantic."""
-        return item if isinstance(kind, type) and isinstance(item, kind) else kind.model_validate(item)
-
-    try:
-        return msgspec.convert(value, target, dec_hook=fill)
-    except CodecError:
-        raise
-    except msgspec.ValidationError as error:
-        problem, _, where = str(error).partition(" - at `")
-        raise DecodeError(problem, where=where.rstrip("`") or "$") from error
-    except Exception as error:  # a validator or constructor of the caller's may raise anything
-        raise DecodeError(f"cannot build {target}: {error}") from error

@@ -52,23 +52,23 @@ enters the array under its key, 3 refers to the array that was entered.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 
 from mmcodecs.arrays import AnyArray, Framework, contiguous
 from mmcodecs.buffers import ALIGNMENT, Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, CodecError, DecodeError, EncodeError, limit_exceeded
 from mmcodecs.shared import Entered, SharedTable, copied
-from mmcodecs.values import DEFAULT_LIMITS, Limits, ValueReader, ValueWriter, convert
+from mmcodecs.values import DEFAULT_LIMITS, Limits, ValueReader, ValueWriter
 
 MAGIC = b"\x89mmcodec"
 VERSION = 1
 SINGLE = 1
 
-T = TypeVar("T")
 Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 TABLE_BYTES = 2 << 30
 _PREAMBLE = struct.Struct("<8sHHIQQQ24s")
@@ -138,6 +138,28 @@ def decode(
     """
     value = read_message(data, copy=copy, framework=framework, limits=limits)
     return value if type is None else convert(value, type)
+
+
+def convert(value: Any, target: Any) -> Any:
+    """Build `target`, such as a Struct, dataclass or pydantic model, from a decoded value.
+
+    Raises:
+        DecodeError: The value does not fit. The message names the place.
+    """
+
+    def fill(kind: Any, item: Any) -> Any:
+        """Fill a type that msgspec does not know: an array as it is, a model by pydantic."""
+        return item if isinstance(kind, type) and isinstance(item, kind) else kind.model_validate(item)
+
+    try:
+        return msgspec.convert(value, target, dec_hook=fill)
+    except CodecError:
+        raise
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `")
+        raise DecodeError(problem, where=where.rstrip("`") or "$") from error
+    except Exception as error:  # a validator or constructor of the caller's may raise anything
+        raise DecodeError(f"cannot build {target}: {error}") from error
 
 
 def align(offset: int) -> int:
@@ -364,18 +386,17 @@ class Encoder:
 
     def encode(self, value: Any, *, buffer: BufferPool | Buffer | None = None) -> memoryview:
         """Write a value as one buffer, see `mmcodecs.encode`."""
-        return self._commit(value, lambda message: message.single(buffer))
+        writer = ValueWriter(self.limits, self._table)
+        out = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).single(buffer)
+        self._table.commit(writer.uses, self.table_bytes)
+        return out
 
     def encode_frames(self, value: Any) -> list[bytearray | memoryview]:
         """Write a value as frames, see `mmcodecs.encode_frames`."""
-        return self._commit(value, Message.frames)
-
-    def _commit(self, value: Any, form: Callable[[Message], T]) -> T:
-        """Write a value in a form, and then enter its arrays in the table."""
         writer = ValueWriter(self.limits, self._table)
-        out = form(Message(writer.write(value), writer.frames, self.limits, self.table_bytes))
+        frames = Message(writer.write(value), writer.frames, self.limits, self.table_bytes).frames()
         self._table.commit(writer.uses, self.table_bytes)
-        return out
+        return frames
 
     def reset(self) -> None:
         """Empty the table, as towards a new reader."""
