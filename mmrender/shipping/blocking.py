@@ -5,7 +5,6 @@ import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
@@ -90,9 +89,7 @@ class _LoopThread(End, Generic[E]):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         self.close(30.0 if error is None else 1.0)
 
     @staticmethod

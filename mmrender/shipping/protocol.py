@@ -32,6 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from mmcodecs import BufferPool
+from mmcodecs.buffers import ALIGNMENT
 from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
@@ -49,7 +50,6 @@ MAX_HEADER_BYTES: Final = 256 << 10
 MAX_FRAMES: Final = 4096 + 1
 """Maximum frames of a message of the codec: 4,096 payloads and a head."""
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
-ALIGNMENT: Final = 64
 _LONG_BYTES: Final = 64 << 10
 """Frames from this size on have a buffer of their own, so that they keep no others alive."""
 _SHORT_FRAMES_BYTES: Final = 1 << 20
@@ -126,11 +126,6 @@ class Data(_Header, frozen=True):
     nonce: Nonce
     kind: Annotated[str, Meta(max_length=32)]
     lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the frames."""
-        return sum(self.lengths)
 
 
 class Answer(_Header, frozen=True):
@@ -240,19 +235,15 @@ class Notifier:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait for the next notification."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
-
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
         while not condition():
-            await self.wait()
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
 
 
 class End:
@@ -267,8 +258,7 @@ class End:
             ShippingClosedError: It is in use in another process, from which this one was forked.
         """
         pid = os.getpid()
-        if not self._pid:
-            self._pid = pid
+        self._pid = self._pid or pid
         if self._pid != pid:  # neither its event loop nor its threads run here
             raise ShippingClosedError(
                 "in use in the process from which this one was forked",
@@ -312,13 +302,16 @@ class Connection(asyncio.BufferedProtocol):
         self._ahead = memoryview(bytearray(_LONG_BYTES))
         self._start = self._stop = 0
         self._target = _NOTHING
-        self._is_blocked = False
-        self._is_mid_message = False
+        self._is_blocked = self._is_mid_message = False
         self._last_received = self._last_sent = self._last_tick = time.monotonic()
 
     def post(self, message: Message) -> None:
         """Send a message without frames. Does nothing after the connection has ended."""
-        self._write(pack(message))
+        if self._transport is not None and self.lost is None:
+            data = pack(message)
+            self._transport.write(data)
+            self.sent_bytes += len(data)
+            self._last_sent = time.monotonic()
 
     async def send(self, data: Data, frames: Sequence[memoryview]) -> None:
         """Send a message with frames, which must not change until this returns.
@@ -347,9 +340,9 @@ class Connection(asyncio.BufferedProtocol):
                 for piece in pieces:
                     if sock and isinstance(piece, memoryview):
                         await asyncio.get_running_loop().sock_sendall(sock, piece)
-                        self.sent_bytes += piece.nbytes
                     else:
-                        self._write(piece)
+                        self._transport.write(piece)
+                    self.sent_bytes += len(piece)
                     await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
                     await self.drain()
                     if self.lost is not None:
@@ -357,6 +350,7 @@ class Connection(asyncio.BufferedProtocol):
         except OSError as error:
             raise self.lost or broken(error, self.peer) from error
         self._is_mid_message = False
+        self._last_sent = time.monotonic()
 
     async def drain(self) -> None:
         """Wait until the socket has taken everything, or the connection has ended."""
@@ -429,20 +423,14 @@ class Connection(asyncio.BufferedProtocol):
             if self.lost is not None:
                 raise self.lost
             self._start = self._stop = 0
-            is_long = view.nbytes >= _LONG_BYTES or self._target.nbytes > 0
-            if is_long:
-                self._target = view
             if self._transport is not None:
                 self._transport.resume_reading()
-            await self._changed.wait()
-            if is_long:
-                view = self._target
-
-    def _write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._transport is not None and self.lost is None:
-            self.sent_bytes += len(data)
-            self._last_sent = time.monotonic()
-            self._transport.write(data)
+            if view.nbytes < _LONG_BYTES:
+                await self._changed.wait_until(lambda: self._stop > 0 or self.lost is not None)
+                continue
+            self._target = view
+            await self._changed.wait_until(lambda: not self._target.nbytes or self.lost is not None)
+            view = self._target
 
     def _tick(self) -> None:
         """Send a sign of life if it is time, and close the connection if the peer is silent."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, TypedDict
 
 from mmcodecs import BufferPool, Decoder, Limits
@@ -253,9 +252,9 @@ class Receiver(End):
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         message = self._queue.popleft()
-        self._leave(message._data.num_bytes)
+        self._leave(sum(message._data.lengths))
         if self.ack == "taken":
-            message.ack()
+            self._acknowledge(message)
         return message
 
     async def __aiter__(self) -> AsyncIterator[Received]:
@@ -286,9 +285,7 @@ class Receiver(End):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def _accept(self, sock: socket.socket, peer: str) -> None:
@@ -296,40 +293,11 @@ class Receiver(End):
         self._sessions.add(session)
         session.task.add_done_callback(lambda _: self._sessions.discard(session))
 
-    def _has_room(self, num_bytes: int) -> bool:
-        fits = self._messages < self.window_messages and self._bytes + num_bytes <= self.window_bytes
-        return fits or not self._messages
-
     def _leave(self, num_bytes: int) -> None:
         """Make room in the window."""
         self._messages -= 1
         self._bytes -= num_bytes
         self._changed.notify()
-
-    def _put(self, message: Received) -> bool:
-        """Take in a message that has arrived whole, and return True. A duplicate is dropped: False.
-
-        Raises:
-            ShippingProtocolError: Another message arrived under its number.
-        """
-        source, seq, nonce = message._source, message._data.seq, message._data.nonce
-        self._stats.messages += 1
-        self._stats.received_bytes += message._data.num_bytes
-        if seq > source.last and not any(seq in run for run in source.seen):
-            source.last, source.last_nonce = seq, nonce
-            source.unacked[seq] = nonce
-            self._queue.append(message)
-            self._changed.notify()
-            return True
-        known = source.last_nonce if seq == source.last else source.unacked.get(seq, nonce)
-        if known != nonce:
-            raise ShippingProtocolError(
-                "another message has arrived under this number",
-                where=f"message {message.id!r}",
-                remedy="Make another sender in each process: two of them have one identity",
-            )
-        self._stats.duplicates += 1
-        return False
 
     def _acknowledge(self, message: Received) -> None:
         self.claim()
@@ -345,7 +313,8 @@ class Receiver(End):
         del source.unacked[seq]
         if source.session is not None:
             source.session.connection.post(Acked(seq))
-        self._forget(source)
+        if source.is_closed:
+            self._forget(source)
 
     def _forget(self, source: _Source) -> None:
         """Forget a sender that said goodbye and has all messages acknowledged, or that never sent any."""
@@ -446,7 +415,7 @@ class _Session:
     async def _take_in(self, source: _Source, decoder: Decoder, data: Data) -> None:
         """Take in a message."""
         owner, connection = self._receiver, self.connection
-        num_bytes, max_bytes = data.num_bytes, owner.limits.max_bytes
+        num_bytes, max_bytes = sum(data.lengths), owner.limits.max_bytes
         if num_bytes > max_bytes:
             raise ShippingProtocolError(
                 "a message is too long",
@@ -454,9 +423,14 @@ class _Session:
                 expected=f"at most {max_bytes} bytes",
                 got=str(num_bytes),
             )
-        name = f"{source.name}:{data.seq}"
         async with owner._turn:
-            await owner._changed.wait_until(lambda: owner._has_room(num_bytes))
+            # A message that is longer than the window is taken alone.
+            room = owner.window_bytes - num_bytes
+            await owner._changed.wait_until(
+                lambda: (
+                    not owner._messages or (owner._messages < owner.window_messages and owner._bytes <= room)
+                )
+            )
             owner._messages += 1
             owner._bytes += num_bytes
         is_new = False
@@ -470,19 +444,37 @@ class _Session:
                 connection.post(Refused(data.seq, str(error)[:1000]))
                 raise ShippingProtocolError(
                     "a message that cannot be used",
-                    where=f"message {name!r} from {connection.peer}",
+                    where=f"message '{source.name}:{data.seq}' from {connection.peer}",
                     got=str(error),
                 ) from error
-            try:
-                is_new = owner._put(Received(value, name, connection.peer, source, data, owner._acknowledge))
-            except ShippingProtocolError as error:
-                connection.post(Refused(data.seq, str(error)[:1000]))
-            else:
-                if not is_new and data.seq not in source.unacked:
-                    connection.post(Acked(data.seq))
+            owner._stats.messages += 1
+            owner._stats.received_bytes += num_bytes
+            is_new = self._put(source, data, value)
         finally:
             if not is_new:
                 owner._leave(num_bytes)
+
+    def _put(self, source: _Source, data: Data, value: Any) -> bool:
+        """Queue a message that has arrived whole. A duplicate is dropped and answered: False."""
+        owner, seq, nonce, name = self._receiver, data.seq, data.nonce, f"{source.name}:{data.seq}"
+        if seq > source.last and not any(seq in run for run in source.seen):
+            source.last, source.last_nonce = seq, nonce
+            source.unacked[seq] = nonce
+            owner._queue.append(Received(value, name, self.connection.peer, source, data, owner._acknowledge))
+            owner._changed.notify()
+            return True
+        if nonce != (source.last_nonce if seq == source.last else source.unacked.get(seq, nonce)):
+            problem = ShippingProtocolError(
+                "another message has arrived under this number",
+                where=f"message {name!r}",
+                remedy="Make another sender in each process: two of them have one identity",
+            )
+            self.connection.post(Refused(seq, str(problem)[:1000]))
+            return False
+        owner._stats.duplicates += 1
+        if seq not in source.unacked:
+            self.connection.post(Acked(seq))
+        return False
 
 
 def _sources(ids: Iterable[str]) -> dict[str, _Source]:

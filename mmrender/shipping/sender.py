@@ -7,12 +7,12 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from ssl import SSLContext
-from types import TracebackType
 from typing import Any, Final, Self, TypedDict
+
+import msgspec
 
 import mmcodecs
 from mmcodecs import Encoder, Limits
@@ -218,11 +218,7 @@ class Sender(End):
         self._start()
         if timeout == 0:
             return
-        try:
-            async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: self.connected or self._is_over)
-        except TimeoutError as error:
-            raise self._unreached(f"for {timeout:g} s") from (self._last_error or error)
+        await self._wait_until(lambda: self.connected, timeout, "for")
         self._check()
 
     async def send(self, value: Any) -> Delivery:
@@ -246,11 +242,9 @@ class Sender(End):
         """
         self._start()
         kind, wire = to_wire(value)
-
         await self._changed.wait_until(
             lambda: (
-                not self._unacked
-                or self._is_over
+                self._is_over
                 or (
                     len(self._unacked) < self._max_unacked_messages
                     and self._unacked_bytes < self._max_unacked_bytes
@@ -264,7 +258,7 @@ class Sender(End):
         # this connection, this one is encoded without a table, to prove that it can be.
         is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
         self._encode(delivery, self._encoder if is_in_turn else None)
-        delivery._num_bytes = delivery.data.num_bytes
+        delivery._num_bytes = sum(delivery.data.lengths)
         self._next += 1
         self._unacked[data.seq] = delivery
         self._unacked_bytes += delivery._num_bytes
@@ -283,17 +277,10 @@ class Sender(End):
         Raises:
             ShippingProtocolError: The receiver could not use a message.
             ShippingConnectionError: It took too long.
-            ShippingSecurityError: The receiver does not let this sender in.
-            ShippingClosedError: The sender is in use in another process.
-            ShippingError: The sender has failed for another reason.
+            ShippingError: As `connect`.
         """
         self.claim()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._changed.wait_until(lambda: not self._unacked or self._is_over)
-        except TimeoutError as error:
-            got = f"{len(self._unacked)} messages after {timeout:g} s"
-            raise self._unreached(got) from (self._last_error or error)
+        await self._wait_until(lambda: not self._unacked, timeout, "{} messages after")
         failures = [each for each in self._failures if not each.reported]
         self._failures.clear()
         if failures and failures[0].error is not None:
@@ -335,9 +322,7 @@ class Sender(End):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: object, _trace: object) -> None:
         if error is None:
             await self.aclose()
             return
@@ -363,41 +348,44 @@ class Sender(End):
         if self._closed:
             raise ShippingClosedError("the sender is closed")
 
-    def _unreached(self, got: str) -> ShippingConnectionError:
-        last = f"; last: {self._last_error}" if self._last_error else ""
-        return ShippingConnectionError(
-            "the receiver does not acknowledge" if self.connected else "the receiver does not answer",
-            where=str(self.address),
-            got=f"{got}{last}",
-        )
+    async def _wait_until(self, condition: Callable[[], bool], timeout: float | None, got: str) -> None:
+        """Wait until a condition holds or the sender is over. `got` is for the error."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait_until(lambda: condition() or self._is_over)
+        except TimeoutError as error:
+            last = f"; last: {self._last_error}" if self._last_error else ""
+            raise ShippingConnectionError(
+                "the receiver does not acknowledge" if self.connected else "the receiver does not answer",
+                where=str(self.address),
+                got=f"{got.format(len(self._unacked))} {timeout:g} s{last}",
+            ) from (self._last_error or error)
 
     def _encode(self, delivery: Delivery, encoder: Encoder | None) -> None:
-        write = encoder.encode_frames if encoder else partial(mmcodecs.encode_frames, limits=self._limits)
-        delivery._frames = [memoryview(frame) for frame in write(delivery._wire)]
+        wire, limits = delivery._wire, self._limits
+        frames = encoder.encode_frames(wire) if encoder else mmcodecs.encode_frames(wire, limits=limits)
+        delivery._frames = list(map(memoryview, frames))
         delivery._encoder = encoder
         lengths = [frame.nbytes for frame in delivery._frames]
-        delivery.data = Data(delivery.data.seq, delivery.data.nonce, delivery.data.kind, lengths)
+        delivery.data = msgspec.structs.replace(delivery.data, lengths=lengths)
 
     async def _run(self) -> None:
-        """Keep a connection. However this ends, all waiters are woken."""
+        """Keep a connection. If this fails, all unacknowledged messages fail, and all later ones."""
         try:
             await self._keep_connected()
-        except ShippingError as error:
-            self._give_up(error)
         except BaseException as error:
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            reason = "the sender's task was cancelled" if is_cancelled else "the sender has failed"
-            self._give_up(ShippingError(reason, where=str(self.address), got=repr(error)[:200]))
+            failure = error
+            if not isinstance(failure, ShippingError):
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                reason = "the sender's task was cancelled" if is_cancelled else "the sender has failed"
+                failure = ShippingError(reason, where=str(self.address), got=repr(error)[:200])
+            if not self._closed:
+                self._fatal = failure
+                for delivery in list(self._unacked.values()):
+                    self._fail(delivery, failure)
+                self._changed.notify()
             if not isinstance(error, Exception):
                 raise
-
-    def _give_up(self, error: ShippingError) -> None:
-        """Fail all unacknowledged messages, and all later ones."""
-        if not self._closed:
-            self._fatal = error
-            for delivery in list(self._unacked.values()):
-                self._fail(delivery, error)
-            self._changed.notify()
 
     async def _keep_connected(self) -> None:
         """Connect again and again. Raises when the receiver does not let this sender in."""
@@ -435,8 +423,7 @@ class Sender(End):
             connection.post(Hello(VERSION, self._id, self._table_bytes))
             welcome = expect(Welcome, await connection.receive(), connection.peer)
         self._stats.connections += 1
-        table_bytes = min(self._table_bytes, welcome.table_bytes)
-        self._encoder = Encoder(table_bytes=table_bytes, limits=self._limits)
+        self._encoder = Encoder(table_bytes=min(self._table_bytes, welcome.table_bytes), limits=self._limits)
         self._waiting = deque(self._unacked.values())
         self._changed.notify()
         try:
@@ -450,8 +437,7 @@ class Sender(End):
         """Take the receiver's answers."""
         while True:
             message = expect(Answer, await connection.receive(), connection.peer)
-            delivery = self._unacked.get(message.seq)
-            if delivery is None:
+            if (delivery := self._unacked.get(message.seq)) is None:
                 continue
             if isinstance(message, Refused):
                 problem = ShippingProtocolError(
@@ -469,8 +455,10 @@ class Sender(End):
         while True:
             await self._changed.wait_until(lambda: bool(self._waiting))
             delivery = self._waiting.popleft()
+            if delivery.settled.is_set():
+                continue
             try:
-                if delivery._encoder is not encoder and not delivery.done:
+                if delivery._encoder is not encoder:
                     self._encode(delivery, encoder)
             except mmcodecs.CodecError as error:
                 problem = ShippingProtocolError(
@@ -480,8 +468,8 @@ class Sender(End):
                     remedy="Leave a value alone until it is acknowledged",
                 )
                 self._fail(delivery, problem)
-            num_bytes = delivery.data.num_bytes
-            if num_bytes > max_bytes and not delivery.done:
+                continue
+            if (num_bytes := sum(delivery.data.lengths)) > max_bytes:
                 problem = ShippingProtocolError(
                     "the message is longer than the receiver takes",
                     where=f"message {delivery.id!r} to {connection.peer}",
@@ -494,10 +482,10 @@ class Sender(End):
                 encoder.reset()
                 for each in self._waiting:
                     each._encoder = None
-            if not delivery.done:
-                self._stats.resent += delivery._was_sent
-                delivery._was_sent = True
-                await connection.send(delivery.data, delivery._frames)
+                continue
+            self._stats.resent += delivery._was_sent
+            delivery._was_sent = True
+            await connection.send(delivery.data, delivery._frames)
 
     def _fail(self, delivery: Delivery, error: ShippingError) -> None:
         self._stats.refused += 1
