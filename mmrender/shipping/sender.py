@@ -364,7 +364,7 @@ class Sender(End):
     def _encode(self, delivery: Delivery, encoder: Encoder | None) -> None:
         wire, limits = delivery._wire, self._limits
         frames = encoder.encode_frames(wire) if encoder else mmcodecs.encode_frames(wire, limits=limits)
-        delivery._frames = list(map(memoryview, frames))
+        delivery._frames = [memoryview(frame) for frame in frames]
         delivery._encoder = encoder
         lengths = [frame.nbytes for frame in delivery._frames]
         delivery.data = msgspec.structs.replace(delivery.data, lengths=lengths)

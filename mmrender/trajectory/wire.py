@@ -40,7 +40,7 @@ from mmrender.messages import Message
 from mmrender.sidecar import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.conversation import MediaSources, plain_message
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
-from mmrender.trajectory.prefix import NOTHING_SHARED, media_before, shared_prefix
+from mmrender.trajectory.prefix import NOTHING_SHARED, shared_prefix
 from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
 
 FORMAT: Final = "mmrender.trees"
@@ -250,7 +250,7 @@ class _Writer:
             self.experts[name] = step.own_experts.start, step.own_experts.data
         if step.extra:
             self.extras[name] = step.extra
-        reward, logprobs = step.reward, step.logprobs
+        reward, logprobs = step._reward, step.logprobs
         messages = enumerate(step.new_messages, step.messages_keep)
         return StepRow(
             base=base,
@@ -336,13 +336,6 @@ _MALFORMED: Final = (
 """Errors of reading a damaged table."""
 
 
-def _bytes_of(table: Any) -> memoryview:
-    if not isinstance(table, np.ndarray) or table.dtype != np.uint8 or table.ndim != 1:
-        got = f"{getattr(table, 'dtype', type(table).__name__)} {np.shape(table)}"
-        raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
-    return np.ascontiguousarray(table).data
-
-
 def read_records(wire: Any) -> list[Record]:
     """Return the content of trajectories from plain data of any origin. All of it is checked.
 
@@ -389,7 +382,11 @@ def _parsed(wire: Any, name: str) -> tuple[_Form, Table]:
         )
     try:
         form = msgspec.convert(wire, _Form)
-        table = msgspec.msgpack.decode(_bytes_of(form.table), type=Table, ext_hook=_unpacked)
+        data = form.table
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
+            got = f"{getattr(data, 'dtype', type(data).__name__)} {np.shape(data)}"
+            raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
+        table = msgspec.msgpack.decode(np.ascontiguousarray(data).data, type=Table, ext_hook=_unpacked)
     except _MALFORMED as error:
         raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
     return form, table
@@ -505,7 +502,8 @@ class _Reader:
         self, row: StepRow, is_root: bool, prompt_length: int, where: str
     ) -> tuple[MediaSpan, ...]:
         """Return the media that a step adds, for a root with the media from another tree."""
-        known = [] if row.base is None else media_before(self._media[row.base], row.keep)
+        known = [] if row.base is None else self._media[row.base]
+        known = [span for span in known if span.range.offset < row.keep]
         if known and known[-1].stop > row.keep:
             expected = "no position within the range of a medium"
             raise _damaged("a medium is kept in part", f"{where}.keep", expected, row.keep)
