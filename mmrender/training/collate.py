@@ -20,7 +20,7 @@ from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBa
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import collate_fields, media_of
 from mmrender.training.positions import mrope_position_ids
-from mmrender.training.segments import Rows, Segment, placed, token_numbers
+from mmrender.training.segments import Rows, Segment, token_numbers
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.engine_data import check_allowed
 from mmrender.trajectory.sample import TrainingSample
@@ -82,10 +82,10 @@ def collate(
         raise BatchError("a batch has one row or more", where="samples", got="none")
     segments, full = _layout(samples, rows, width, multiple, padding_side)
     samples = _of_one_kind(samples, family)
-    indices = [index for members in rows for index in members]
     places = [
         (row, segment, samples[index])
-        for (row, segment), index in zip(placed(segments), indices, strict=True)
+        for row, members in enumerate(rows)
+        for segment, index in zip(segments[row], members, strict=True)
     ]
     media = [[media_of(samples, index) for index in row] for row in rows]
     for _, segment, sample in places:
@@ -188,7 +188,7 @@ def _layout(
                     prompt_length=int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample),
                 )
             )
-            start = segments[-1].stop
+            start += len(sample)
         layout.append(tuple(segments))
     return tuple(layout), full
 
@@ -265,7 +265,8 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
         if values is not None and not (finite := are_finite(values)).all():
             place = int(finite.argmin())
             raise BatchError("a value is not finite", where=f"{name}.{key}[{place}]", got=str(values[place]))
-    check_allowed(sample.allowed, ids, f"{name}.allowed")
+    if sample.allowed:
+        check_allowed(sample.allowed, ids, f"{name}.allowed")
     experts = sample.routed_experts
     if experts is not None and (experts.start != 0 or experts.stop not in (len(ids) - 1, len(ids))):
         raise BatchError(
@@ -347,7 +348,7 @@ def _arrays(
         choices = np.arange(top_k, dtype=np.uint8 if narrow else np.int32)  # distinct, as a router's are
         arrays["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
     for row, segment, sample in places:
-        place = slice(segment.start, segment.stop)
+        place = slice(segment.start, segment.start + segment.length)
         arrays["input_ids"][row, place] = sample.token_ids
         arrays["attention_mask"][row, place] = True
         arrays["token_types"][row, place] = sample.mm_token_type_ids

@@ -12,7 +12,7 @@ the same bits on every device.
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 
@@ -81,8 +81,8 @@ def media_of(samples: Sequence[TrainingSample], index: int) -> tuple[str, list[M
 class _Buffer:
     """The tensor of one keyword of the model: its rule and form, the lengths of its rows, then its memory.
 
-    `values` is the tensor, in its final dtype. `array` is the same memory as numpy writes it; None on a
-    device.
+    `values` is the tensor, in its final dtype. `memory` is its memory as it is written: an array, or on a
+    device a tensor.
     """
 
     rule: FieldRule
@@ -91,7 +91,8 @@ class _Buffer:
     lengths: list[int]
     total: int = 0
     values: Any = None
-    array: npt.NDArray[Any] | None = field(default=None)
+    memory: Any = None
+    on_device: bool = False
 
     def take(self, spec: TensorSpec, row: int, where: str) -> slice:
         """Reserve the next place in the buffer for a tensor."""
@@ -122,6 +123,7 @@ class _Buffer:
         shape, zero = (self.total, *self.trailing), self.rule.padded
         if device is not None and self.spec.floating:
             self.values = (torch.zeros if zero else torch.empty)(shape, dtype=dtype, device=device)
+            self.memory, self.on_device = self.values, True
             return
         if pin:
             storage = torch.from_numpy(np.empty(0, self.spec.dtype)).dtype
@@ -129,12 +131,8 @@ class _Buffer:
         else:
             # numpy asks for huge pages, so that a large buffer is first written to several times faster.
             self.values = torch.from_numpy((np.zeros if zero else np.empty)(shape, self.spec.dtype))
-        self.array = self.values.numpy()
+        self.memory = self.values.numpy()
         self.values = self.values.view(dtype) if self.spec.floating else self.values
-
-    def place(self, rows: slice) -> Any:
-        """Return some rows, to be written: as an array, or on a device as a tensor."""
-        return self.values[rows] if self.array is None else self.array[rows]
 
 
 class _Expansion(NamedTuple):
@@ -180,7 +178,7 @@ def collate_fields(
     else:
         map_shared(expand, distinct, executor)
     for name, source, target in copies:
-        buffers[name].place(target)[...] = buffers[name].place(source)
+        buffers[name].memory[target] = buffers[name].memory[source]
     fields = {name: TensorList(buffer.values, tuple(buffer.lengths)) for name, buffer in buffers.items()}
     for name, rule in family.rules.items():
         if rule.layout == "counts" and buffers:
@@ -200,23 +198,27 @@ def _plan(
     for row, sample_name, span in [
         (row, name, span) for row, samples in enumerate(rows) for name, spans in samples for span in spans
     ]:
-        item, where = span.item, f"{sample_name}.{span.where}"
-        if isinstance(item, ReferenceItem):
-            remedy = "Process it again with resolve_references"
-            raise BatchError("an item is by reference only", where=where, remedy=remedy)
-        new = _Expansion(item, tensor_specs(item, dtype), {})
-        for name, spec in new.specs.items():
-            rule = family.rule(name)
-            if rule.layout != "counts":
-                if name not in buffers:
-                    buffers[name] = _Buffer(rule, spec, rule.trailing(spec.shape), [0] * len(rows))
-                new.places[name] = buffers[name].take(spec, row, f"{where}.{name}")
-        first = distinct.setdefault((item.identity, type(item)), new)
-        if first.specs != new.specs:
-            expected, got = (
-                str({name: list(spec.shape) for name, spec in one.specs.items()}) for one in (first, new)
-            )
-            raise BatchError("two different items have one identity", where=where, expected=expected, got=got)
+        item = span.item
+        try:
+            if isinstance(item, ReferenceItem):
+                remedy = "Process it again with resolve_references"
+                raise BatchError("an item is by reference only", remedy=remedy)
+            new = _Expansion(item, tensor_specs(item, dtype), {})
+            for name, spec in new.specs.items():
+                rule = family.rule(name)
+                if rule.layout != "counts":
+                    if name not in buffers:
+                        buffers[name] = _Buffer(rule, spec, rule.trailing(spec.shape), [0] * len(rows))
+                    new.places[name] = buffers[name].take(spec, row, f".{name}")
+            first = distinct.setdefault((item.identity, type(item)), new)
+            if first.specs != new.specs:
+                expected, got = (
+                    str({name: list(spec.shape) for name, spec in one.specs.items()}) for one in (first, new)
+                )
+                raise BatchError("two different items have one identity", expected=expected, got=got)
+        except BatchError as error:
+            error.where = f"{sample_name}.{span.where}{error.where or ''}"
+            raise
         if first is not new:
             copies += [(name, first.places[name], place) for name, place in new.places.items()]
     return buffers, [*distinct.values()], copies
@@ -232,14 +234,14 @@ def _expand(buffers: Mapping[str, _Buffer], dtype: Any, pin: bool, expansion: _E
         if name not in expansion.places:  # the batch does not take this tensor
             targets[name] = np.empty(spec.shape, spec.dtype)
             continue
-        buffer, place = buffers[name], buffers[name].place(expansion.places[name])
+        buffer, place = buffers[name], buffers[name].memory[expansion.places[name]]
         fits = math.prod(place.shape) == math.prod(spec.shape)
-        if buffer.array is None and _has_levels(item, name):
+        if buffer.on_device and _has_levels(item, name):
             values = place.view(spec.shape) if fits else place.new_empty(spec.shape)
             _expand_on_device(item, name, values, pin)
             if not fits:
                 smaller.append((place, values))
-        elif buffer.array is not None and fits:
+        elif not buffer.on_device and fits:
             targets[name] = place.reshape(spec.shape)
         else:
             targets[name] = np.empty(spec.shape, spec.dtype)
@@ -249,8 +251,8 @@ def _expand(buffers: Mapping[str, _Buffer], dtype: Any, pin: bool, expansion: _E
     elif targets and isinstance(item, TensorItem):
         item.write(targets, _DTYPES[dtype])
     for place, name in moved:
-        on_device = buffers[name].array is None
-        values = torch.from_numpy(targets[name]).view(dtype).to(place.device) if on_device else targets[name]
+        array, on_device = targets[name], buffers[name].on_device
+        values = torch.from_numpy(array).view(dtype).to(place.device) if on_device else array
         smaller.append((place, values))
     for place, values in smaller:
         shape = values.shape[-place.ndim :]

@@ -5,7 +5,7 @@ from the steps on the way to the root when they are read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -290,9 +290,9 @@ class Branch:
             (start, stop), done = part.sampled, trained.get(part.step.index, 0)
             mask[max(start, done) : stop] = True
             trained[part.step.index] = max(stop, done)
-        sample = _sample(self.tip, parts, mask, f"{self.trajectory_id}/{self.index}", require_logprobs)
-        own = {"trajectory_id": self.trajectory_id, **sample.extra}
-        return replace(sample, extra={**self.extra, **own})
+        extra = {**self.extra, "trajectory_id": self.trajectory_id}
+        name = f"{self.trajectory_id}/{self.index}"
+        return _sample(self.tip, parts, mask, name, require_logprobs, extra=extra)
 
 
 def step_sample(step: Step, trajectory_id: str = "", *, require_logprobs: bool = True) -> TrainingSample:
@@ -305,12 +305,19 @@ def step_sample(step: Step, trajectory_id: str = "", *, require_logprobs: bool =
     """
     mask = np.zeros(len(step), np.bool_)
     mask[step.prompt_length :] = True
-    sample = _sample(step, step.parts(), mask, f"{trajectory_id}/step-{step.index}", require_logprobs)
-    return replace(sample, prompt_length=step.prompt_length)
+    name, length = f"{trajectory_id}/step-{step.index}", step.prompt_length
+    return _sample(step, step.parts(), mask, name, require_logprobs, prompt_length=length)
 
 
 def _sample(
-    step: Step, parts: Sequence[Part], mask: npt.NDArray[np.bool_], name: str, require_logprobs: bool
+    step: Step,
+    parts: Sequence[Part],
+    mask: npt.NDArray[np.bool_],
+    name: str,
+    require_logprobs: bool,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    prompt_length: int | None = None,
 ) -> TrainingSample:
     logprobs = np.zeros(len(mask), np.float32)
     pieces = []
@@ -329,9 +336,9 @@ def _sample(
         if part.step.weight_versions or part.step.allowed:
             own = Aligned(weight_versions=part.step.weight_versions, allowed=part.step.allowed)
             pieces.append(own.cut(0, stop - start).shift(start))
-    spans = joined_spans(pieces)
+    spans = joined_spans(pieces) if pieces else Aligned()
     logprobs[~mask] = 0.0
-    extra: dict[str, Any] = {"steps": tuple(part.step.index for part in parts)}
+    extra = {**(extra or {}), "steps": tuple(part.step.index for part in parts)}
     if restricted := [part for part in parts if part.step.extra.get(RESTRICTED)]:
         extra[RESTRICTED] = tuple((*part.sampled, *part.step.extra[RESTRICTED]) for part in restricted)
     return TrainingSample(
@@ -344,6 +351,7 @@ def _sample(
         weight_versions=spans.weight_versions,
         allowed=spans.allowed,
         tools=step.tools,
+        prompt_length=prompt_length,
         sample_id=name,
         extra=extra,
     )
@@ -356,12 +364,12 @@ def _rewards(parts: Sequence[Part], length: int) -> npt.NDArray[np.float32] | No
     token, which no loss mask marks. One reward of a step that is in the sequence in part is left out: it
     belongs to another ending.
     """
-    if all(part.step.reward is None for part in parts):
+    if all(part.step._reward is None for part in parts):
         return None
     last = -1
     rewards = np.zeros(length, np.float32)
     for part in parts:
-        reward: Any = part.step.reward
+        reward: Any = part.step._reward
         start, stop = part.sampled
         last = stop - 1 if stop > start else last
         if isinstance(reward, np.ndarray):
