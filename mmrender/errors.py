@@ -210,7 +210,7 @@ class SessionError(MMRenderError, RuntimeError):
 
 
 class SessionUnknownError(SessionError):
-    """The gateway has no session of this name."""
+    """No session of the gateway has this name."""
 
 
 class SessionClosedError(SessionError):
@@ -218,7 +218,11 @@ class SessionClosedError(SessionError):
 
 
 class SessionBudgetError(SessionError):
-    """The turns, tokens or bytes of a session are used up, or the sessions of a key."""
+    """The turns, tokens or bytes of a session are used up."""
+
+
+class SessionLimitError(SessionError):
+    """Too many sessions are open."""
 
 
 class ShippingError(MMRenderError, RuntimeError):

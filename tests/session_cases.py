@@ -150,6 +150,5 @@ class Agent:
     async def turn(self, words: str, *pictures: int) -> Answer:
         self.messages.append(user(words, *pictures))
         [answer] = await self.session.answer(ask(*self.messages))
-        self.session.delivered([answer.id])
         self.messages.append(said(answer))
         return answer

@@ -20,8 +20,8 @@ from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
     EngineStateError,
     InputError,
-    SessionBudgetError,
     SessionClosedError,
+    SessionLimitError,
     SessionUnknownError,
 )
 from mmrender.gateway.session import Session, SessionHost, TakeTurn
@@ -117,10 +117,9 @@ class Gateway:
 
     # --- sessions ---
 
-    @property
-    def sessions(self) -> Sequence[Session]:
-        """Sessions that have not left."""
-        return tuple(self._sessions.values())
+    def sessions(self, owner: str | None = None) -> list[Session]:
+        """Return the sessions that have not left, or an owner's."""
+        return [each for each in self._sessions.values() if owner in (None, each.owner)]
 
     async def open_session(
         self,
@@ -132,7 +131,7 @@ class Gateway:
         template_arguments: Mapping[str, Any] | None = None,
         max_turns: int | None = None,
         max_tokens: int | None = None,
-        owner: str | None = None,
+        owner: str = "",
     ) -> Session:
         """Open a session. It is on disk when this returns.
 
@@ -147,12 +146,12 @@ class Gateway:
             max_turns: Number of answers after which calls are refused.
             max_tokens: Number of sampled tokens after which calls are refused. A running call ends as it
                 would.
-            owner: Key of the caller that opens it, to whom `settings.max_sessions` applies.
+            owner: Digest of the key that opens it, to which `settings.max_sessions` applies.
 
         Raises:
-            InputError: The name is malformed or taken, or an argument is no plain data.
+            InputError: The name is malformed or taken, or an argument is not plain data.
             SessionClosedError: A session of this name has ended.
-            SessionBudgetError: The owner has too many open sessions.
+            SessionLimitError: The owner has too many open sessions.
             OSError: It could not be written.
         """
         self._begin()
@@ -163,11 +162,11 @@ class Gateway:
                 "a session's name is malformed", where="name", expected=expected, got=repr(name)[:80]
             )
         if name in self._sessions:
-            raise InputError("there is a session of this name", where="name", got=name)
+            raise InputError("a session has this name already", where="name", got=name)
         self._check_left(name)
         limit = self.settings.max_sessions
-        if sum(session.opened.owner == owner for session in self._sessions.values()) >= limit:
-            raise SessionBudgetError("too many sessions are open", expected=f"at most {limit}")
+        if len(self.sessions(owner)) >= limit:
+            raise SessionLimitError("too many sessions are open", expected=f"at most {limit} of one key")
         fields = {
             "name": name,
             "api_key": f"sk-session-{secrets.token_urlsafe(24)}",
@@ -183,7 +182,7 @@ class Gateway:
         try:
             opened = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(fields)), Opened)
         except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
-            raise InputError("a session's settings are no plain data", got=str(error)) from error
+            raise InputError("the settings of a session are not plain data", got=str(error)) from error
         session = self._add(opened)
         session.file.put(opened)
         try:
@@ -193,18 +192,29 @@ class Gateway:
             raise
         return session
 
-    def session(self, name: str) -> Session:
-        """Return an open session.
+    async def session(self, name: str, owner: str | None = None, *, open: bool = False) -> Session:
+        """Return a session.
+
+        Args:
+            name: Its name.
+            owner: Digest of the caller's key. Sessions of others are unknown to it. None for any session.
+            open: Whether to open a session if the name is new.
 
         Raises:
-            SessionUnknownError: There is none of this name.
-            SessionClosedError: It has ended.
+            SessionUnknownError: The name is unknown.
+            SessionClosedError: The session has ended.
+            InputError: It is opened, and the name is malformed or another owner's.
+            SessionLimitError: It is opened, and the owner has too many open sessions.
         """
         self._begin()
-        if name not in self._sessions:
+        session = self._sessions.get(name)
+        if session is not None and owner in (None, session.owner):
+            return session
+        if open:
+            return await self.open_session(name, owner=owner or "")
+        if session is None:
             self._check_left(name)
-            raise SessionUnknownError("there is no session of this name", where="session", got=name[:80])
-        return self._sessions[name]
+        raise SessionUnknownError("the session is unknown", where="session", got=repr(name)[:80])
 
     def session_of_key(self, api_key: str) -> Session | None:
         """Return the session that a key opens, or None.
@@ -212,8 +222,11 @@ class Gateway:
         Raises:
             SessionClosedError: The session has ended.
         """
+        self._begin()
         name = self._names.get(api_key)
-        return None if name is None else self.session(name)
+        if name is not None and name not in self._sessions:
+            self._check_left(name)
+        return None if name is None else self._sessions[name]
 
     async def finished(self) -> AsyncIterator[Trajectory]:
         """Yield the trajectories of finished sessions, each once, until the gateway is closed.
@@ -231,7 +244,7 @@ class Gateway:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await asyncio.gather(*(session.stop() for session in self.sessions))
+        await asyncio.gather(*(session.stop() for session in self.sessions()))
         await asyncio.to_thread(self._store.close)
         self._finished.put_nowait(None)
         if self._own_client is not None:
@@ -287,7 +300,7 @@ class Gateway:
 
     async def _look(self) -> None:
         now, limits = time.monotonic(), self.settings
-        for session in self.sessions:
+        for session in self.sessions():
             seconds = limits.expire_seconds
             if session.has_failed_to_end:
                 session.resume()
@@ -295,7 +308,7 @@ class Gateway:
                 session.state == "open" and not session.is_busy and now - session.used > (seconds or math.inf)
             ):
                 await session.finish(incomplete=f"no call came for {seconds:g} s")
-        idle = sorted((each for each in self.sessions if not each.is_busy), key=lambda each: each.used)
+        idle = sorted((each for each in self.sessions() if not each.is_busy), key=lambda each: each.used)
         total = sum(session.nbytes for session in idle)
         for session in idle:
             if now - session.used > limits.idle_seconds or total > limits.memory_bytes:

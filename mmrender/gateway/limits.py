@@ -26,6 +26,10 @@ from mmrender.errors import (
     PoolError,
     PromptTooLongError,
     RenderError,
+    SessionBudgetError,
+    SessionClosedError,
+    SessionLimitError,
+    SessionUnknownError,
     TemplateError,
 )
 
@@ -83,6 +87,10 @@ _STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
     (EngineConnectionError, 502, "engine_connection"),
     (EngineError, 502, "engine_error"),
     (PoolError, 503, "renderer_busy"),
+    (SessionUnknownError, 404, "session_not_found"),
+    (SessionClosedError, 409, "session_finished"),
+    (SessionBudgetError, 403, "session_budget"),  # clients repeat a call after 429
+    (SessionLimitError, 429, "too_many_sessions"),
     (ModelError, 500, "model_error"),
 )
 

@@ -1,22 +1,17 @@
 """`Session`: one rollout of an agent, and its trajectory.
 
-A turn is on disk before `Session.answer` returns it. An equal call attaches to an earlier one whose caller
-has left without the whole answer, so a retry gets the same turn. A session without running calls may leave
+A turn is on disk before its answer is complete. An equal call attaches to an earlier one whose callers have
+left without the whole answer, so a retry gets the same turn. A session without running calls may leave
 memory, and the next call reads it back as after a restart.
 """
 
 import asyncio
 import contextlib
 import logging
-import secrets
-import string
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, Protocol, TypeAlias
-
-import msgspec
-from blake3 import blake3
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeAlias
 
 from mmrender.client.engine import Engine
 from mmrender.engines.interface import gather_all
@@ -28,36 +23,18 @@ from mmrender.errors import (
     SessionClosedError,
     TemplateError,
 )
-from mmrender.gateway.call import Answer, Call, Delta, OnDelta
+from mmrender.gateway.call import Answer, Call, OnDelta
+from mmrender.gateway.memory import SessionMemory
+from mmrender.gateway.pending import Pending, Run, call_digest, new_id
 from mmrender.gateway.settings import GatewaySettings
-from mmrender.gateway.store import (
-    Answered,
-    Begun,
-    Closed,
-    Delivered,
-    Entry,
-    Opened,
-    Refused,
-    Rewarded,
-    SessionFile,
-)
-from mmrender.trajectory.pieces import TrajectoryPieces
-from mmrender.trajectory.step import Step, check_numbers
+from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
+from mmrender.shipping.protocol import Notifier
+from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
 
-ID_LENGTH: Final = 24
-"""Letters and digits of an answer's id."""
-_ALPHABET: Final = string.ascii_letters + string.digits
-_MAX_KEPT: Final = 64
-"""Answers of one session that are kept for idempotency keys."""
-_REFUSALS: Final = (InputError, RenderError, TemplateError)
-"""Errors that refuse a call before an answer begins."""
-
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
-OnIds: TypeAlias = Callable[[Sequence[str]], None]
-"""Callback for the ids of the answers, before their first text."""
 
 
 class TakeTurn(Protocol):
@@ -103,104 +80,15 @@ class SessionHost:
     root: Callable[[], str]
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A call from its beginning until a caller has received all of its answers.
-
-    Attributes:
-        key: Digest of the request.
-        ids: Ids of the answers.
-        idempotency_key: As in `Call`.
-        task: Samples and writes.
-        answers: The answers, once sampled.
-        callers: Callers that wait for the answers, or are being sent them.
-        delivered: Whether one of them has received all.
-        deltas: Certain text so far, for callers that attach.
-        listeners: Callbacks of callers that wait.
-        timer: Gives the call up when no caller has come back.
-    """
-
-    key: bytes
-    ids: tuple[str, ...]
-    idempotency_key: str | None
-    task: asyncio.Task[tuple[Answer, ...]] | None = None
-    answers: tuple[Answer, ...] = ()
-    callers: int = 0
-    delivered: bool = False
-    deltas: list[Delta] = field(default_factory=list)
-    listeners: list[OnDelta] = field(default_factory=list)
-    timer: asyncio.TimerHandle | None = None
-
-    def on_delta(self, delta: Delta) -> None:
-        """Pass text on to all callers."""
-        self.deltas.append(delta)
-        for listener in self.listeners:
-            listener(delta)
-
-
-class _Live:
-    """The part of a session that may leave memory: trajectory, index, and calls that may be repeated."""
-
-    def __init__(self, pieces: TrajectoryPieces, index: Any) -> None:
-        self.pieces = pieces
-        self.index = index
-        self.steps_of: dict[str, int] = {}
-        self.undelivered: set[int] = set()
-        self.lost: dict[bytes, str] = {}
-        self.calls: dict[bytes, list[_Pending]] = {}
-        self.kept: dict[str, _Pending] = {}
-        self.nbytes = 0
-
-    @property
-    def trajectory(self) -> Trajectory:
-        return self.pieces.trajectory
-
-    def pending(self, answer_ids: Sequence[str] | None = None) -> list[_Pending]:
-        """Return calls that have not been delivered, or the calls of some answers."""
-        waiting = [each for calls in self.calls.values() for each in calls]
-        if answer_ids is None:
-            return waiting
-        known = dict.fromkeys([*waiting, *self.kept.values()])
-        return [each for each in known if not set(each.ids).isdisjoint(answer_ids)]
-
-    def answered(self, pending: _Pending) -> None:
-        """Take in the answers of a call."""
-        self.lost.pop(pending.key, None)
-        for answer in pending.answers:
-            self.steps_of[answer.id] = answer.step
-            self.undelivered.add(answer.step)
-            before = self.trajectory.steps[answer.step].previous
-            if before is not None:  # an agent that goes on from an answer has received it
-                self.undelivered.discard(before.index)
-
-    def delivered(self, answer_ids: Iterable[str]) -> None:
-        self.undelivered -= {self.steps_of[each] for each in answer_ids if each in self.steps_of}
-
-    def keep(self, pending: _Pending) -> None:
-        """Keep a call for its repetitions."""
-        self.calls.setdefault(pending.key, []).append(pending)
-        if pending.idempotency_key is not None:
-            self.kept[pending.idempotency_key] = pending
-            if len(self.kept) > _MAX_KEPT:
-                del self.kept[next(iter(self.kept))]
-
-    def drop(self, pending: _Pending, *, failed: bool = False) -> None:
-        """Forget a call that has been delivered or given up, except by its idempotency key."""
-        calls = [each for each in self.calls.pop(pending.key, ()) if each is not pending]
-        if calls:
-            self.calls[pending.key] = calls
-        if failed and pending.idempotency_key is not None:
-            self.kept.pop(pending.idempotency_key, None)
-
-
 class Session:
     """One rollout of an agent. `Gateway.open_session` makes it. One event loop uses it.
 
     Attributes:
         opened: Its settings.
+        file: Its records.
         state: `open`, `closing` while running calls end, `finished`, or `abandoned`.
-        incomplete: Why the trajectory lacks a call of the agent, or None. Known while the session is in
-            memory.
+        incomplete: Why the trajectory lacks a call of the agent, or None. After a restart it is known from
+            the first call on.
         used: Time of the newest call, as `time.monotonic`.
     """
 
@@ -211,12 +99,12 @@ class Session:
         self.incomplete: str | None = None
         self.used = time.monotonic()
         self._host = host
-        self._live: _Live | None = None
+        self._memory: SessionMemory | None = None
+        self._counts: dict[str, Any] = {}
         self._loading = asyncio.Lock()
-        self._ended = asyncio.Event()
-        self._moved = asyncio.Event()
+        self._changed = Notifier()
         self._closing = Closed("finished", None)
-        self._end: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[Trajectory | None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -226,6 +114,11 @@ class Session:
     def name(self) -> str:
         """The name, which is also the trajectory's id."""
         return self.opened.name
+
+    @property
+    def owner(self) -> str:
+        """Digest of the key that opened it, or an empty text."""
+        return self.opened.owner
 
     @property
     def api_key(self) -> str:
@@ -243,228 +136,213 @@ class Session:
         return f"{self._host.root()}/s/{self.name}"
 
     @property
+    def nbytes(self) -> int:
+        """Bytes in memory, 0 if it has left memory."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs, or an answer waits for a caller that may come back."""
+        return self._loading.locked() or (self._memory is not None and bool(self._memory.runs))
+
+    @property
     def has_failed_to_end(self) -> bool:
         """Whether the trajectory could not leave, such as on a full disk."""
         return self._end is not None and self._end.done() and self._end.exception() is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory, 0 if it has left memory."""
-        return 0 if self._live is None else self._live.nbytes
+    def describe(self) -> dict[str, Any]:
+        """Return its settings and state as plain data, without its key.
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call runs, or an answer is kept for a caller that may come back."""
-        return self._loading.locked() or (self._live is not None and bool(self._live.calls))
+        `steps`, `tokens`, `bytes`, `running` and `reward` are None from a restart to the first call.
+        """
+        opened = self.opened
+        self._note()
+        return {
+            "name": opened.name,
+            "state": self.state,
+            "created": opened.created,
+            "idle_seconds": round(time.monotonic() - self.used, 3),
+            "group": opened.group,
+            "metadata": opened.metadata,
+            "sampling_params": opened.sampling_params,
+            "template_arguments": opened.template_arguments,
+            "max_turns": opened.max_turns,
+            "max_tokens": opened.max_tokens,
+            "incomplete": self.incomplete,
+            **dict.fromkeys(("steps", "tokens", "bytes", "running", "reward")),
+            **self._counts,
+        }
 
     # --- calls ---
 
-    async def answer(
-        self, call: Call, on_delta: OnDelta | None = None, *, on_ids: OnIds | None = None
-    ) -> tuple[Answer, ...]:
-        """Answer a call. Its turns are on disk when this returns.
+    async def begin(self, call: Call) -> Pending:
+        """Begin to answer a call.
 
-        A call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
-        and each caller of the earlier one has left without the whole answer. The caller reports by
-        `delivered` or `undelivered` how sending went. A caller that is cancelled has left: sampling goes on
-        for `settings.retry_seconds`, and is then aborted.
-
-        Args:
-            call: The call.
-            on_delta: Called with text as it becomes certain, in full also for a call that attaches.
-            on_ids: Called with the ids of the answers before their first text.
+        The call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
+        and each caller of the earlier one has left without the whole answer. If all callers have left,
+        sampling goes on for `settings.retry_seconds`, and is then aborted.
 
         Raises:
             SessionClosedError: The session has ended.
             SessionBudgetError: Its turns, tokens or bytes are used up.
-            InputError: An idempotency key names another request.
-            MMRenderError: As for `Engine.turn`.
-            OSError: The turn could not be written. An equal call tries again.
+            InputError: The idempotency key names another request.
+            TrajectoryError: The session's file is damaged.
         """
         self._check_open()
         self.used = time.monotonic()
-        live = await self._loaded()
+        memory = await self._loaded()
         self._check_open()
-        pending = self._repeated(live, call) or self._begin(live, call)
-        pending.callers += 1
-        if pending.timer is not None:
-            pending.timer.cancel()
-        if on_ids is not None:
-            on_ids(pending.ids)
-        if on_delta is not None:
-            for delta in pending.deltas:
-                on_delta(delta)
-            pending.listeners.append(on_delta)
+        key = call_digest(call)
+        run = memory.repeated(key, call.idempotency_key)
+        if run is None:
+            self._check_budgets(memory, call.n)
+            run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
+            memory.keep(run)
+            self._start(run, self._sampled(memory, run, call))
+        elif run.task is not None and run.answers and run.task.done() and run.task.exception():
+            self._start(run, self._written(run))
+        return Pending(run, self._caller_ended)
+
+    async def answer(self, call: Call, on_delta: OnDelta | None = None) -> tuple[Answer, ...]:
+        """Answer a call of this process, which receives each answer that this returns.
+
+        Raises as `begin` and `Pending.answers`.
+        """
+        pending = await self.begin(call)
         try:
-            return await asyncio.shield(self._task(live, pending, call))
-        except asyncio.CancelledError:
-            self._leave(live, pending)
-            if pending.task is not None and pending.task.cancelled():
-                raise SessionClosedError("the call was given up", where=self.name) from None
-            raise
-        except BaseException:
-            self._leave(live, pending)
-            raise
-        finally:
             if on_delta is not None:
-                pending.listeners.remove(on_delta)
-
-    def delivered(self, answer_ids: Sequence[str]) -> None:
-        """Note that a caller has received answers in full. The same request then begins another turn."""
-        if (live := self._live) is not None:
-            for pending in live.pending(answer_ids):
-                pending.callers -= 1
-                pending.delivered = True
-                live.drop(pending)
-            live.delivered(answer_ids)
-        if self.state in ("open", "closing"):
-            self.file.put(Delivered(list(answer_ids)))
-            self._flush_soon()
-        self._moved.set()
-
-    def undelivered(self, answer_ids: Sequence[str]) -> None:
-        """Note that a caller has left before it received answers in full. Its retry gets the same turn."""
-        if (live := self._live) is not None:
-            for pending in live.pending(answer_ids):
-                self._leave(live, pending)
+                async for delta in pending.deltas():
+                    on_delta(delta)
+            answers = await pending.answers()
+            pending.delivered()
+            return answers
+        finally:
+            pending.leave()
 
     # --- rewards and the end ---
 
     async def reward(
-        self, value: float | Sequence[float] | None, *, step: int | None = None, response: str | None = None
+        self,
+        value: float | Sequence[float] | None,
+        *,
+        step: int | None = None,
+        response_id: str | None = None,
     ) -> None:
         """Set the reward of the rollout, of a step, or of the step that made a response.
 
         Args:
             value: A number. For a step also one for each sampled token.
             step: Index of the step.
-            response: Id of the response, with or without its protocol's prefix.
+            response_id: Id of the response, with or without its protocol's prefix.
 
         Raises:
             SessionClosedError: The session has ended.
-            InputError: There is no such step or response.
+            InputError: The step or response does not exist.
             TrajectoryError: The value does not fit.
+            OSError: The reward could not be written.
         """
         self._check_open()
-        live = await self._loaded()
+        memory = await self._loaded()
         self._check_open()
-        if response is not None:
-            step = live.steps_of.get(response[-ID_LENGTH:])
-            if step is None:
-                raise InputError(
-                    "this session has no such response", where="response", got=repr(response)[:80]
-                )
-        if step is not None and not 0 <= step < len(live.trajectory):
-            expected = f"a number below {len(live.trajectory)}"
-            raise InputError("this session has no such step", where="step", expected=expected, got=str(step))
+        if response_id is not None:
+            step = memory.step_of(response_id)
         event = Rewarded(list(value) if isinstance(value, Sequence) else value, step)
-        _apply_reward(live.trajectory, event)
+        memory.reward(event)
         self.file.put(event)
         await self.file.flush()
 
-    async def finish(self, *, reward: float | None = None, incomplete: str | None = None) -> None:
+    async def finish(self, *, reward: float | None = None, incomplete: str | None = None) -> Trajectory:
         """End the rollout: refuse later calls, wait for running ones, and let the trajectory leave.
 
         The trajectory leaves once, however often this is called.
 
         Args:
-            reward: Of the rollout as a whole, if it is not set yet.
+            reward: Of the rollout as a whole.
             incomplete: Why the rollout is not whole, if it is not.
 
+        Returns:
+            The trajectory, for a look at it.
+
         Raises:
+            SessionClosedError: The session was abandoned.
             TrajectoryError: The reward is not a number. The session stays open.
-            OSError: The trajectory could not be written. Call it again once there is room.
+            OSError: The trajectory could not be written. It leaves once there is room.
         """
         if reward is not None and self.state == "open":
             await self.reward(reward)
-        await self._close(Closed("finished", incomplete))
+        trajectory = await self._close(Closed("finished", incomplete))
+        if trajectory is None:
+            raise SessionClosedError("the session was abandoned", where=self.name)
+        return trajectory
 
     async def abandon(self, reason: str | None = None) -> None:
         """End the rollout and throw its trajectory away. Running calls are aborted."""
-        if self.state == "open" and self._live is not None:
-            for pending in list(self._live.pending()):
-                if pending.task is not None:
-                    pending.task.cancel()
         await self._close(Closed("abandoned", reason))
 
     async def wait(self) -> SessionState:
         """Wait until the session has ended and left. Return how it ended."""
-        await self._ended.wait()
+        await self._changed.wait_until(lambda: self.state in ("finished", "abandoned"))
         return self.state
 
     async def trajectory(self) -> Trajectory:
-        """Return the trajectory so far. It grows with later calls.
+        """Return the trajectory so far, to read it.
 
         Raises:
-            SessionClosedError: The session has ended, so the trajectory has left.
+            SessionClosedError: The trajectory has left.
         """
         if self.state in ("finished", "abandoned"):
-            raise SessionClosedError(f"the session is {self.state}", where=self.name)
+            raise SessionClosedError("the trajectory has left", where=self.name)
         return (await self._loaded()).trajectory
 
     # --- memory ---
 
     async def spill(self) -> None:
         """Leave memory until the next call. A session with running calls stays."""
-        if self.is_busy or self._live is None:
-            return
-        self._live = None
-        await self.file.close()
+        if not self.is_busy:
+            self._note()
+            self._memory = None
+            await self.file.close()
 
     async def stop(self) -> None:
         """Abort running calls. The session stays open on disk."""
-        live = self._live
-        tasks = [each.task for each in (live.pending() if live else ()) if each.task is not None]
-        for pending in live.pending() if live else ():
-            if pending.timer is not None:
-                pending.timer.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, *self._flushes, return_exceptions=True)
+        await self._abort()
+        await asyncio.gather(*self._flushes, return_exceptions=True)
         with contextlib.suppress(OSError):
             await self.file.flush()
 
-    async def _loaded(self) -> _Live:
-        """Return the part that may leave memory, read back if it has left."""
-        if self._live is None:
-            async with self._loading:
-                if self._live is None:
-                    entries = await self.file.read()
-                    live = await asyncio.to_thread(self._restored, entries)
-                    for pending in list(live.pending()):
-                        self._wait_for_retry(live, pending)
-                    self._live = live
-                    self._note_lost(live)
-        return self._live
+    async def _abort(self) -> None:
+        runs = [] if self._memory is None else self._memory.undelivered_runs()
+        tasks = [run.task for run in runs if run.task is not None]
+        for run in runs:
+            run.stop_timer()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _restored(self, entries: Sequence[Entry]) -> _Live:
-        """Replay the records of the session's file."""
-        pieces = TrajectoryPieces.restored(self.name, [each.piece for each in entries if each.piece])
-        trajectory = pieces.trajectory
-        live = _Live(pieces, self._host.new_index(trajectory.steps))
-        live.nbytes = trajectory.nbytes
-        for event, piece in entries:
-            live.nbytes += 0 if piece is None else piece["table"].nbytes
-            if isinstance(event, Begun):
-                live.lost[event.call] = "the gateway stopped during a call"
-            elif isinstance(event, Refused):
-                live.lost.pop(event.call, None)
-                live.lost |= {} if event.lost is None else {event.call: event.lost}
-            elif isinstance(event, Answered):
-                answers = tuple(_with_tokens(answer, trajectory) for answer in event.answers)
-                ids = tuple(answer.id for answer in answers)
-                pending = _Pending(event.call, ids, event.idempotency_key, answers=answers)
-                live.answered(pending)
-                live.keep(pending)
-            elif isinstance(event, Delivered):
-                live.delivered(event.answers)
-            elif isinstance(event, Rewarded):
-                _apply_reward(trajectory, event)
-        for pending in live.pending():
-            if live.undelivered.isdisjoint(answer.step for answer in pending.answers):
-                pending.delivered = True
-                live.drop(pending)
-        return live
+    async def _loaded(self) -> SessionMemory:
+        """Return the part that may leave memory, read back if it has left."""
+        async with self._loading:
+            if self._memory is None:
+                entries = await self.file.read()
+                new_index = self._host.new_index
+                memory = await asyncio.to_thread(SessionMemory.restored, self.name, entries, new_index)
+                self._memory = memory
+                for run in memory.undelivered_runs():
+                    self._wait_for_retry(run)
+                self._note()
+        return self._memory
+
+    def _note(self) -> None:
+        """Note counts that are shown while the session is not in memory."""
+        if (memory := self._memory) is not None:
+            self.incomplete = next(iter(memory.lost.values()), None)
+            self._counts = {
+                "steps": len(memory.trajectory),
+                "tokens": memory.tokens,
+                "bytes": memory.nbytes,
+                "running": sum(run.is_sampling for run in memory.undelivered_runs()),
+                "reward": memory.trajectory.reward,
+            }
 
     # --- parts of a call ---
 
@@ -473,117 +351,110 @@ class Session:
             raise SessionClosedError(
                 "the session takes no more calls",
                 where=self.name,
-                got=f"a call of a session that is {self.state}",
+                expected="an open session",
+                got=f"a session that is {self.state}",
                 remedy="Open another session",
             )
 
-    def _repeated(self, live: _Live, call: Call) -> _Pending | None:
-        """Return the earlier call that this one repeats, or None."""
-        key, name = call_digest(call), call.idempotency_key
-        if name is not None and (kept := live.kept.get(name)) is not None:
-            if kept.key != key:
-                raise InputError(
-                    "another request has this idempotency key", where="idempotency-key", got=name
-                )
-            return kept
-        calls = live.calls.get(key, ())
-        return next((each for each in calls if not each.callers and not each.delivered), None)
-
-    def _begin(self, live: _Live, call: Call) -> _Pending:
-        """Take in a new call."""
-        limits, opened, trajectory = self._host.settings, self.opened, live.trajectory
-        running = sum(len(each.ids) for each in live.pending() if not each.answers)
-        tokens = sum(len(step.completion_ids) for step in trajectory.steps)
+    def _check_budgets(self, memory: SessionMemory, count: int) -> None:
+        limits, opened = self._host.settings, self.opened
+        sampling = sum(len(run.answer_ids) for run in memory.undelivered_runs() if run.is_sampling)
+        turns = len(memory.trajectory) + sampling + count
         for used, limit, unit in (
-            (len(trajectory) + running, opened.max_turns, "turns"),
-            (tokens, opened.max_tokens, "tokens"),
-            (len(trajectory) + running, limits.max_steps, "calls"),
-            (live.nbytes, limits.max_session_bytes, "bytes"),
+            (turns, opened.max_turns, "turns"),
+            (turns, limits.max_steps, "calls"),
+            (memory.tokens + 1, opened.max_tokens, "tokens"),
+            (memory.nbytes, limits.max_session_bytes, "bytes"),
         ):
-            if limit is not None and used >= limit:
+            if limit is not None and used > limit:
                 problem = f"the session's {unit} are used up"
-                raise SessionBudgetError(problem, where=self.name, expected=f"below {limit}", got=str(used))
-        ids = tuple(new_id() for _ in range(call.n))
-        pending = _Pending(call_digest(call), ids, call.idempotency_key)
-        live.keep(pending)
-        return pending
+                raise SessionBudgetError(problem, where=self.name, expected=f"at most {limit} {unit}")
 
-    def _task(self, live: _Live, pending: _Pending, call: Call) -> asyncio.Task[tuple[Answer, ...]]:
-        """Return the task that answers a call. A turn that could not be written is written again."""
-        task = pending.task
-        if task is None or (task.done() and pending.answers and (task.cancelled() or task.exception())):
-            work = self._written(pending) if pending.answers else self._sampled(live, pending, call)
-            task = pending.task = asyncio.create_task(work)
-        return task
+    def _start(self, run: Run, work: Any) -> None:
+        """Run the work of a call. Its end is seen by callers, if there are any."""
 
-    async def _sampled(self, live: _Live, pending: _Pending, call: Call) -> tuple[Answer, ...]:
+        def end(task: asyncio.Task[tuple[Answer, ...]]) -> None:
+            if not task.cancelled():
+                task.exception()
+            run.changed.notify()
+
+        run.task = asyncio.ensure_future(work)
+        run.task.add_done_callback(end)
+
+    async def _sampled(self, memory: SessionMemory, run: Run, call: Call) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
-        self.file.put(Begun(pending.key))
+        self.file.put(Begun(run.key))
         try:
             await self.file.flush()  # before a part of the answer can be seen
             turns = await gather_all(
                 [
                     host.take_turn(
                         host.engine,
-                        live.trajectory,
-                        live.index,
+                        memory.trajectory,
+                        memory.index,
                         call,
                         params=self.opened.sampling_params,
                         template_arguments=self.opened.template_arguments,
                         session_name=self.name,
-                        on_delta=pending.on_delta,
+                        on_delta=run.add_delta,
                         number=number,
                         answer_id=answer_id,
                     )
-                    for number, answer_id in enumerate(pending.ids)
+                    for number, answer_id in enumerate(run.answer_ids)
                 ]
             )
         except BaseException as error:
-            live.drop(pending, failed=True)
-            live.lost.pop(pending.key, None)
-            if (lost := _lost(error)) is not None:
-                live.lost[pending.key] = lost
-            self._note_lost(live)
-            self.file.put(Refused(pending.key, lost))
+            lost = _lost(error)
+            memory.drop(run, forget=True)
+            memory.note_failure(run.key, lost)
+            self.file.put(Refused(run.key, lost))
             self._flush_soon()
             raise
-        pending.answers = tuple(answer for _, answer in turns)
-        live.answered(pending)
-        self._note_lost(live)
-        piece = live.pieces.next()
-        items = sum(item.nbytes for step, _ in turns for item in step.new_items)
-        live.nbytes += piece["table"].nbytes + items
-        stored = [replace(answer, token_ids=(), logprobs=()) for answer in pending.answers]
-        self.file.put(Answered(pending.key, stored, pending.idempotency_key), piece)
-        return await self._written(pending)
+        finally:
+            self._note()
+        run.answers = tuple(answer for _, answer in turns)
+        memory.note_answers(run)
+        piece = memory.pieces.next()
+        items = (item for step, _ in turns for item in step.new_items)
+        memory.nbytes += piece["table"].nbytes + sum(item.nbytes for item in items)
+        stored = [replace(answer, token_ids=(), logprobs=()) for answer in run.answers]
+        self.file.put(Answered(run.key, stored, run.idempotency_key), piece)
+        self._note()
+        return await self._written(run)
 
-    async def _written(self, pending: _Pending) -> tuple[Answer, ...]:
+    async def _written(self, run: Run) -> tuple[Answer, ...]:
         """Return the answers once they are on disk."""
         await self.file.flush()
-        return pending.answers
+        return run.answers
 
-    def _leave(self, live: _Live, pending: _Pending) -> None:
-        """Note that a caller has left without the whole answer. Another may come back in time."""
-        pending.callers -= 1
-        if not pending.callers and not pending.delivered:
-            self._wait_for_retry(live, pending)
-        self._moved.set()
+    def _caller_ended(self, run: Run, is_delivered: bool) -> None:
+        """Note that a caller has received all answers, or has left."""
+        memory = self._memory
+        if is_delivered:
+            self.file.put(Delivered(list(run.answer_ids)))
+            self._flush_soon()
+            if memory is not None:
+                memory.note_delivery(run.answer_ids)
+                memory.drop(run)
+        elif run.waits_for_retry:
+            self._wait_for_retry(run)
+        self._changed.notify()
 
-    def _wait_for_retry(self, live: _Live, pending: _Pending) -> None:
+    def _wait_for_retry(self, run: Run) -> None:
+        """Give a call up if no caller comes back in time."""
+
         def give_up() -> None:
-            if pending.task is not None and not pending.task.done():
-                pending.task.cancel()
-            live.drop(pending)
+            if run.task is not None:
+                run.task.cancel()
+            if self._memory is not None:
+                self._memory.drop(run)
 
         loop = asyncio.get_running_loop()
-        pending.timer = loop.call_later(self._host.settings.retry_seconds, give_up)
-
-    def _note_lost(self, live: _Live) -> None:
-        self.incomplete = next(iter(live.lost.values()), None)
+        run.timer = loop.call_later(self._host.settings.retry_seconds, give_up)
 
     def _flush_soon(self) -> None:
-        """Write waiting records without a caller that waits. A failed write is repeated by the next one."""
+        """Write waiting records while the caller goes on. The next write repeats a failed one."""
 
         async def flush() -> None:
             try:
@@ -597,91 +468,69 @@ class Session:
 
     # --- parts of the end ---
 
-    async def _close(self, closed: Closed) -> None:
+    async def _close(self, closed: Closed) -> Trajectory | None:
         if self._end is None:
             self._check_open()
             self.file.put(closed)
-            self.resume(closed)
+            self._end = self.resume(closed)
         elif self.has_failed_to_end:
-            self.resume()
-        if self._end is not None:
-            await asyncio.shield(self._end)
+            self._end = self.resume()
+        return await asyncio.shield(self._end)
 
-    def resume(self, closed: Closed | None = None) -> None:
+    def resume(self, closed: Closed | None = None) -> "asyncio.Task[Trajectory | None]":
         """Go on with an end that is on disk, or that failed."""
         self.state = "closing"
         self._closing = closed or self._closing
         self._end = asyncio.ensure_future(self._closed(self._closing))
+        return self._end
 
-    async def _closed(self, closed: Closed) -> None:
-        """Wait for running calls, and let the trajectory leave."""
+    async def _closed(self, closed: Closed) -> Trajectory | None:
+        """Wait for running calls, or abort them, and let the trajectory leave."""
         trajectory = None
         if closed.state == "finished":
-            live = await self._loaded()
-            running = [each.task for each in live.pending() if each.task is not None]
-            await asyncio.gather(*running, return_exceptions=True)
-            with contextlib.suppress(TimeoutError):  # answers may be on their way
-                async with asyncio.timeout(self._host.settings.stop_seconds):
-                    while any(each.callers for each in live.pending()):
-                        self._moved.clear()
-                        await self._moved.wait()
-            trajectory = self._marked(live, closed)
+            trajectory = await self._whole(closed)
+        else:
+            await self._abort()
+        await asyncio.gather(*self._flushes)
         await self.file.flush()
         await self._host.leave(self, trajectory)
-        self._live = None
+        self._note()
+        self._memory = None
         self.state = closed.state
-        self._ended.set()
+        self._changed.notify()
+        return trajectory
 
-    def _marked(self, live: _Live, closed: Closed) -> Trajectory:
-        """Return the trajectory with the session's data. Answers that no caller received are marked."""
+    async def _whole(self, closed: Closed) -> Trajectory:
+        """Return the trajectory with the session's data once no call runs. Undelivered answers are marked."""
+        memory, opened = await self._loaded(), self.opened
+        await asyncio.gather(
+            *(run.task for run in memory.undelivered_runs() if run.task is not None), return_exceptions=True
+        )
+        with contextlib.suppress(TimeoutError):  # answers may be on their way
+            async with asyncio.timeout(self._host.settings.stop_seconds):
+                await self._changed.wait_until(
+                    lambda: not any(run.callers for run in memory.undelivered_runs())
+                )
+        for run in memory.undelivered_runs():
+            run.stop_timer()
+        self._note()
+        trajectory = memory.trajectory
         self.incomplete = closed.reason or self.incomplete
-        trajectory, opened = live.trajectory, self.opened
         known = {"group": opened.group, "metadata": opened.metadata, "incomplete": self.incomplete}
         trajectory.extra = {name: value for name, value in known.items() if value}
         if self.incomplete is not None:
             trajectory.error = f"the session is incomplete: {self.incomplete}"
-        for index in live.undelivered:
+        for index in memory.undelivered:
             trajectory.steps[index].extra.setdefault("gateway", {})["undelivered"] = True
-        for pending in live.pending():
-            if pending.timer is not None:
-                pending.timer.cancel()
         return trajectory
-
-
-def new_id() -> str:
-    """Return a unique id of letters and digits."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
-
-
-def call_digest(call: Call) -> bytes:
-    """Return the digest by which a repeated request is known. Whether it is streamed does not count."""
-    origin = call.origin
-    request = (
-        (call.protocol, call.model, origin.thread, origin.agent),
-        (call.messages, call.tools, call.tool_choice, call.forced_tool, call.parallel_tool_calls),
-        (call.sampling_params, call.template_arguments, call.n, call.logprobs),
-    )
-    return blake3(msgspec.msgpack.encode(request, enc_hook=str)).digest(16)
 
 
 def _lost(error: BaseException) -> str | None:
     """Return why a call is lost, or None if the error refuses it."""
-    if isinstance(error, _REFUSALS) or (isinstance(error, EngineStatusError) and error.status < 500):
+    if isinstance(error, InputError | RenderError | TemplateError):
+        return None
+    if isinstance(error, EngineStatusError) and error.status < 500:
         return None
     if isinstance(error, asyncio.CancelledError):
         return "a caller left before its answer was sampled"
     return f"a call failed: {str(error)[:200] or type(error).__name__}"
-
-
-def _apply_reward(trajectory: Trajectory, event: Rewarded) -> None:
-    if event.step is None:
-        trajectory.reward = check_numbers(event.value, None, "reward", reward=True)
-    else:
-        trajectory.steps[event.step].reward = event.value
-
-
-def _with_tokens(answer: Answer, trajectory: Trajectory) -> Answer:
-    """Return a stored answer with the tokens of its step."""
-    step = trajectory.steps[answer.step]
-    logprobs = () if step.logprobs is None else step.logprobs.tolist()
-    return replace(answer, token_ids=step.completion_ids.tolist(), logprobs=logprobs)

@@ -37,7 +37,7 @@ ClosedState: TypeAlias = Literal["finished", "abandoned"]
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A session is opened. See `Session` for the fields."""
+    """A session is opened. See `Gateway.open_session` for the fields."""
 
     name: str
     api_key: str
@@ -48,7 +48,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     template_arguments: dict[str, Any] = {}
     max_turns: int | None = None
     max_tokens: int | None = None
-    owner: str | None = None
+    owner: str = ""
     version: int = _VERSION
 
 

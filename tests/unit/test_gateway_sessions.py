@@ -1,6 +1,7 @@
 """Sessions: each answered turn is recorded once, whoever leaves and comes back."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -11,6 +12,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SessionBudgetError,
     SessionClosedError,
+    SessionLimitError,
     SessionUnknownError,
     TrajectoryError,
 )
@@ -28,17 +30,24 @@ def run(test):
 async def left_while_sampling(session, script, call):
     """Send a call whose caller leaves before the answer is sampled."""
     script.gate.clear()
-    caller = asyncio.ensure_future(session.answer(call))
+    pending = await session.begin(call)
     await until(lambda: script.running)
-    caller.cancel()
-    await asyncio.gather(caller, return_exceptions=True)
+    pending.leave()
+
+
+async def left_while_sent(session, call):
+    """Send a call whose caller leaves before the whole answer is sent."""
+    pending = await session.begin(call)
+    answers = await pending.answers()
+    pending.leave()
+    return answers
 
 
 def test_a_turn_is_on_disk_when_its_answer_returns(tmp_path):
     async def test():
         async with gateway(Script(), out=tmp_path / "out.mmr") as here:
             session = await here.open_session("a", group="g", metadata={"level": 3})
-            [answer] = await session.answer(ask(user("hello", 1)))
+            [answer] = await (await session.begin(ask(user("hello", 1)))).answers()
             *_, newest = read_entries(session.file.path)
             assert isinstance(newest.event, Answered)
             assert newest.event.answers[0].id == answer.id
@@ -55,8 +64,8 @@ def test_a_restart_goes_on_with_all_sessions(tmp_path):
             for number in range(3):
                 for talk in talks:
                     await talk.turn(f"turn {number}", number)
-            response = talks[0].session._live.trajectory.steps[1].extra["gateway"]["response"]
-            await talks[0].session.reward(0.5, response=f"chatcmpl-{response}")
+            response = talks[0].session._memory.trajectory.steps[1].extra["gateway"]["response"]
+            await talks[0].session.reward(0.5, response_id=f"chatcmpl-{response}")
             before = [await talk.session.trajectory() for talk in talks]
             keys = [talk.session.api_key for talk in talks]
         async with gateway(Script(asked=6), out=out) as here:
@@ -103,14 +112,12 @@ def test_a_retry_attaches_to_the_call_whose_caller_left():
             call = ask(user("hello"))
             await left_while_sampling(session, script, call)
             script.gate.set()
-            ids, texts = [], []
-            again = ask(user("hello"), stream=True)
-            [answer] = await session.answer(again, lambda delta: texts.append(delta.text), on_ids=ids.extend)
-            assert (script.asked, ids, "".join(texts)) == (1, [answer.id], answer.content)
-            session.undelivered([answer.id])
-            [same] = await session.answer(call)
-            assert same == answer
-            session.delivered([same.id])
+            again = await session.begin(ask(user("hello"), stream=True))
+            texts = [delta.text async for delta in again.deltas()]
+            [answer] = await again.answers()
+            assert (script.asked, again.answer_ids, "".join(texts)) == (1, (answer.id,), answer.content)
+            again.leave()
+            assert await session.answer(call) == (answer,)
             [sibling] = await session.answer(call)
             assert sibling.id != answer.id
             assert len(await session.trajectory()) == script.asked == 2
@@ -134,12 +141,11 @@ def test_a_retry_after_a_restart_gets_the_recorded_answer(tmp_path):
         out, call = tmp_path / "out.mmr", ask(user("hello"), n=2)
         async with gateway(Script(), out=out) as here:
             session = await here.open_session("a")
-            answers = await session.answer(call)
+            answers = await left_while_sent(session, call)
         script = Script()
         async with gateway(script, out=out) as here:
-            session = here.session("a")
+            session = await here.session("a")
             assert await session.answer(call) == answers
-            session.delivered([each.id for each in answers])
             assert script.asked == 0
             await session.answer(call)
             assert script.asked == 2
@@ -154,13 +160,11 @@ def test_an_idempotency_key_gets_one_answer_also_after_delivery(tmp_path):
             session = await here.open_session("a")
             first, second = await asyncio.gather(session.answer(call), session.answer(call))
             assert first == second
-            session.delivered([first[0].id])
-            session.delivered([first[0].id])
             assert await session.answer(call) == first
             with pytest.raises(InputError, match="another request has this idempotency key"):
                 await session.answer(ask(user("other"), idempotency_key="k"))
         async with gateway(Script(), out=out) as here:
-            assert await here.session("a").answer(call) == first
+            assert await (await here.session("a")).answer(call) == first
 
     run(test())
 
@@ -197,7 +201,7 @@ def test_a_failed_call_is_lost_until_it_is_answered_and_a_refused_one_is_not(tmp
             assert len(await session.trajectory()) == 0
             await session.spill()
         async with gateway(script, out=out) as here:
-            session = here.session("a")
+            session = await here.session("a")
             await Agent(session).turn("other")
             await session.finish(reward=1.0)
         [[tree]] = TrajectoryReader(out)
@@ -221,21 +225,21 @@ def test_finished_sessions_leave_once_and_take_no_more_calls(tmp_path):
             await until(lambda: script.running)
             ends = [asyncio.ensure_future(agent.session.finish()) for _ in range(2)]
             await asyncio.sleep(0)
-            with pytest.raises(SessionClosedError, match="a call of a session that is closing"):
+            with pytest.raises(SessionClosedError, match="got a session that is closing"):
                 await agent.session.answer(ask(user("later")))
             script.gate.set()
-            [late] = await running
-            agent.session.delivered([late.id])
+            await running
             await asyncio.gather(*ends)
             assert await agent.session.wait() == "finished"
             tree = await read
             assert (tree.trajectory_id, len(tree), tree.error) == ("a", 2, None)
             assert tree.extra == {"group": "g", "metadata": {"level": 3}}
-            for refused in (here.session, here.session_of_key):
-                with pytest.raises(SessionClosedError):
-                    refused("a" if refused == here.session else agent.session.api_key)
+            with pytest.raises(SessionClosedError):
+                await here.session("a")
+            with pytest.raises(SessionClosedError):
+                here.session_of_key(agent.session.api_key)
             with pytest.raises(SessionUnknownError):
-                here.session("b")
+                await here.session("b")
             assert not list(here._store.folder.iterdir())
         assert received_ids(out) == ["a"]
         async with gateway(script, out=out) as here:
@@ -251,8 +255,9 @@ def test_an_answer_that_nobody_received_is_marked():
         settings = GatewaySettings(stop_seconds=0.05)
         async with gateway(Script(), settings=settings) as here:
             session = await here.open_session("a")
-            [first] = await session.answer(ask(user("one")))
-            await session.answer(ask(user("one"), said(first), user("two")))  # so the first was received
+            [first] = await left_while_sent(session, ask(user("one")))
+            # The agent goes on from the first answer, so it was received.
+            await left_while_sent(session, ask(user("one"), said(first), user("two")))
             await session.finish()
             tree = await anext(here.finished())
             assert [step.extra["gateway"].get("undelivered") for step in tree.steps] == [None, True]
@@ -295,7 +300,7 @@ def test_budgets():
             both = await asyncio.gather(
                 *(session.answer(ask(user("hello"), n=2)) for _ in range(3)), return_exceptions=True
             )
-            assert [isinstance(each, SessionBudgetError) for each in both] == [False, False, True]
+            assert [isinstance(each, SessionBudgetError) for each in both] == [False, True, True]
 
     run(test())
 
@@ -307,11 +312,11 @@ def test_rewards_of_sessions_steps_and_responses():
             first, second = await agent.turn("one"), await agent.turn("two")
             await agent.session.reward(0.25)
             await agent.session.reward(1.0, step=first.step)
-            await agent.session.reward([0.5] * len(second.token_ids), response=f"resp_{second.id}")
+            await agent.session.reward([0.5] * len(second.token_ids), response_id=f"resp_{second.id}")
             await agent.session.spill()
             for arguments, error in (
                 ({"value": 1.0, "step": 2}, InputError),
-                ({"value": 1.0, "response": "resp_x"}, InputError),
+                ({"value": 1.0, "response_id": "resp_x"}, InputError),
                 ({"value": [1.0, 2.0], "step": 0}, TrajectoryError),
                 ({"value": float("nan")}, TrajectoryError),
             ):
@@ -344,9 +349,9 @@ def test_a_turn_that_could_not_be_written_is_not_answered(monkeypatch):
                 await session.answer(ask(user("hello")))
             full["is"] = False
             [answer] = await session.answer(ask(user("hello")))
-            session.delivered([answer.id])
-            assert script.asked == 1
+            assert (script.asked, answer.step) == (1, 0)
             await session.spill()
+            assert session.nbytes == 0
             assert len(await session.trajectory()) == 1
 
     run(test())
@@ -359,7 +364,7 @@ def test_names():
             for name in ("a", "../a", "", "a b", "x" * 129):
                 with pytest.raises(InputError):
                     await here.open_session(name)
-            with pytest.raises(InputError, match="no plain data"):
+            with pytest.raises(InputError, match="not plain data"):
                 await here.open_session(metadata={"x": object()})
 
     run(test())
@@ -390,6 +395,45 @@ def test_idle_sessions_over_the_budget_of_bytes_leave_memory():
                 await agent.turn("hello", 1)
             assert 18_000 < agents[0].session.nbytes < 20_000
             await here._look()
-            assert [agent.session.nbytes > 0 for agent in agents] == [False, False, True]
+            assert [agent.session.nbytes > 0 for agent in agents] == [False, True, True]
+
+    run(test())
+
+
+def test_owners_see_their_own_sessions():
+    async def test():
+        async with gateway(Script(), settings=GatewaySettings(max_sessions=2)) as here:
+            mine = await here.session("a", "me", open=True)
+            assert await here.session("a", "me") is await here.session("a") is mine
+            await here.open_session("b", owner="you")
+            for arguments in ({"name": "b", "owner": "me"}, {"name": "c", "owner": "me"}):
+                with pytest.raises(SessionUnknownError):
+                    await here.session(**arguments)
+            with pytest.raises(InputError, match="has this name already"):
+                await here.session("b", "me", open=True)
+            await here.session("c", "me", open=True)
+            with pytest.raises(SessionLimitError):
+                await here.session("d", "me", open=True)
+            assert [each.name for each in here.sessions("me")] == ["a", "c"]
+
+    run(test())
+
+
+def test_a_description_is_plain():
+    async def test():
+        async with gateway(Script()) as here:
+            agent = Agent(await here.open_session("a", group="g", sampling_params={"temperature": 1.0}))
+            await agent.turn("hello")
+            await agent.session.spill()
+            plain = json.loads(json.dumps(agent.session.describe()))
+            assert {key: plain[key] for key in ("name", "state", "group", "steps", "tokens", "running")} == {
+                "name": "a",
+                "state": "open",
+                "group": "g",
+                "steps": 1,
+                "tokens": 9,
+                "running": 0,
+            }
+            assert agent.session.api_key not in str(plain)
 
     run(test())

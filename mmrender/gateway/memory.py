@@ -1,0 +1,179 @@
+"""`SessionMemory`: the part of a session that leaves memory while no call comes. The disk has it too."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, Self
+
+from mmrender.errors import InputError
+from mmrender.gateway.call import Answer
+from mmrender.gateway.pending import ID_LENGTH, Run
+from mmrender.gateway.store import Answered, Begun, Delivered, Entry, Refused, Rewarded
+from mmrender.trajectory.pieces import TrajectoryPieces
+from mmrender.trajectory.step import Step, check_numbers
+from mmrender.trajectory.tree import Trajectory
+
+_MAX_KEPT: Final = 64
+"""Calls of one session whose answers are kept for their idempotency keys."""
+
+
+class SessionMemory:
+    """Trajectory, index and calls of a session.
+
+    Args:
+        pieces: The trajectory.
+        index: The recorded steps, by which calls find their place.
+
+    Attributes:
+        runs: Calls whose answers have not been delivered, by digest of the request.
+        lost: Why calls have no answer on the tree, by digest of the request.
+        undelivered: Steps whose answers no caller has received in full.
+        tokens: Number of sampled tokens.
+        nbytes: Distinct bytes of the session.
+    """
+
+    def __init__(self, pieces: TrajectoryPieces, index: Any) -> None:
+        self.pieces = pieces
+        self.index = index
+        self.runs: dict[bytes, list[Run]] = {}
+        self.lost: dict[bytes, str] = {}
+        self.undelivered: set[int] = set()
+        self.tokens = 0
+        self.nbytes = 0
+        self._kept: dict[str, Run] = {}
+        self._steps: dict[str, int] = {}
+
+    @classmethod
+    def restored(
+        cls, name: str, entries: Sequence[Entry], new_index: Callable[[Sequence[Step]], Any]
+    ) -> Self:
+        """Return the memory of a session from the records of its file.
+
+        Raises:
+            TrajectoryError: A record is damaged.
+            MediaError: A media item is damaged.
+        """
+        pieces = TrajectoryPieces.restored(name, [each.piece for each in entries if each.piece is not None])
+        memory = cls(pieces, new_index(pieces.trajectory.steps))
+        memory.nbytes = sum(item.nbytes for item in pieces.trajectory.items)
+        for event, piece in entries:
+            memory.nbytes += 0 if piece is None else piece["table"].nbytes
+            memory._replay(event)
+        for run in memory.undelivered_runs():
+            if memory.undelivered.isdisjoint(answer.step for answer in run.answers):
+                run.delivered = True
+                memory.drop(run)
+        return memory
+
+    def _replay(self, event: object) -> None:
+        match event:
+            case Begun():
+                self.lost[event.call] = "the gateway stopped during a call"
+            case Refused():
+                self.note_failure(event.call, event.lost)
+            case Answered():
+                answers = tuple(_with_tokens(answer, self.trajectory) for answer in event.answers)
+                ids = tuple(answer.id for answer in answers)
+                run = Run(event.call, ids, event.idempotency_key, answers)
+                self.keep(run)
+                self.note_answers(run)
+            case Delivered():
+                self.note_delivery(event.answers)
+            case Rewarded():
+                self.reward(event)
+            case _:
+                pass
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory."""
+        return self.pieces.trajectory
+
+    def undelivered_runs(self) -> list[Run]:
+        """Return the calls whose answers have not been delivered."""
+        return [run for runs in self.runs.values() for run in runs]
+
+    def repeated(self, key: bytes, idempotency_key: str | None) -> Run | None:
+        """Return the call that a new one repeats, or None.
+
+        Raises:
+            InputError: The idempotency key names another request.
+        """
+        kept = None if idempotency_key is None else self._kept.get(idempotency_key)
+        if kept is None:
+            return next((run for run in self.runs.get(key, ()) if run.waits_for_retry), None)
+        if kept.key != key:
+            where = "idempotency-key"
+            raise InputError("another request has this idempotency key", where=where, got=idempotency_key)
+        return kept
+
+    def keep(self, run: Run) -> None:
+        """Keep a call for its repetitions."""
+        self.runs.setdefault(run.key, []).append(run)
+        if run.idempotency_key is not None:
+            self._kept[run.idempotency_key] = run
+            if len(self._kept) > _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+
+    def drop(self, run: Run, *, forget: bool = False) -> None:
+        """Drop a call that has been delivered or given up. `forget` drops its idempotency key too."""
+        runs = [each for each in self.runs.pop(run.key, ()) if each is not run]
+        if runs:
+            self.runs[run.key] = runs
+        if forget and run.idempotency_key is not None:
+            self._kept.pop(run.idempotency_key, None)
+
+    def note_answers(self, run: Run) -> None:
+        """Take in the answers of a call."""
+        self.lost.pop(run.key, None)
+        for answer in run.answers:
+            self._steps[answer.id] = answer.step
+            self.tokens += len(answer.token_ids)
+            self.undelivered.add(answer.step)
+            before = self.trajectory.steps[answer.step].previous
+            if before is not None:  # an agent that goes on from an answer has received it
+                self.undelivered.discard(before.index)
+
+    def note_failure(self, key: bytes, lost: str | None) -> None:
+        """Take in that a call failed, and why it is lost if it was not refused."""
+        self.lost.pop(key, None)
+        if lost is not None:
+            self.lost[key] = lost
+
+    def note_delivery(self, answer_ids: Iterable[str]) -> None:
+        """Take in that a caller has received answers."""
+        self.undelivered -= {self._steps[each] for each in answer_ids if each in self._steps}
+
+    def step_of(self, response_id: str) -> int:
+        """Return the step of a response, whose id may have a protocol's prefix.
+
+        Raises:
+            InputError: No step has this response.
+        """
+        step = self._steps.get(response_id[-ID_LENGTH:])
+        if step is None:
+            problem = "the session did not make this response"
+            raise InputError(problem, where="response_id", got=repr(response_id)[:80])
+        return step
+
+    def reward(self, event: Rewarded) -> None:
+        """Set a reward.
+
+        Raises:
+            InputError: The step does not exist.
+            TrajectoryError: The value does not fit.
+        """
+        trajectory, step = self.trajectory, event.step
+        if step is None:
+            trajectory.reward = check_numbers(event.value, None, "reward", reward=True)
+        elif 0 <= step < len(trajectory):
+            trajectory.steps[step].reward = event.value
+        else:
+            expected = f"a number from 0 to {len(trajectory) - 1}"
+            raise InputError("the step does not exist", where="step", expected=expected, got=str(step))
+
+
+def _with_tokens(answer: Answer, trajectory: Trajectory) -> Answer:
+    """Return a stored answer with the tokens of its step."""
+    step = trajectory.steps[answer.step]
+    logprobs = () if step.logprobs is None else step.logprobs.tolist()
+    return replace(answer, token_ids=step.completion_ids.tolist(), logprobs=logprobs)
