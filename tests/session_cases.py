@@ -1,137 +1,81 @@
-"""What tests of sessions share: an engine that follows a script, and turns without templates."""
+"""What tests of sessions share: a gateway over an engine that follows a script, and agents that talk to it."""
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from item_cases import patch_item
-from mmrender.client.types import Usage
-from mmrender.gateway.call import Answer, Call, Delta
+from kit import data_url, noise
+from mmrender.client.local import NullTransport
+from mmrender.client.types import EngineResponse, Usage
+from mmrender.content import normalize_messages
+from mmrender.gateway.call import Answer, Call
 from mmrender.gateway.gateway import Gateway
-from mmrender.messages import ImagePart, Message, TextPart
-from mmrender.sidecar import MultiModalData, PlaceholderRange
-from mmrender.trajectory.conversation import without_sources
-
-END, PAD, PLACES = 1, 2, 6
+from mmrender.messages import Message
+from mmrender.sidecar import MultiModalData
 
 
 @dataclass
 class Script:
-    """Answers `number of the call: last text`, after `gate` opens. `fault` is raised once."""
+    """An engine whose answer number n is "answer n", once `gate` is open. It raises `fault` once."""
 
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    fault: BaseException | None = None
+    renderer: Any
     asked: int = 0
+    fault: BaseException | None = None
     running: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    prompts: list[tuple[list[int], MultiModalData]] = field(default_factory=list)
+    name = "script"
 
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def say(self, words: str, emit: Callable[[str], None]) -> str:
+    @property
+    def transport(self) -> NullTransport:
+        return NullTransport()
+
+    async def generate(self, request: Any, transport: Any, *, on_tokens: Any = None) -> EngineResponse:
         self.asked += 1
-        said = f"{self.asked}: {words}"
         self.running += 1
+        number = self.asked
         try:
-            emit(said[:2])
-            await asyncio.sleep(0)
             await self.gate.wait()
             if self.fault is not None:
                 fault, self.fault = self.fault, None
                 raise fault
-            emit(said[2:])
-            return said
         finally:
             self.running -= 1
+        self.prompts.append((list(request.prompt_ids), request.multi_modal_data))
+        return self.completion(request, number)
 
+    def completion(self, request: Any, number: int) -> EngineResponse:
+        stop = self.renderer.get_stop_token_ids()[0]
+        ids = [*self.renderer.tokenizer.encode(f"answer {number}"), stop]
+        logprobs = [-0.5 - token / 1024 for token in ids]
+        return EngineResponse(ids, logprobs, "stop", Usage(len(request.prompt_ids), len(ids)))
 
-def words_of(message: Message) -> str:
-    parts = message.content if isinstance(message.content, tuple) else [TextPart(message.content or "")]
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
+    async def resolve_max_prompt_len(self, model: str, transport: Any) -> int | None:
+        return None
 
+    def is_overflow_error(self, exc: BaseException) -> bool:
+        return False
 
-def rendered(messages: Any) -> tuple[list[int], MultiModalData]:
-    """A token for each character, six for each picture, and an end."""
-    ids: list[int] = []
-    places = []
-    for message in messages:
-        for part in message.content if isinstance(message.content, tuple) else ():
-            if isinstance(part, ImagePart):
-                places.append(
-                    (PlaceholderRange(len(ids), PLACES), patch_item(64, 96, seed=int(part.source[-4:])))
-                )
-                ids += [PAD] * PLACES
-        ids += [ord(letter) for letter in words_of(message)] + [END]
-    return ids, MultiModalData.of(places)
-
-
-async def take_turn(
-    engine: Any,
-    trajectory: Any,
-    index: Any,
-    call: Call,
-    *,
-    on_delta: Any,
-    number: int,
-    answer_id: str,
-    **_: Any,
-) -> Any:
-    """Sample from a `Script` and record, as `mmrender.gateway.turn.take_turn` does."""
-    said = await engine.say(
-        words_of(call.messages[-1]), lambda text: on_delta(Delta(number, "content", text))
-    )
-    prompt, data = rendered(call.messages)
-    ids = [ord(letter) for letter in said] + [END]
-    logprobs = [-0.5] * len(ids)
-    answer = Answer(
-        id=answer_id,
-        created=int(time.time()),
-        step=len(trajectory),
-        reasoning=None,
-        content=said,
-        calls=(),
-        finish_reason="stop",
-        stop=None,
-        usage=Usage(len(prompt), len(ids)),
-        token_ids=ids,
-        logprobs=logprobs,
-    )
-    step = trajectory.append(
-        prompt,
-        ids,
-        logprobs=logprobs,
-        multi_modal_data=data,
-        messages=[*map(without_sources, call.messages), Message(role="assistant", content=said)],
-        extra={"gateway": {"response": answer_id}},
-    )
-    index.append(step.index)
-    return step, answer
-
-
-def new_index(steps: Any) -> list[int]:
-    return [step.index for step in steps]
-
-
-def gateway(script: Script, **options: Any) -> Gateway:
-    """A gateway over a script."""
-    from mmrender.client.engine import Engine
-
-    class Scripted(Engine):
-        say = staticmethod(script.say)
-
-        def __init__(self) -> None:
-            self.renderer = None
-
-    return Gateway(Scripted(), None, take_turn=take_turn, new_index=new_index, **options)  # type: ignore[arg-type]
+    def gateway(self, out: Path | None = None, **options: Any) -> Gateway:
+        """A gateway over this engine."""
+        return Gateway(self, self.renderer, model="m", out=out, **options)
 
 
 def user(words: str, *pictures: int) -> Message:
-    parts = [*(ImagePart(f"data:image/png;{number:04}") for number in pictures), TextPart(words)]
-    return Message(role="user", content=tuple(parts) if pictures else words)
+    """A user's message with pictures, which are equal for equal numbers."""
+    shown = [{"type": "image_url", "image_url": {"url": data_url(noise(each))}} for each in pictures]
+    content = [*shown, {"type": "text", "text": words}] if pictures else words
+    [message] = normalize_messages([{"role": "user", "content": content}])
+    return message
 
 
 def said(answer: Answer) -> Message:
+    """The message with which an agent repeats an answer."""
     return Message(role="assistant", content=answer.content)
 
 
@@ -152,3 +96,9 @@ class Agent:
         [answer] = await self.session.answer(ask(*self.messages))
         self.messages.append(said(answer))
         return answer
+
+
+def distinct_bytes(trajectories: Sequence[Any]) -> int:
+    """Bytes of pixels, tokens and log-probabilities, each once for each trajectory."""
+    numbers = sum(8 * len(step.completion_ids) for tree in trajectories for step in tree.steps)
+    return numbers + sum(tree.nbytes for tree in trajectories)

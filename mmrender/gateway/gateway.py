@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, Self
 
 import msgspec
@@ -24,12 +24,11 @@ from mmrender.errors import (
     SessionLimitError,
     SessionUnknownError,
 )
-from mmrender.gateway.session import Session, SessionHost, TakeTurn
+from mmrender.gateway.session import Session, SessionHost
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Closed, Opened, SessionStore
 from mmrender.protocols import RendererProtocol
 from mmrender.shipping.sender import Sender
-from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
@@ -68,8 +67,6 @@ class Gateway:
         engines: str | Sequence[str] | InferenceEngineClient | RendererBackend | Engine,
         renderer: RendererProtocol,
         *,
-        take_turn: TakeTurn,
-        new_index: Callable[[Sequence[Step]], Any],
         model: str = "",
         out: str | os.PathLike[str] | None = None,
         sender: Sender | None = None,
@@ -96,7 +93,7 @@ class Gateway:
         self._sender = sender
         self._store = SessionStore(out)
         self._has_file = out is not None
-        self._host = SessionHost(self.engine, self.settings, take_turn, new_index, self._leave, self._root)
+        self._host = SessionHost(self.engine, self.settings, self._leave, self._root)
         self._sessions: dict[str, Session] = {}
         self._names: dict[str, str] = {}  # by key, also of sessions that have left
         self._finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()

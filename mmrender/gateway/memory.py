@@ -1,15 +1,20 @@
 """`SessionMemory`: the part of a session that leaves memory while no call comes. The disk has it too."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Final, Self
+
+import msgspec
 
 from mmrender.errors import InputError
 from mmrender.gateway.call import Answer
-from mmrender.gateway.pending import ID_LENGTH, Run
+from mmrender.gateway.kinds import settle_kinds
+from mmrender.gateway.matching import ID_LENGTH, Index, Recorded
+from mmrender.gateway.pending import Run
 from mmrender.gateway.store import Answered, Begun, Delivered, Entry, Refused, Rewarded
+from mmrender.gateway.turn import EXTRA
 from mmrender.trajectory.pieces import TrajectoryPieces
-from mmrender.trajectory.step import Step, check_numbers
+from mmrender.trajectory.step import check_numbers
 from mmrender.trajectory.tree import Trajectory
 
 _MAX_KEPT: Final = 64
@@ -31,7 +36,7 @@ class SessionMemory:
         nbytes: Distinct bytes of the session.
     """
 
-    def __init__(self, pieces: TrajectoryPieces, index: Any) -> None:
+    def __init__(self, pieces: TrajectoryPieces, index: Index) -> None:
         self.pieces = pieces
         self.index = index
         self.runs: dict[bytes, list[Run]] = {}
@@ -43,9 +48,7 @@ class SessionMemory:
         self._steps: dict[str, int] = {}
 
     @classmethod
-    def restored(
-        cls, name: str, entries: Sequence[Entry], new_index: Callable[[Sequence[Step]], Any]
-    ) -> Self:
+    def restored(cls, name: str, entries: Sequence[Entry], *, strict: bool) -> Self:
         """Return the memory of a session from the records of its file.
 
         Raises:
@@ -53,7 +56,11 @@ class SessionMemory:
             MediaError: A media item is damaged.
         """
         pieces = TrajectoryPieces.restored(name, [each.piece for each in entries if each.piece is not None])
-        memory = cls(pieces, new_index(pieces.trajectory.steps))
+        index = Index(strict=strict)
+        for step in pieces.trajectory.steps:
+            index.add(step.index, msgspec.convert(step.extra[EXTRA]["matching"], Recorded))
+        settle_kinds(pieces.trajectory)  # steps are written before their kinds are final
+        memory = cls(pieces, index)
         memory.nbytes = sum(item.nbytes for item in pieces.trajectory.items)
         for event, piece in entries:
             memory.nbytes += 0 if piece is None else piece["table"].nbytes

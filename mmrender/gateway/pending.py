@@ -1,11 +1,8 @@
 """`Pending`: a call of an agent while it is answered. Equal calls may share the sampling of its answers."""
 
 import asyncio
-import secrets
-import string
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 from blake3 import blake3
@@ -13,15 +10,6 @@ from blake3 import blake3
 from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, Delta
 from mmrender.shipping.protocol import Notifier
-
-ID_LENGTH: Final = 24
-"""Letters and digits of an answer's id."""
-_ALPHABET: Final = string.ascii_letters + string.digits
-
-
-def new_id() -> str:
-    """Return a unique id of letters and digits."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
 
 
 def call_digest(call: Call) -> bytes:
@@ -78,6 +66,10 @@ class Run:
         self.deltas.append(delta)
         self.changed.notify()
 
+    async def news(self, position: int) -> None:
+        """Wait until there are more pieces of text than `position`, or no more come."""
+        await self.changed.wait_until(lambda: len(self.deltas) > position or not self.is_sampling)
+
     def stop_timer(self) -> None:
         """Stay, since a caller has come back or nobody is waited for."""
         if self.timer is not None:
@@ -104,13 +96,11 @@ class Pending:
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield text as it becomes certain, from the first on, until sampling has ended in any way."""
         run, position = self._run, 0
-        while True:
-            while position < len(run.deltas):
-                yield run.deltas[position]
+        while run.is_sampling or position < len(run.deltas):
+            for delta in run.deltas[position:]:
+                yield delta
                 position += 1
-            if not run.is_sampling:
-                return
-            await run.changed.wait()
+            await run.news(position)
 
     async def answers(self) -> tuple[Answer, ...]:
         """Return the answers. Their turns are on disk then.

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from mmrender.client.engine import Engine
 from mmrender.engines.interface import gather_all
@@ -25,38 +26,16 @@ from mmrender.errors import (
 )
 from mmrender.gateway.call import Answer, Call, OnDelta
 from mmrender.gateway.memory import SessionMemory
-from mmrender.gateway.pending import Pending, Run, call_digest, new_id
+from mmrender.gateway.pending import Pending, Run, call_digest
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
+from mmrender.gateway.turn import EXTRA, new_id, take_turn
 from mmrender.shipping.protocol import Notifier
-from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
-
-
-class TakeTurn(Protocol):
-    """Samples one answer and appends its step. The session's parameters replace the call's."""
-
-    async def __call__(
-        self,
-        engine: Engine,
-        trajectory: Trajectory,
-        index: Any,
-        call: Call,
-        /,
-        *,
-        params: Mapping[str, Any],
-        template_arguments: Mapping[str, Any],
-        session_name: str,
-        on_delta: OnDelta | None,
-        number: int,
-        answer_id: str,
-    ) -> tuple[Step, Answer]:
-        """Return the step and its answer. If it fails, the trajectory is as it was."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +45,12 @@ class SessionHost:
     Attributes:
         engine: Samples.
         settings: Limits.
-        take_turn: Samples and records one answer.
-        new_index: Returns the index of recorded steps, by which calls find their place.
         leave: Takes the trajectory of a session that has ended, and removes its file.
         root: Returns the root URL of the gateway.
     """
 
     engine: Engine
     settings: GatewaySettings
-    take_turn: TakeTurn
-    new_index: Callable[[Sequence[Step]], Any]
     leave: Callable[["Session", Trajectory | None], Awaitable[None]]
     root: Callable[[], str]
 
@@ -324,8 +299,8 @@ class Session:
         async with self._loading:
             if self._memory is None:
                 entries = await self.file.read()
-                new_index = self._host.new_index
-                memory = await asyncio.to_thread(SessionMemory.restored, self.name, entries, new_index)
+                restored = partial(SessionMemory.restored, self.name, entries)
+                memory = await asyncio.to_thread(restored, strict=self._host.settings.strict)
                 self._memory = memory
                 for run in memory.undelivered_runs():
                     self._wait_for_retry(run)
@@ -389,7 +364,7 @@ class Session:
             await self.file.flush()  # before a part of the answer can be seen
             turns = await gather_all(
                 [
-                    host.take_turn(
+                    take_turn(
                         host.engine,
                         memory.trajectory,
                         memory.index,
@@ -521,7 +496,7 @@ class Session:
         if self.incomplete is not None:
             trajectory.error = f"the session is incomplete: {self.incomplete}"
         for index in memory.undelivered:
-            trajectory.steps[index].extra.setdefault("gateway", {})["undelivered"] = True
+            trajectory.steps[index].extra[EXTRA]["undelivered"] = True
         return trajectory
 
 

@@ -19,12 +19,8 @@ from mmrender.errors import (
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, read_entries
 from mmrender.trajectory.files import TrajectoryReader, received_ids
-from session_cases import Agent, Script, ask, gateway, said, user
+from session_cases import Agent, Script, ask, said, user
 from tree_cases import assert_same
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test, 60))
 
 
 async def left_while_sampling(session, script, call):
@@ -43,47 +39,41 @@ async def left_while_sent(session, call):
     return answers
 
 
-def test_a_turn_is_on_disk_when_its_answer_returns(tmp_path):
-    async def test():
-        async with gateway(Script(), out=tmp_path / "out.mmr") as here:
-            session = await here.open_session("a", group="g", metadata={"level": 3})
-            [answer] = await (await session.begin(ask(user("hello", 1)))).answers()
-            *_, newest = read_entries(session.file.path)
-            assert isinstance(newest.event, Answered)
-            assert newest.event.answers[0].id == answer.id
-            assert len(newest.piece["items"]["items"]) == 1
-
-    run(test())
+async def test_a_turn_is_on_disk_when_its_answer_returns(renderer, tmp_path):
+    async with Script(renderer).gateway(tmp_path / "out.mmr") as here:
+        session = await here.open_session("a", group="g", metadata={"level": 3})
+        [answer] = await (await session.begin(ask(user("hello", 1)))).answers()
+        *_, newest = read_entries(session.file.path)
+        assert isinstance(newest.event, Answered)
+        assert newest.event.answers[0].id == answer.id
+        assert len(newest.piece["items"]["items"]) == 1
 
 
-def test_a_restart_goes_on_with_all_sessions(tmp_path):
-    async def test():
-        out = tmp_path / "out.mmr"
-        async with gateway(Script(), out=out) as here:
-            talks = [Agent(await here.open_session(name, group=name)) for name in "ab"]
-            for number in range(3):
-                for talk in talks:
-                    await talk.turn(f"turn {number}", number)
-            response = talks[0].session._memory.trajectory.steps[1].extra["gateway"]["response"]
-            await talks[0].session.reward(0.5, response_id=f"chatcmpl-{response}")
-            before = [await talk.session.trajectory() for talk in talks]
-            keys = [talk.session.api_key for talk in talks]
-        async with gateway(Script(asked=6), out=out) as here:
-            sessions = [here.session_of_key(key) for key in keys]
-            assert [session.opened.group for session in sessions] == ["a", "b"]
-            for session, tree in zip(sessions, before, strict=True):
-                assert_same(tree, await session.trajectory())
-            talks[0].session = sessions[0]
-            await talks[0].turn("after", 1)
-            step = (await sessions[0].trajectory()).steps[-1]
-            assert (step.parent.index, step.new_items) == (2, ())
-
-    run(test())
+async def test_a_restart_goes_on_with_all_sessions(renderer, tmp_path):
+    out = tmp_path / "out.mmr"
+    async with Script(renderer).gateway(out) as here:
+        talks = [Agent(await here.open_session(name, group=name)) for name in "ab"]
+        for number in range(3):
+            for talk in talks:
+                await talk.turn(f"turn {number}", number)
+        response = talks[0].session._memory.trajectory.steps[1].extra["gateway"]["response"]
+        await talks[0].session.reward(0.5, response_id=f"chatcmpl-{response}")
+        before = [await talk.session.trajectory() for talk in talks]
+        keys = [talk.session.api_key for talk in talks]
+    async with Script(renderer, asked=6).gateway(out) as here:
+        sessions = [here.session_of_key(key) for key in keys]
+        assert [session.opened.group for session in sessions] == ["a", "b"]
+        for session, tree in zip(sessions, before, strict=True):
+            assert_same(tree, await session.trajectory())
+        talks[0].session = sessions[0]
+        await talks[0].turn("after", 1)
+        step = (await sessions[0].trajectory()).steps[-1]
+        assert (step.parent.index, step.new_items) == (2, ())
 
 
-def test_a_session_that_leaves_memory_goes_on_as_if_it_had_stayed():
+async def test_a_session_that_leaves_memory_goes_on_as_if_it_had_stayed(renderer):
     async def talk(spills):
-        async with gateway(Script()) as here:
+        async with Script(renderer).gateway() as here:
             agent = Agent(await here.open_session("a"))
             for number in range(6):
                 await agent.turn(f"turn {number}", number // 2)
@@ -93,347 +83,293 @@ def test_a_session_that_leaves_memory_goes_on_as_if_it_had_stayed():
             await agent.session.reward(2.0)
             return await agent.session.trajectory(), agent.session.nbytes
 
-    async def test():
-        (stayed, stayed_bytes), (spilt, spilt_bytes) = await talk(False), await talk(True)
-        for tree in (stayed, spilt):
-            for step in tree.steps:
-                step.extra.clear()
-        assert_same(stayed, spilt)
-        assert stayed_bytes == pytest.approx(spilt_bytes, rel=0.05)
-
-    run(test())
+    (stayed, stayed_bytes), (spilt, spilt_bytes) = await talk(False), await talk(True)
+    for tree in (stayed, spilt):
+        for step in tree.steps:
+            step.extra.clear()
+    assert_same(stayed, spilt)
+    assert stayed_bytes == pytest.approx(spilt_bytes, rel=0.05)
 
 
-def test_a_retry_attaches_to_the_call_whose_caller_left():
-    async def test():
-        script = Script()
-        async with gateway(script) as here:
-            session = await here.open_session("a")
-            call = ask(user("hello"))
-            await left_while_sampling(session, script, call)
-            script.gate.set()
-            again = await session.begin(ask(user("hello"), stream=True))
-            texts = [delta.text async for delta in again.deltas()]
-            [answer] = await again.answers()
-            assert (script.asked, again.answer_ids, "".join(texts)) == (1, (answer.id,), answer.content)
-            again.leave()
-            assert await session.answer(call) == (answer,)
-            [sibling] = await session.answer(call)
-            assert sibling.id != answer.id
-            assert len(await session.trajectory()) == script.asked == 2
-
-    run(test())
+async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
+    script = Script(renderer)
+    async with script.gateway() as here:
+        session = await here.open_session("a")
+        call = ask(user("hello"))
+        await left_while_sampling(session, script, call)
+        script.gate.set()
+        again = await session.begin(ask(user("hello"), stream=True))
+        texts = [delta.text async for delta in again.deltas()]
+        [answer] = await again.answers()
+        assert (script.asked, again.answer_ids, "".join(texts)) == (1, (answer.id,), answer.content)
+        again.leave()
+        assert await session.answer(call) == (answer,)
+        [sibling] = await session.answer(call)
+        assert sibling.id != answer.id
+        assert len(await session.trajectory()) == script.asked == 2
 
 
-def test_equal_calls_side_by_side_are_siblings():
-    async def test():
-        script = Script()
-        async with gateway(script) as here:
-            session = await here.open_session("a")
-            pairs = await asyncio.gather(*(session.answer(ask(user("hello"))) for _ in range(3)))
-            assert len({answer.id for [answer] in pairs}) == len(await session.trajectory()) == 3
-
-    run(test())
+async def test_equal_calls_side_by_side_are_siblings(renderer):
+    script = Script(renderer)
+    async with script.gateway() as here:
+        session = await here.open_session("a")
+        pairs = await asyncio.gather(*(session.answer(ask(user("hello"))) for _ in range(3)))
+        assert len({answer.id for [answer] in pairs}) == len(await session.trajectory()) == 3
 
 
-def test_a_retry_after_a_restart_gets_the_recorded_answer(tmp_path):
-    async def test():
-        out, call = tmp_path / "out.mmr", ask(user("hello"), n=2)
-        async with gateway(Script(), out=out) as here:
-            session = await here.open_session("a")
-            answers = await left_while_sent(session, call)
-        script = Script()
-        async with gateway(script, out=out) as here:
-            session = await here.session("a")
-            assert await session.answer(call) == answers
-            assert script.asked == 0
-            await session.answer(call)
-            assert script.asked == 2
-
-    run(test())
+async def test_a_retry_after_a_restart_gets_the_recorded_answer(renderer, tmp_path):
+    out, call = tmp_path / "out.mmr", ask(user("hello"), n=2)
+    async with Script(renderer).gateway(out) as here:
+        session = await here.open_session("a")
+        answers = await left_while_sent(session, call)
+    script = Script(renderer)
+    async with script.gateway(out) as here:
+        session = await here.session("a")
+        assert await session.answer(call) == answers
+        assert script.asked == 0
+        await session.answer(call)
+        assert script.asked == 2
 
 
-def test_an_idempotency_key_gets_one_answer_also_after_delivery(tmp_path):
-    async def test():
-        out, call = tmp_path / "out.mmr", ask(user("hello"), idempotency_key="k")
-        async with gateway(Script(), out=out) as here:
-            session = await here.open_session("a")
-            first, second = await asyncio.gather(session.answer(call), session.answer(call))
-            assert first == second
-            assert await session.answer(call) == first
-            with pytest.raises(InputError, match="another request has this idempotency key"):
-                await session.answer(ask(user("other"), idempotency_key="k"))
-        async with gateway(Script(), out=out) as here:
-            assert await (await here.session("a")).answer(call) == first
-
-    run(test())
+async def test_an_idempotency_key_gets_one_answer_also_after_delivery(renderer, tmp_path):
+    out, call = tmp_path / "out.mmr", ask(user("hello"), idempotency_key="k")
+    async with Script(renderer).gateway(out) as here:
+        session = await here.open_session("a")
+        first, second = await asyncio.gather(session.answer(call), session.answer(call))
+        assert first == second
+        assert await session.answer(call) == first
+        with pytest.raises(InputError, match="another request has this idempotency key"):
+            await session.answer(ask(user("other"), idempotency_key="k"))
+    async with Script(renderer).gateway(out) as here:
+        assert await (await here.session("a")).answer(call) == first
 
 
-def test_a_call_that_nobody_comes_back_for_is_given_up():
-    async def test():
-        script = Script()
-        async with gateway(script, settings=GatewaySettings(retry_seconds=0.05)) as here:
-            session = await here.open_session("a")
-            await left_while_sampling(session, script, ask(user("hello")))
-            assert session.is_busy
-            await until(lambda: not session.is_busy and not script.running)
-            assert session.incomplete == "a caller left before its answer was sampled"
-            script.gate.set()
+async def test_a_call_that_nobody_comes_back_for_is_given_up(renderer):
+    script = Script(renderer)
+    async with script.gateway(settings=GatewaySettings(retry_seconds=0.05)) as here:
+        session = await here.open_session("a")
+        await left_while_sampling(session, script, ask(user("hello")))
+        assert session.is_busy
+        await until(lambda: not session.is_busy and not script.running)
+        assert session.incomplete == "a caller left before its answer was sampled"
+        script.gate.set()
+        await session.answer(ask(user("hello")))
+        assert session.incomplete is None
+
+
+async def test_a_failed_call_is_lost_until_it_is_answered_and_a_refused_one_is_not(renderer, tmp_path):
+    script, out = Script(renderer), tmp_path / "out.mmr"
+    async with script.gateway(out) as here:
+        session = await here.open_session("a")
+        script.fault = PromptTooLongError(9, 8)
+        with pytest.raises(PromptTooLongError):
+            await session.answer(ask(user("long")))
+        assert session.incomplete is None
+        script.fault = EngineConnectionError("the connection broke")
+        with pytest.raises(EngineConnectionError):
             await session.answer(ask(user("hello")))
-            assert session.incomplete is None
-
-    run(test())
-
-
-def test_a_failed_call_is_lost_until_it_is_answered_and_a_refused_one_is_not(tmp_path):
-    async def test():
-        script, out = Script(), tmp_path / "out.mmr"
-        async with gateway(script, out=out) as here:
-            session = await here.open_session("a")
-            script.fault = PromptTooLongError(9, 8)
-            with pytest.raises(PromptTooLongError):
-                await session.answer(ask(user("long")))
-            assert session.incomplete is None
-            script.fault = EngineConnectionError("the connection broke")
-            with pytest.raises(EngineConnectionError):
-                await session.answer(ask(user("hello")))
-            assert session.incomplete == "a call failed: the connection broke"
-            assert len(await session.trajectory()) == 0
-            await session.spill()
-        async with gateway(script, out=out) as here:
-            session = await here.session("a")
-            await Agent(session).turn("other")
-            await session.finish(reward=1.0)
-        [[tree]] = TrajectoryReader(out)
-        assert tree.error == "the session is incomplete: a call failed: the connection broke"
-        assert tree.extra == {"incomplete": "a call failed: the connection broke"}
-        assert tree.reward == 1.0
-
-    run(test())
+        assert session.incomplete == "a call failed: the connection broke"
+        assert len(await session.trajectory()) == 0
+        await session.spill()
+    async with script.gateway(out) as here:
+        session = await here.session("a")
+        await Agent(session).turn("other")
+        await session.finish(reward=1.0)
+    [[tree]] = TrajectoryReader(out)
+    assert tree.error == "the session is incomplete: a call failed: the connection broke"
+    assert tree.extra == {"incomplete": "a call failed: the connection broke"}
+    assert tree.reward == 1.0
 
 
-def test_finished_sessions_leave_once_and_take_no_more_calls(tmp_path):
-    async def test():
-        script, out = Script(), tmp_path / "out.mmr"
-        async with gateway(script, out=out) as here:
-            agent = Agent(await here.open_session("a", group="g", metadata={"level": 3}))
-            read = asyncio.ensure_future(anext(here.finished()))
-            await asyncio.sleep(0)
-            await agent.turn("hello", 1)
-            script.gate.clear()
-            running = asyncio.ensure_future(agent.session.answer(ask(user("late"))))
-            await until(lambda: script.running)
-            ends = [asyncio.ensure_future(agent.session.finish()) for _ in range(2)]
-            await asyncio.sleep(0)
-            with pytest.raises(SessionClosedError, match="got a session that is closing"):
-                await agent.session.answer(ask(user("later")))
-            script.gate.set()
-            await running
-            await asyncio.gather(*ends)
-            assert await agent.session.wait() == "finished"
-            tree = await read
-            assert (tree.trajectory_id, len(tree), tree.error) == ("a", 2, None)
-            assert tree.extra == {"group": "g", "metadata": {"level": 3}}
-            with pytest.raises(SessionClosedError):
-                await here.session("a")
-            with pytest.raises(SessionClosedError):
-                here.session_of_key(agent.session.api_key)
-            with pytest.raises(SessionUnknownError):
-                await here.session("b")
-            assert not list(here._store.folder.iterdir())
-        assert received_ids(out) == ["a"]
-        async with gateway(script, out=out) as here:
-            with pytest.raises(SessionClosedError):
-                await here.open_session("a")
-        assert received_ids(out) == ["a"]
-
-    run(test())
-
-
-def test_an_answer_that_nobody_received_is_marked():
-    async def test():
-        settings = GatewaySettings(stop_seconds=0.05)
-        async with gateway(Script(), settings=settings) as here:
-            session = await here.open_session("a")
-            [first] = await left_while_sent(session, ask(user("one")))
-            # The agent goes on from the first answer, so it was received.
-            await left_while_sent(session, ask(user("one"), said(first), user("two")))
-            await session.finish()
-            tree = await anext(here.finished())
-            assert [step.extra["gateway"].get("undelivered") for step in tree.steps] == [None, True]
-
-    run(test())
-
-
-def test_an_abandoned_session_leaves_nothing(tmp_path):
-    async def test():
-        script, out = Script(), tmp_path / "out.mmr"
-        async with gateway(script, out=out) as here:
-            session = await here.open_session("a")
-            await Agent(session).turn("hello")
-            script.gate.clear()
-            running = asyncio.ensure_future(session.answer(ask(user("late"))))
-            await until(lambda: script.running)
-            await session.abandon("the environment broke")
-            with pytest.raises(SessionClosedError, match="the call was given up"):
-                await running
-            assert await session.wait() == "abandoned"
-            assert not list(here._store.folder.iterdir())
-        assert received_ids(out) == []
-
-    run(test())
-
-
-def test_budgets():
-    async def test():
-        async with gateway(Script()) as here:
-            agent = Agent(await here.open_session(max_turns=2))
-            await agent.turn("one")
-            await agent.turn("two")
-            with pytest.raises(SessionBudgetError, match="the session's turns are used up"):
-                await agent.turn("three")
-            agent = Agent(await here.open_session(max_tokens=5))
-            await agent.turn("one")
-            with pytest.raises(SessionBudgetError, match="tokens"):
-                await agent.turn("two")
-            session = await here.open_session(max_turns=3)
-            both = await asyncio.gather(
-                *(session.answer(ask(user("hello"), n=2)) for _ in range(3)), return_exceptions=True
-            )
-            assert [isinstance(each, SessionBudgetError) for each in both] == [False, True, True]
-
-    run(test())
-
-
-def test_rewards_of_sessions_steps_and_responses():
-    async def test():
-        async with gateway(Script()) as here:
-            agent = Agent(await here.open_session("a"))
-            first, second = await agent.turn("one"), await agent.turn("two")
-            await agent.session.reward(0.25)
-            await agent.session.reward(1.0, step=first.step)
-            await agent.session.reward([0.5] * len(second.token_ids), response_id=f"resp_{second.id}")
-            await agent.session.spill()
-            for arguments, error in (
-                ({"value": 1.0, "step": 2}, InputError),
-                ({"value": 1.0, "response_id": "resp_x"}, InputError),
-                ({"value": [1.0, 2.0], "step": 0}, TrajectoryError),
-                ({"value": float("nan")}, TrajectoryError),
-            ):
-                with pytest.raises(error):
-                    await agent.session.reward(**arguments)
-            tree = await agent.session.trajectory()
-            assert (tree.reward, tree.steps[0].reward) == (0.25, 1.0)
-            assert tree.steps[1].reward.tolist() == [0.5] * len(second.token_ids)
-
-    run(test())
-
-
-def test_a_turn_that_could_not_be_written_is_not_answered(monkeypatch):
-    async def test():
-        script = Script()
-        async with gateway(script) as here:
-            session = await here.open_session("a")
-            writer = here._store.writer
-            full = {"is": False}
-
-            class Full:
-                def append(self, record):
-                    if full["is"] and "piece" in record:
-                        raise OSError("no space left on device")
-                    return writer(session.file.path).append(record)
-
-            monkeypatch.setattr(here._store, "writer", lambda path: Full())
-            full["is"] = True
-            with pytest.raises(OSError, match="no space"):
-                await session.answer(ask(user("hello")))
-            full["is"] = False
-            [answer] = await session.answer(ask(user("hello")))
-            assert (script.asked, answer.step) == (1, 0)
-            await session.spill()
-            assert session.nbytes == 0
-            assert len(await session.trajectory()) == 1
-
-    run(test())
-
-
-def test_names():
-    async def test():
-        async with gateway(Script()) as here:
+async def test_finished_sessions_leave_once_and_take_no_more_calls(renderer, tmp_path):
+    script, out = Script(renderer), tmp_path / "out.mmr"
+    async with script.gateway(out) as here:
+        agent = Agent(await here.open_session("a", group="g", metadata={"level": 3}))
+        read = asyncio.ensure_future(anext(here.finished()))
+        await asyncio.sleep(0)
+        await agent.turn("hello", 1)
+        script.gate.clear()
+        running = asyncio.ensure_future(agent.session.answer(ask(user("late"))))
+        await until(lambda: script.running)
+        ends = [asyncio.ensure_future(agent.session.finish()) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(SessionClosedError, match="got a session that is closing"):
+            await agent.session.answer(ask(user("later")))
+        script.gate.set()
+        await running
+        await asyncio.gather(*ends)
+        assert await agent.session.wait() == "finished"
+        tree = await read
+        assert (tree.trajectory_id, len(tree), tree.error) == ("a", 2, None)
+        assert tree.extra == {"group": "g", "metadata": {"level": 3}}
+        with pytest.raises(SessionClosedError):
+            await here.session("a")
+        with pytest.raises(SessionClosedError):
+            here.session_of_key(agent.session.api_key)
+        with pytest.raises(SessionUnknownError):
+            await here.session("b")
+        assert not list(here._store.folder.iterdir())
+    assert received_ids(out) == ["a"]
+    async with script.gateway(out) as here:
+        with pytest.raises(SessionClosedError):
             await here.open_session("a")
-            for name in ("a", "../a", "", "a b", "x" * 129):
-                with pytest.raises(InputError):
-                    await here.open_session(name)
-            with pytest.raises(InputError, match="not plain data"):
-                await here.open_session(metadata={"x": object()})
-
-    run(test())
+    assert received_ids(out) == ["a"]
 
 
-def test_sessions_that_nobody_calls_leave_memory_and_expire():
-    async def test():
-        settings = GatewaySettings(idle_seconds=0.05, expire_seconds=0.4)
-        async with gateway(Script(), settings=settings) as here:
-            agent = Agent(await here.open_session("a"))
+async def test_an_answer_that_nobody_received_is_marked(renderer):
+    settings = GatewaySettings(stop_seconds=0.05)
+    async with Script(renderer).gateway(settings=settings) as here:
+        session = await here.open_session("a")
+        [first] = await left_while_sent(session, ask(user("one")))
+        # The agent goes on from the first answer, so it was received.
+        await left_while_sent(session, ask(user("one"), said(first), user("two")))
+        await session.finish()
+        tree = await anext(here.finished())
+        assert [step.extra["gateway"].get("undelivered") for step in tree.steps] == [None, True]
+
+
+async def test_an_abandoned_session_leaves_nothing(renderer, tmp_path):
+    script, out = Script(renderer), tmp_path / "out.mmr"
+    async with script.gateway(out) as here:
+        session = await here.open_session("a")
+        await Agent(session).turn("hello")
+        script.gate.clear()
+        running = asyncio.ensure_future(session.answer(ask(user("late"))))
+        await until(lambda: script.running)
+        await session.abandon("the environment broke")
+        with pytest.raises(SessionClosedError, match="the call was given up"):
+            await running
+        assert await session.wait() == "abandoned"
+        assert not list(here._store.folder.iterdir())
+    assert received_ids(out) == []
+
+
+async def test_budgets(renderer):
+    async with Script(renderer).gateway() as here:
+        agent = Agent(await here.open_session(max_turns=2))
+        await agent.turn("one")
+        await agent.turn("two")
+        with pytest.raises(SessionBudgetError, match="the session's turns are used up"):
+            await agent.turn("three")
+        agent = Agent(await here.open_session(max_tokens=5))
+        await agent.turn("one")
+        with pytest.raises(SessionBudgetError, match="tokens"):
+            await agent.turn("two")
+        session = await here.open_session(max_turns=3)
+        both = await asyncio.gather(
+            *(session.answer(ask(user("hello"), n=2)) for _ in range(3)), return_exceptions=True
+        )
+        assert [isinstance(each, SessionBudgetError) for each in both] == [False, True, True]
+
+
+async def test_rewards_of_sessions_steps_and_responses(renderer):
+    async with Script(renderer).gateway() as here:
+        agent = Agent(await here.open_session("a"))
+        first, second = await agent.turn("one"), await agent.turn("two")
+        await agent.session.reward(0.25)
+        await agent.session.reward(1.0, step=first.step)
+        await agent.session.reward([0.5] * len(second.token_ids), response_id=f"resp_{second.id}")
+        await agent.session.spill()
+        for arguments, error in (
+            ({"value": 1.0, "step": 2}, InputError),
+            ({"value": 1.0, "response_id": "resp_x"}, InputError),
+            ({"value": [1.0, 2.0], "step": 0}, TrajectoryError),
+            ({"value": float("nan")}, TrajectoryError),
+        ):
+            with pytest.raises(error):
+                await agent.session.reward(**arguments)
+        tree = await agent.session.trajectory()
+        assert (tree.reward, tree.steps[0].reward) == (0.25, 1.0)
+        assert tree.steps[1].reward.tolist() == [0.5] * len(second.token_ids)
+
+
+async def test_a_turn_that_could_not_be_written_is_not_answered(renderer, monkeypatch):
+    script = Script(renderer)
+    async with script.gateway() as here:
+        session = await here.open_session("a")
+        writer = here._store.writer
+        full = {"is": False}
+
+        class Full:
+            def append(self, record):
+                if full["is"] and "piece" in record:
+                    raise OSError("no space left on device")
+                return writer(session.file.path).append(record)
+
+        monkeypatch.setattr(here._store, "writer", lambda path: Full())
+        full["is"] = True
+        with pytest.raises(OSError, match="no space"):
+            await session.answer(ask(user("hello")))
+        full["is"] = False
+        [answer] = await session.answer(ask(user("hello")))
+        assert (script.asked, answer.step) == (1, 0)
+        await session.spill()
+        assert session.nbytes == 0
+        assert len(await session.trajectory()) == 1
+
+
+async def test_names(renderer):
+    async with Script(renderer).gateway() as here:
+        await here.open_session("a")
+        for name in ("a", "../a", "", "a b", "x" * 129):
+            with pytest.raises(InputError):
+                await here.open_session(name)
+        with pytest.raises(InputError, match="not plain data"):
+            await here.open_session(metadata={"x": object()})
+
+
+async def test_sessions_that_nobody_calls_leave_memory_and_expire(renderer):
+    settings = GatewaySettings(idle_seconds=0.05, expire_seconds=0.4)
+    async with Script(renderer).gateway(settings=settings) as here:
+        agent = Agent(await here.open_session("a"))
+        await agent.turn("hello", 1)
+        agent.session.used -= 0.1
+        await here._look()
+        assert (agent.session.nbytes, agent.session.state) == (0, "open")
+        agent.session.used -= 1
+        await here._look()
+        tree = await anext(here.finished())
+        assert tree.error == "the session is incomplete: no call came for 0.4 s"
+
+
+async def test_idle_sessions_over_the_budget_of_bytes_leave_memory(renderer):
+    async with Script(renderer).gateway(settings=GatewaySettings(memory_bytes=70_000)) as here:
+        agents = [Agent(await here.open_session(name)) for name in "abc"]
+        for agent in agents:
             await agent.turn("hello", 1)
-            agent.session.used -= 0.1
-            await here._look()
-            assert (agent.session.nbytes, agent.session.state) == (0, "open")
-            agent.session.used -= 1
-            await here._look()
-            tree = await anext(here.finished())
-            assert tree.error == "the session is incomplete: no call came for 0.4 s"
-
-    run(test())
+        assert 35_000 < agents[0].session.nbytes < 70_000
+        await here._look()
+        assert [agent.session.nbytes > 0 for agent in agents] == [False, False, True]
 
 
-def test_idle_sessions_over_the_budget_of_bytes_leave_memory():
-    async def test():
-        async with gateway(Script(), settings=GatewaySettings(memory_bytes=20_000)) as here:
-            agents = [Agent(await here.open_session(name)) for name in "abc"]
-            for agent in agents:
-                await agent.turn("hello", 1)
-            assert 18_000 < agents[0].session.nbytes < 20_000
-            await here._look()
-            assert [agent.session.nbytes > 0 for agent in agents] == [False, True, True]
-
-    run(test())
-
-
-def test_owners_see_their_own_sessions():
-    async def test():
-        async with gateway(Script(), settings=GatewaySettings(max_sessions=2)) as here:
-            mine = await here.session("a", "me", open=True)
-            assert await here.session("a", "me") is await here.session("a") is mine
-            await here.open_session("b", owner="you")
-            for arguments in ({"name": "b", "owner": "me"}, {"name": "c", "owner": "me"}):
-                with pytest.raises(SessionUnknownError):
-                    await here.session(**arguments)
-            with pytest.raises(InputError, match="has this name already"):
-                await here.session("b", "me", open=True)
-            await here.session("c", "me", open=True)
-            with pytest.raises(SessionLimitError):
-                await here.session("d", "me", open=True)
-            assert [each.name for each in here.sessions("me")] == ["a", "c"]
-
-    run(test())
+async def test_owners_see_their_own_sessions(renderer):
+    async with Script(renderer).gateway(settings=GatewaySettings(max_sessions=2)) as here:
+        mine = await here.session("a", "me", open=True)
+        assert await here.session("a", "me") is await here.session("a") is mine
+        await here.open_session("b", owner="you")
+        for arguments in ({"name": "b", "owner": "me"}, {"name": "c", "owner": "me"}):
+            with pytest.raises(SessionUnknownError):
+                await here.session(**arguments)
+        with pytest.raises(InputError, match="has this name already"):
+            await here.session("b", "me", open=True)
+        await here.session("c", "me", open=True)
+        with pytest.raises(SessionLimitError):
+            await here.session("d", "me", open=True)
+        assert [each.name for each in here.sessions("me")] == ["a", "c"]
 
 
-def test_a_description_is_plain():
-    async def test():
-        async with gateway(Script()) as here:
-            agent = Agent(await here.open_session("a", group="g", sampling_params={"temperature": 1.0}))
-            await agent.turn("hello")
-            await agent.session.spill()
-            plain = json.loads(json.dumps(agent.session.describe()))
-            assert {key: plain[key] for key in ("name", "state", "group", "steps", "tokens", "running")} == {
-                "name": "a",
-                "state": "open",
-                "group": "g",
-                "steps": 1,
-                "tokens": 9,
-                "running": 0,
-            }
-            assert agent.session.api_key not in str(plain)
-
-    run(test())
+async def test_a_description_is_plain(renderer):
+    async with Script(renderer).gateway() as here:
+        agent = Agent(await here.open_session("a", group="g", sampling_params={"temperature": 1.0}))
+        await agent.turn("hello")
+        await agent.session.spill()
+        plain = json.loads(json.dumps(agent.session.describe()))
+        assert {key: plain[key] for key in ("name", "state", "group", "steps", "tokens", "running")} == {
+            "name": "a",
+            "state": "open",
+            "group": "g",
+            "steps": 1,
+            "tokens": 6,
+            "running": 0,
+        }
+        assert agent.session.api_key not in str(plain)
