@@ -63,6 +63,12 @@ def shared_images() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_agents() -> Path:
+    """Folder of recorded requests of agents; skips where it is missing."""
+    return _shared("agents") / "requests"
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration's model directory, weights included."""
     from mmrender.testing.tiny_model import build_tiny_model

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, Delta, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
@@ -22,7 +23,7 @@ from mmrender.gateway.reading import (
     read_content,
     read_fields,
     read_origin,
-    structure,
+    set_structure,
 )
 from mmrender.gateway.writing import COMMENT, Shown, event, is_cut, openai_error, openai_logprobs, total_usage
 from mmrender.messages import Message, Role, ToolCall
@@ -89,7 +90,7 @@ class _Request(Strict, kw_only=True):
     verbosity: Any = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
+    continue_final_message: bool = False
 
 
 class _ToolCall(Strict, kw_only=True):
@@ -142,6 +143,8 @@ class Chat:
         request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
         if not request.messages:
             raise InputError("must be a list of one or more messages", where="messages")
+        if request.continue_final_message:
+            raise InputError("an answer cannot be continued", where="continue_final_message")
         if not 1 <= request.n <= MAX_ANSWERS:
             raise InputError(f"must be from 1 to {MAX_ANSWERS}", where="n")
         tools = (
@@ -151,6 +154,7 @@ class Chat:
         )
         choice, forced = _choice(request.tool_choice)
         check_choice(tools, choice, forced, "tool_choice")
+        _set_params(params, request)
         options = request.stream_options
         notes = [name for name in ("verbosity",) if getattr(request, name) is not None]
         thinking = request.enable_thinking
@@ -170,7 +174,7 @@ class Chat:
             tool_choice=choice,
             forced_tool=forced,
             parallel_tool_calls=request.parallel_tool_calls,
-            sampling_params={**params, **_params(request)},
+            sampling_params=check_sampling_params(params),
             template_arguments=request.chat_template_kwargs,
             thinking=thinking,
             stream=request.stream,
@@ -297,19 +301,17 @@ def _choice(choice: str | Mapping[str, Any]) -> tuple[ToolChoice, str | None]:
     return "required", convert(choice, _NamedTool, "tool_choice").function.name
 
 
-def _params(request: _Request) -> dict[str, Any]:
-    """Sampling parameters that only this protocol spells so."""
+def _set_params(params: dict[str, Any], request: _Request) -> None:
+    """Set the sampling parameters that only this protocol spells so."""
     if request.top_logprobs is not None and not (request.logprobs and 0 <= request.top_logprobs <= 20):
         raise InputError("must be from 0 to 20, with logprobs=true", where="top_logprobs")
-    params: dict[str, Any] = {}
     budgets = [each for each in (request.max_tokens, request.max_completion_tokens) if each is not None]
     if budgets:
         params["max_tokens"] = min(budgets)
     if request.response_format is not None:
         wanted = request.response_format
         schema = None if wanted.json_schema is None else wanted.json_schema.schema
-        params |= structure(wanted.type, schema, "response_format")
-    return params
+        set_structure(params, wanted.type, schema, "response_format")
 
 
 def _head(call: Call, answer_id: str, created: int, kind: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from mmrender.client.sampling import check_sampling_params
 from mmrender.client.types import Usage
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, ProtocolName, ToolChoice
@@ -21,7 +22,7 @@ from mmrender.gateway.reading import (
     read_content,
     read_fields,
     read_origin,
-    structure,
+    set_structure,
 )
 from mmrender.gateway.writing import Blocks, Field, event, is_cut, total_usage
 from mmrender.messages import Message, ToolCall
@@ -38,7 +39,9 @@ REFUSED: Final[Mapping[str, str]] = {
     "fallback_credit_token": "Leave it out",
     "fallbacks": "Leave it out",
     "mcp_servers": "Let the agent call the servers, and give the model their tools",
+    "max_completion_tokens": "Use max_tokens",
     "prefill": "End the conversation with a user message",
+    "stop": "Use stop_sequences",
     "thread": "Send the whole conversation in messages",
 }
 """Known fields that are not supported, and a way out for each."""
@@ -149,12 +152,7 @@ class Messages:
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
-        request, params = read_fields(
-            {name: value for name, value in body.items() if name != "stop"},
-            _Request,
-            ignored=IGNORED,
-            refused=REFUSED,
-        )
+        request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
         reader = _Reader()
         messages = reader.conversation(request)
         tools = reader.tools(request.tools)
@@ -168,7 +166,7 @@ class Messages:
         if output.effort is not None:
             reader.note("output_config.effort")
         if format_ := output.format or request.output_format:
-            params |= structure(format_.type, format_.schema, "output_config.format")
+            set_structure(params, format_.type, format_.schema, "output_config.format")
         if request.stop_sequences:
             params["stop"] = request.stop_sequences
         thinking = request.thinking
@@ -184,7 +182,7 @@ class Messages:
             tool_choice=named,
             forced_tool=forced,
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            sampling_params={**params, "max_tokens": request.max_tokens},
+            sampling_params=check_sampling_params({**params, "max_tokens": request.max_tokens}),
             thinking=None if thinking is None else _THINKING.get(thinking.type),
             stream=request.stream,
             with_usage=True,

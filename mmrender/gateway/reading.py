@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from mmrender.client.sampling import PARAMETERS, check_sampling_params
+from mmrender.client.sampling import PARAMETERS
 from mmrender.content.parts import normalize_part
 from mmrender.content.tools import parse_arguments
 from mmrender.content.values import describe, member, one_of
@@ -33,7 +33,7 @@ MAX_ANSWERS: Final = 128
 """Maximum number of answers of one request."""
 
 _REMOTE: Final = ("data:", "http://", "https://")
-_UNKNOWN_FIELD: Final = re.compile(r"Object contains unknown field `(.*)`")
+_FIELD_PROBLEM: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`")
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,9 +61,9 @@ def convert(value: Any, form: type[FormT], where: str = "", *, error: type[Input
     except msgspec.ValidationError as failure:
         problem, _, path = str(failure).partition(" - at ")
         path = path.strip("`").removeprefix("$").removeprefix("." if not where else "")
-        if unknown := _UNKNOWN_FIELD.fullmatch(problem):
-            place = member(where + path, unknown[1]).removeprefix(".")
-            raise error("unknown field", where=place) from failure
+        if match := _FIELD_PROBLEM.fullmatch(problem):
+            problem = "unknown field" if match[1] == "contains unknown" else "is missing"
+            raise error(problem, where=member(where + path, match[2]).removeprefix(".")) from failure
         raise error(problem, where=where + path or None) from failure
 
 
@@ -73,7 +73,6 @@ def read_fields(
     *,
     ignored: Iterable[str],
     refused: Mapping[str, str],
-    sampling: Iterable[str] = SAMPLING,
 ) -> tuple[FormT, dict[str, Any]]:
     """Read the fields of a body. A field that is null counts as absent.
 
@@ -81,25 +80,23 @@ def read_fields(
         body: The decoded body.
         form: Form of the fields that the protocol reads.
         ignored: Fields that do not change the answer.
-        refused: What to do instead, for fields that are known and not supported.
-        sampling: Sampling parameters that the body may have under their own names.
+        refused: A way out for each field that is known and not supported.
 
     Returns:
-        The fields, and the sampling parameters.
+        The fields, and the sampling parameters, unchecked.
 
     Raises:
         InputError: A field is unknown, refused or malformed.
-        SamplingParameterError: A sampling parameter has an unusable value.
     """
     fields = {name: value for name, value in body.items() if value is not None}
     own = set(form.__struct_fields__)
-    sampled = frozenset(sampling) - own
+    sampled = SAMPLING - own - refused.keys()
     for name in sorted(fields.keys() - own - sampled - set(ignored)):
         if name in refused:
             raise InputError("this field is not supported", where=name, remedy=refused[name])
         raise InputError("unknown field of this request", where=name)
     request = convert({name: value for name, value in fields.items() if name in own}, form)
-    return request, check_sampling_params({name: fields[name] for name in sampled & fields.keys()})
+    return request, {name: fields[name] for name in sorted(sampled & fields.keys())}
 
 
 # --- messages ---
@@ -219,21 +216,24 @@ class JSONSchema(Strict, kw_only=True):
     strict: bool | None = None
 
 
-def structure(kind: str, schema: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """Return the sampling parameters for an answer of this form.
+def set_structure(params: dict[str, Any], kind: str, schema: Mapping[str, Any] | None, where: str) -> None:
+    """Set the sampling parameters for an answer of this form.
 
     Raises:
-        InputError: The form is unknown, or lacks its schema.
+        InputError: The form is unknown, lacks its schema, or is set already.
     """
-    if kind == "text":
-        return {}
+    wanted: dict[str, Any] = {}
     if kind == "json_object":
-        return {"structured_outputs": {"json_object": True}}
-    if kind == "json_schema" and schema is not None:
-        return {"structured_outputs": {"json": schema}}
-    raise InputError(
-        "must be of type text, json_object, or json_schema with a schema", where=where, got=repr(kind)
-    )
+        wanted = {"json_object": True}
+    elif kind == "json_schema" and schema is not None:
+        wanted = {"json": schema}
+    elif kind != "text":
+        expected = "text, json_object, or json_schema with a schema"
+        raise InputError("unknown form of an answer", where=where, expected=expected, got=repr(kind))
+    if wanted and "structured_outputs" in params:
+        raise InputError("the form of the answer is set twice", where=where)
+    if wanted:
+        params["structured_outputs"] = wanted
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

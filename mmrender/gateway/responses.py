@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
@@ -20,7 +21,7 @@ from mmrender.gateway.reading import (
     read_content,
     read_fields,
     read_origin,
-    structure,
+    set_structure,
 )
 from mmrender.gateway.writing import (
     COMMENT,
@@ -42,8 +43,12 @@ IGNORED: Final = frozenset({
 """Fields that do not change the answer. A prompt that is too long is refused, whatever `truncation` says."""
 
 REFUSED: Final[Mapping[str, str]] = {
+    "access_programs": "Leave it out",
+    "background_options": "Leave it out",
     "context_management": "The agent compacts its own history",
     "conversation": "Send the whole conversation in input",
+    "image": "Answers are text",
+    "max_tokens": "Use max_output_tokens",
     "moderation": "Leave it out",
     "previous_response_id": "Send the whole conversation in input, as with store=false",
     "prompt": "Send its text in instructions or input",
@@ -183,7 +188,7 @@ class Responses:
             params["max_tokens"] = request.max_output_tokens
         if request.text is not None:
             if format_ := request.text.format:
-                params |= structure(format_.type, format_.schema, "text.format")
+                set_structure(params, format_.type, format_.schema, "text.format")
             if request.text.verbosity is not None:
                 notes["text.verbosity"] = None
         effort = request.reasoning and request.reasoning.effort
@@ -197,7 +202,7 @@ class Responses:
             tool_choice=choice,
             forced_tool=forced,
             parallel_tool_calls=request.parallel_tool_calls,
-            sampling_params=params,
+            sampling_params=check_sampling_params(params),
             template_arguments=request.chat_template_kwargs,
             thinking=False if effort == "none" else None,
             stream=request.stream,

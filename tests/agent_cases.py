@@ -1,0 +1,186 @@
+"""Answers, recorded requests, and official clients that talk to a protocol without a network."""
+
+import base64
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+
+from kit import blocks, encoded
+from mmrender.client.types import Usage
+from mmrender.gateway.call import AgentProtocol, Answer, AnswerCall, Call, Delta
+from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.gateway.reading import SAMPLING
+from mmrender.messages import Message, ToolCall
+
+PICTURE = base64.b64encode(encoded(blocks(0, 8, 8))).decode()
+PICTURE_URL = f"data:image/png;base64,{PICTURE}"
+
+LOOK = AnswerCall("call_A1", "look", '{"at": 3, "why":"café"}')
+GO = AnswerCall("call_A2", "go", '{"d":null,"b":1e3}')
+
+
+def answer(
+    content: str = "  Four legs.\n", *, id: str = "aB3" * 8, calls: Sequence[AnswerCall] = (), **fields: Any
+) -> Answer:
+    """An answer of the gateway."""
+    return Answer(
+        **{
+            "id": id,
+            "created": 1_790_000_000,
+            "step": 0,
+            "reasoning": None,
+            "content": content,
+            "calls": tuple(calls),
+            "finish_reason": "tool_calls" if calls else "stop",
+            "stop": None,
+            "usage": Usage(100, 7, 64),
+            "token_ids": (5, 6),
+            "logprobs": (-0.5, -1.5),
+            **fields,
+        }
+    )
+
+
+ANSWERS = {
+    "text": answer(),
+    "empty": answer(""),
+    "thought": answer(reasoning=" Let me\nlook. "),
+    "only thought": answer("", reasoning="Hm"),
+    "call": answer("", calls=[LOOK]),
+    "all": answer("I look, and go. 😀", reasoning="Two at once.", calls=[LOOK, GO]),
+    "cut": answer("Once upon", finish_reason="length"),
+    "cut in thought": answer("", reasoning="Once upon", finish_reason="length"),
+}
+
+
+def message_of(answer: Answer) -> Message:
+    """The canonical message of an answer."""
+    calls = tuple(ToolCall(call.name, msgspec.json.decode(call.arguments), call.id) for call in answer.calls)
+    content = answer.content if answer.content or not calls else None
+    return Message(role="assistant", content=content, reasoning_content=answer.reasoning, tool_calls=calls)
+
+
+def deltas(answers: Sequence[Answer], *, size: int = 3, share: float = 1.0) -> Iterator[Delta]:
+    """The answers in pieces of some characters, reasoning first. A share of each text comes before the end."""
+    for index, each in enumerate(answers):
+        for field, text in (("reasoning", each.reasoning or ""), ("content", each.content)):
+            sent = text[: int(len(text) * share)]
+            for begin in range(0, len(sent), size):
+                yield Delta(index, field, sent[begin : begin + size])
+            if share < 1:
+                break
+
+
+class Wire:
+    """A server in place of the network: it reads requests with a protocol and answers as it is told."""
+
+    def __init__(self, protocol: AgentProtocol, answers: Sequence[Answer] = (), **pieces: Any) -> None:
+        self.protocol = protocol
+        self.answers = list(answers)
+        self.pieces = pieces
+        self.calls: list[Call] = []
+        self.failure: tuple[int, str, str] | None = None
+        self.fails_in_stream = False
+
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        body = msgspec.json.decode(request.content)
+        call = self.protocol.read(body, dict(request.headers))
+        self.calls.append(call)
+        if self.failure and not self.fails_in_stream:
+            status, code, message = self.failure
+            return httpx2.Response(status, json=self.protocol.error(status, code, message, None))
+        if not call.stream:
+            return httpx2.Response(200, json=self.protocol.reply(call, self.answers))
+        events = b"".join(self.events(call))
+        return httpx2.Response(200, content=events, headers={"content-type": "text/event-stream"})
+
+    def events(self, call: Call) -> Iterator[bytes]:
+        """The events of a stream."""
+        writer = self.protocol.events(call, [each.id for each in self.answers])
+        yield writer.begin()
+        for delta in deltas(self.answers, **self.pieces):
+            yield writer.delta(delta)
+            yield writer.keep_alive()
+        yield writer.failure(*self.failure) if self.failure else writer.end(self.answers)
+
+    def client(self) -> httpx2.Client:
+        """An HTTP client whose requests come here."""
+        return httpx2.Client(transport=httpx2.MockTransport(self))
+
+
+# --- recordings ---
+
+
+def recorded(path: Path) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], Any]]:
+    """Requests of one recording: name, protocol, body, headers and the scripted reply.
+
+    Recordings are shortened. Pictures, tools and schemas are filled with stand-ins.
+    """
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        route = record["path"].split("?")[0].rpartition("/v1/")[2]
+        if record["method"] != "POST" or route not in _ROUTES:
+            continue
+        name = _ROUTES[route]
+        body = _filled(record["body"])
+        if body.get("tools"):
+            body["tools"] = [_tool(tool, name) if isinstance(tool, str) else tool for tool in body["tools"]]
+        if body.get("response_format") == {"type": "json_schema"}:
+            body["response_format"]["json_schema"] = {"name": "agent", "schema": {"type": "object"}}
+        yield f"{path.stem}-{record['n']}", PROTOCOLS[name], body, record["headers"], record["reply"]
+
+
+_ROUTES = {"chat/completions": "chat", "responses": "responses", "messages": "messages"}
+
+
+def _filled(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(item, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, key) for item in value]
+    if isinstance(value, str) and value.startswith("IMAGE "):
+        # One picture for each digest, so that equal ones stay equal.
+        data = _picture(int(value.split()[1][:6], 16))
+        return data if key == "data" else f"data:image/png;base64,{data}"
+    return value
+
+
+@functools.cache
+def _picture(seed: int) -> str:
+    return base64.b64encode(encoded(blocks(seed, 8, 8))).decode()
+
+
+def _tool(name: str, protocol: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {}}
+    if protocol == "messages":
+        return {"name": name, "description": f"Does {name}.", "input_schema": schema}
+    if protocol == "chat":
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+    if name == "web_search":
+        return {"type": "web_search", "external_web_access": True}
+    function = {"type": "function", "name": name, "strict": False, "parameters": schema}
+    if name == "multi_agent_v1":
+        inner = [{**function, "name": "spawn_agent"}]
+        return {"type": "namespace", "name": name, "description": "Agents.", "tools": inner}
+    return function
+
+
+def plain(value: Any, *dropped: str) -> Any:
+    """A client's value as JSON, without empty members and those of these names."""
+    if isinstance(value, dict):
+        members = {key: plain(item, *dropped) for key, item in value.items() if key not in dropped}
+        return {key: item for key, item in members.items() if item not in (None, "", [], {})}
+    if isinstance(value, list):
+        return [plain(item, *dropped) for item in value]
+    return value
+
+
+def unlisted(params: Any, module: Any) -> set[str]:
+    """Fields of a client's typed dict that a protocol's module does not list anywhere."""
+    names = set(params.__annotations__)
+    return names - set(module._Request.__struct_fields__) - module.IGNORED - module.REFUSED.keys() - SAMPLING
