@@ -104,7 +104,7 @@ class TextDeltas:
         return text[: max(0, len(text) - self._withheld)].rstrip()
 
     def _show(self, field: Field, text: str) -> None:
-        """Send the part of a text that has not been sent. Wait if it does not begin with the part that has."""
+        """Send the rest of a text. Wait if it does not begin with the text that has been sent."""
         shown = self._shown[field]
         if len(text) > len(shown) and text.startswith(shown):
             self._shown[field] = text

@@ -44,17 +44,16 @@ def sizes_of(draw, length):
 
 
 def run(parse, ids, sizes, **options):
-    """The deltas before the end, and all of them. The end is the parsed whole."""
+    """The deltas, and the parsed whole."""
     sent = []
     deltas = TextDeltas(parse, sent.append, **options)
     begin = 0
     for size in sizes:
         deltas.add(ids[begin : begin + size], [-1.0] * size, None)
         begin += size
-    early = list(sent)
     whole = parse(ids)
     deltas.finish(whole.reasoning_content, whole.content)
-    return early, sent, whole
+    return sent, whole
 
 
 def texts(sent, field):
@@ -81,7 +80,7 @@ def test_deltas_add_up_to_the_answer(name, is_added, data):
     def parse(token_ids):
         return case.parser.parse(token_ids, tools=TOOLS, prompt_ids=prompt)
 
-    early, sent, whole = run(parse, ids, sizes_of(data.draw, len(ids)), offers_tools=True)
+    sent, whole = run(parse, ids, sizes_of(data.draw, len(ids)), offers_tools=True)
     assert texts(sent, "content") == whole.content
     assert texts(sent, "reasoning") == (whole.reasoning_content or "")
     fields = [delta.field for delta in sent]
