@@ -56,9 +56,12 @@ class Recording:
         self.index = Index(strict=self.strict)
 
     async def ask(self, messages: Any, *, tools: Any = TOOLS, **fields: Any) -> tuple[Step, Answer]:
-        """Answer one call. Its ids must be the engine's."""
+        """Answer the call with these messages and other fields."""
         fields = {"protocol": "chat", "model": "m", "tools": tools and tuple(tools), **fields}
-        call = Call(messages=normalize_messages(messages), **fields)
+        return await self.take(Call(messages=normalize_messages(messages), **fields))
+
+    async def take(self, call: Call) -> tuple[Step, Answer]:
+        """Answer one call. Its ids must be the engine's."""
         step, answer = await take_turn(self.engine, self.trajectory, self.index, call, **self.options)
         sent = self.backend.requests[-1]
         assert step.prompt_ids.tolist() == list(sent.prompt_ids)

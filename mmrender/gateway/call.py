@@ -4,9 +4,11 @@ Protocols read a body into a `Call`, and write an `Answer` and its `Delta`s as t
 Everything between sees these values only.
 """
 
+import secrets
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from mmrender.client.types import TopLogprobs, TurnFinishReason, Usage
 from mmrender.messages import Message
@@ -14,6 +16,10 @@ from mmrender.messages import Message
 ProtocolName: TypeAlias = Literal["chat", "responses", "messages"]
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"]
+
+ID_LENGTH: Final = 24
+"""Letters and digits of an id, without its protocol's prefix."""
+_ALPHABET: Final = string.ascii_letters + string.digits
 
 Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
 """Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
@@ -207,3 +213,8 @@ class AgentProtocol(Protocol):
     def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
         """Return the body of an error."""
         ...
+
+
+def new_id() -> str:
+    """Return a unique id of letters and digits."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))

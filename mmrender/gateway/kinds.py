@@ -16,15 +16,17 @@ from typing import Any, Final
 import msgspec
 
 from mmrender.gateway.call import Call, Kind
-from mmrender.gateway.matching import Digest, Place, digest_of, folded, text_of
+from mmrender.gateway.matching import EXTRA, Digest, Place, digest_of, folded, text_of, texts_of
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 TRAINED: Final[tuple[Kind, ...]] = ("main", "subagent", "compaction")
 """Kinds that are trained on by default."""
-_MIN_SUMMARY: Final = 40
-"""Minimum length of an answer that is looked for in later conversations, in characters."""
+_MIN_ANSWER: Final = 8
+"""Minimum length of an answer that makes an equal text a repetition, in characters."""
+_MIN_QUOTED: Final = 40
+"""Minimum length of an answer that is looked for inside of texts, in characters."""
 
 
 class Root(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,24 +51,35 @@ def root_of(call: Call, place: Place, steps: Sequence[Step]) -> Root:
     """Return the facts about a call that begins a conversation."""
     systems = [text_of(message) for message in call.messages if message.role in ("system", "developer")]
     texts = [
-        text_of(message)
+        folded(part)
         for index, message in enumerate(call.messages)
         if message.role in ("user", "assistant") and index not in place.borrowed
+        for part in texts_of(message)
     ]
-    told = folded(" ".join(texts))
-    answers = (folded(_answer_text(step)) for step in steps)
     return Root(
         tools=place.tools if call.offered else None,
         system=digest_of(systems) if systems else None,
         has_form="structured_outputs" in call.sampling_params,
         repeats=bool(place.borrowed),
-        retells=any(len(answer) >= _MIN_SUMMARY and answer in told for answer in answers),
+        retells=_retells(texts, steps),
+    )
+
+
+def _retells(texts: Sequence[str], steps: Sequence[Step]) -> bool:
+    """Whether one of some texts is a recorded answer, or contains one that is long enough."""
+    whole = "\n".join(texts)
+    answers = {folded(_answer_text(step)) for step in steps}
+    return any(
+        len(answer) >= _MIN_ANSWER and (answer in texts or (len(answer) >= _MIN_QUOTED and answer in whole))
+        for answer in answers
     )
 
 
 def _answer_text(step: Step) -> str:
     content = step.new_messages[-1].get("content") if step.new_messages else None
-    return content if isinstance(content, str) else ""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 def settle_kinds(trajectory: Trajectory) -> None:
@@ -74,7 +87,8 @@ def settle_kinds(trajectory: Trajectory) -> None:
 
     A session's roots are known when it ends. Until then the kind is decided from the roots so far.
     """
-    records = {step.index: step.extra["gateway"] for step in trajectory.steps if "gateway" in step.extra}
+    extras = ((step.index, step.extra.get(EXTRA, {})) for step in trajectory.steps)
+    records = {index: record for index, record in extras if "matching" in record}
     facts = {index: record["root"] for index, record in records.items() if "root" in record}
     roots = {index: msgspec.convert(fact, Root) for index, fact in facts.items()}
     main = _main_root(records, roots)
@@ -117,7 +131,7 @@ def _kind_of_root(root: Root, main: Root | None, *, is_main: bool) -> Kind:
 
 def kind_of(step: Step) -> Kind:
     """Return the kind of a step. A step that no gateway recorded is of the main conversation."""
-    kind: Kind = step.extra.get("gateway", {}).get("kind", "main")
+    kind: Kind = step.extra.get(EXTRA, {}).get("kind", "main")
     return kind
 
 

@@ -25,21 +25,23 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.errors import InputError
-from mmrender.gateway.call import Answer, Call
+from mmrender.gateway.call import ID_LENGTH, Answer, Call
 from mmrender.messages import MediaPart, Message, TextPart
+from mmrender.trajectory.step import Step
+
+EXTRA: Final = "gateway"
+"""Key of a step's `extra` that holds the gateway's record."""
 
 Digest: TypeAlias = str
 """32 hexadecimal digits."""
 
-ID_LENGTH: Final = 24
-"""Letters and digits of an id after its prefix."""
 _CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID_LENGTH}}}(?![0-9A-Za-z])")
 _EXACT: Final = 2**53
 """Integers from here on are not exact in JavaScript, through which many agents send them."""
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Record of a step for matching. It is kept with the step, and `Index.restore` reads it.
+    """Record of a step for matching. It is kept with the step, and `Index.of` reads it.
 
     Attributes:
         tools: Digest of the offered tools.
@@ -153,6 +155,15 @@ class Index:
         self._nodes: dict[Digest, _Node] = {}
         self._by_call: dict[str, int] = {}
         self._by_answer: dict[tuple[Digest, Digest], int] = {}
+
+    @classmethod
+    def of(cls, steps: Iterable[Step], *, strict: bool = False) -> "Index":
+        """Return the index of a session's steps. Steps that no gateway recorded are left out."""
+        index = cls(strict=strict)
+        for step in steps:
+            if (record := step.extra.get(EXTRA, {}).get("matching")) is not None:
+                index.add(step.index, msgspec.convert(record, Recorded))
+        return index
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -372,12 +383,17 @@ def _arguments(value: Any) -> Any:
     return value
 
 
-def text_of(message: Message) -> str:
-    """Return the text of a message without reasoning, its parts joined."""
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message, one for each part, without reasoning."""
     content = message.content
     if isinstance(content, tuple):
-        return "".join(part.text for part in content if isinstance(part, TextPart))
-    return content or ""
+        return [part.text for part in content if isinstance(part, TextPart)]
+    return [content or ""]
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message without reasoning, its parts joined."""
+    return "".join(texts_of(message))
 
 
 def folded(text: str) -> str:

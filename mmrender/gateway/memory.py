@@ -4,15 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Final, Self
 
-import msgspec
-
 from mmrender.errors import InputError
-from mmrender.gateway.call import Answer
+from mmrender.gateway.call import ID_LENGTH, Answer
 from mmrender.gateway.kinds import settle_kinds
-from mmrender.gateway.matching import ID_LENGTH, Index, Recorded
+from mmrender.gateway.matching import Index
 from mmrender.gateway.pending import Run
 from mmrender.gateway.store import Answered, Begun, Delivered, Entry, Refused, Rewarded
-from mmrender.gateway.turn import EXTRA
 from mmrender.trajectory.pieces import TrajectoryPieces
 from mmrender.trajectory.step import check_numbers
 from mmrender.trajectory.tree import Trajectory
@@ -56,9 +53,7 @@ class SessionMemory:
             MediaError: A media item is damaged.
         """
         pieces = TrajectoryPieces.restored(name, [each.piece for each in entries if each.piece is not None])
-        index = Index(strict=strict)
-        for step in pieces.trajectory.steps:
-            index.add(step.index, msgspec.convert(step.extra[EXTRA]["matching"], Recorded))
+        index = Index.of(pieces.trajectory.steps, strict=strict)
         settle_kinds(pieces.trajectory)  # steps are written before their kinds are final
         memory = cls(pieces, index)
         memory.nbytes = sum(item.nbytes for item in pieces.trajectory.items)

@@ -13,7 +13,6 @@ from mmrender.client.engine import Engine
 from mmrender.client.generation import render_prompt
 from mmrender.client.types import Prompt
 from mmrender.content.messages import to_openai
-from mmrender.errors import InputError
 from mmrender.gateway.call import Call
 from mmrender.gateway.forms import WrittenMessages, written_for
 from mmrender.gateway.matching import Place
@@ -53,8 +52,9 @@ class CallPrompt:
     notes: tuple[str, ...] = ()
 
 
-async def make_prompt(
+async def make_prompt(  # noqa: PLR0917 - all parts of one call
     engine: Engine,
+    renderer: RendererProtocol,
     steps: Sequence[Step],
     place: Place,
     call: Call,
@@ -63,18 +63,16 @@ async def make_prompt(
     """Make the prompt of a call.
 
     Args:
-        engine: The model, with a renderer.
+        engine: The model.
+        renderer: Its renderer.
         steps: The recorded steps.
         place: Place of the call among them.
         call: The call.
         template_arguments: Template variables in force.
 
     Raises:
-        InputError: The engine has no renderer.
         MMRenderError: The conversation cannot be rendered.
     """
-    if engine.renderer is None:
-        raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
     if place.sibling is not None:
         step = steps[place.sibling]
         prompt = engine.prompt(step.prompt_ids, step.multi_modal_data)
@@ -82,8 +80,8 @@ async def make_prompt(
     parent = None if place.parent is None else steps[place.parent]
     # A bridged prompt contains its parent's definitions, whose keys may be in another order.
     tools = check_tools(call.offered, "tools") if parent is None else parent.tools
-    written = await written_for(engine.renderer, call.messages, tools, template_arguments)
-    conversation = _Conversation(engine.renderer, call.messages, written, tools, template_arguments)
+    written = await written_for(renderer, call.messages, tools, template_arguments)
+    conversation = _Conversation(renderer, call.messages, written, tools, template_arguments)
     why = place.why
     if parent is not None or place.borrowed:
         try:

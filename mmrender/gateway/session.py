@@ -24,12 +24,13 @@ from mmrender.errors import (
     SessionClosedError,
     TemplateError,
 )
-from mmrender.gateway.call import Answer, Call, OnDelta
+from mmrender.gateway.call import Answer, Call, OnDelta, new_id
+from mmrender.gateway.matching import EXTRA
 from mmrender.gateway.memory import SessionMemory
 from mmrender.gateway.pending import Pending, Run, call_digest
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
-from mmrender.gateway.turn import EXTRA, new_id, take_turn
+from mmrender.gateway.turn import take_turn
 from mmrender.shipping.protocol import Notifier
 from mmrender.trajectory.tree import Trajectory
 

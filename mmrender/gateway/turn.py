@@ -1,8 +1,6 @@
 """One sampled turn of a session: from a call and its place to the recorded step and the answer."""
 
 import json
-import secrets
-import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,28 +9,25 @@ from typing import Any, Final
 import msgspec
 
 from mmrender.client.engine import Engine
-from mmrender.client.types import Generation
+from mmrender.client.types import Generation, RequestOptions
 from mmrender.content.messages import to_openai
 from mmrender.engines.http_engine import SESSION_HEADER
-from mmrender.gateway.call import Answer, AnswerCall, Call, Delta, OnDelta
+from mmrender.errors import InputError
+from mmrender.gateway.call import Answer, AnswerCall, Call, OnDelta, new_id
+from mmrender.gateway.deltas import TextDeltas, without_stop
 from mmrender.gateway.kinds import root_of, settle_kinds
-from mmrender.gateway.matching import ID_LENGTH, Index, Place, digest_of
+from mmrender.gateway.matching import EXTRA, Index, Place, digest_of
 from mmrender.gateway.prompts import CallPrompt, make_prompt
 from mmrender.gateway.tool_choice import forced_call
 from mmrender.messages import Message, ToolCall
+from mmrender.protocols import ParseOptions, RendererProtocol
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
-EXTRA: Final = "gateway"
-"""Key of a step's `extra` that holds the gateway's record."""
-_ALPHABET: Final = string.ascii_letters + string.digits
+_THINKING: Final = "enable_thinking"
+"""Template variable that turns reasoning on and off."""
 _READ: Final = ("ok", "unknown_tool")
 """Statuses of calls that the agent gets. Agents themselves answer a call of an unknown tool."""
-
-
-def new_id() -> str:
-    """Return a unique id of 24 letters and digits."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
 
 
 async def take_turn(
@@ -47,6 +42,7 @@ async def take_turn(
     on_delta: OnDelta | None = None,
     number: int = 0,
     answer_id: str | None = None,
+    options: RequestOptions | None = None,
 ) -> tuple[Step, Answer]:
     """Answer a call with one sampled turn, and record it.
 
@@ -65,6 +61,7 @@ async def take_turn(
         on_delta: Called with text that is certain, before the turn is complete.
         number: Number of the answer among the answers of the call. It is added to the seed.
         answer_id: Id of the answer, by default a new one.
+        options: Options of the request to the engine, such as `routed_experts`.
 
     Raises:
         PromptTooLongError: The prompt is longer than the model's context.
@@ -72,19 +69,37 @@ async def take_turn(
             enforce.
         MMRenderError: The conversation cannot be rendered, or sampling failed.
     """
-    arguments = {**call.template_arguments, **(template_arguments or {})}
+    renderer = engine.renderer
+    if renderer is None:
+        raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
+    arguments, notes = _template_arguments(renderer, call, template_arguments or {})
     place = index.place(call, arguments)
-    prompt = await make_prompt(engine, trajectory.steps, place, call, arguments)
+    prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
-    structure = forced_call(engine.renderer, call, prompt.prompt, arguments)
+    structure = forced_call(renderer, call, prompt.prompt, arguments)
     if structure is not None:
         sampling["structured_outputs"] = structure
+    parsing: ParseOptions = {
+        "tools": call.offered,
+        "prompt_ids": prompt.prompt.ids,
+        "chat_template_kwargs": arguments,
+    }
+    deltas = None
+    if on_delta is not None:
+        deltas = TextDeltas(
+            lambda ids: renderer.parse_response(ids, **parsing),
+            on_delta,
+            index=number,
+            stops=_stops(sampling),
+            offers_tools=call.offered is not None,
+        )
     generation = await engine.turn(
         prompt.prompt,
         sampling,
         tools=call.offered,
         template_arguments=arguments,
-        extra_headers=None if session_name is None else {SESSION_HEADER: session_name},
+        on_tokens=None if deltas is None else deltas.add,
+        **_request_options(options, session_name),
     )
     read = _read_turn(generation, call, sampling)
     answer = Answer(
@@ -100,14 +115,19 @@ async def take_turn(
         token_ids=generation.completion_ids,
         logprobs=generation.logprobs,
         top_logprobs=generation.response.top_logprobs,
+        token_texts={} if call.logprobs is None else _token_texts(renderer, generation),
     )
-    if on_delta is not None:
-        for name in ("reasoning", "content"):
-            if text := getattr(answer, name):
-                on_delta(Delta(number, name, text))
+    if deltas is not None:
+        deltas.finish(answer.reasoning, answer.content)
     recorded = place.recorded(answer)
     record = _record(
-        call, place, prompt, answer=answer, sampling=sampling, trajectory=trajectory, notes=read.notes
+        call,
+        place,
+        prompt,
+        answer=answer,
+        sampling=sampling,
+        trajectory=trajectory,
+        notes=(*notes, *read.notes),
     )
     step = trajectory.append_turn(
         replace(generation, finish_reason=read.finish_reason),
@@ -119,6 +139,41 @@ async def take_turn(
     index.add(step.index, recorded)
     settle_kinds(trajectory)
     return step, answer
+
+
+def _template_arguments(
+    renderer: RendererProtocol, call: Call, pinned: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the template variables in force, and a note if the template cannot turn reasoning on and off."""
+    arguments = {**call.template_arguments, **pinned}
+    if call.thinking is None or _THINKING in arguments:
+        return arguments, ()
+    profile = renderer.template_profile(has_tools=call.offered is not None, **arguments)
+    if _THINKING in profile.arguments:
+        return {**arguments, _THINKING: call.thinking}, ()
+    return arguments, (f"reasoning turned {'on' if call.thinking else 'off'}: the template cannot",)
+
+
+def _request_options(options: RequestOptions | None, session_name: str | None) -> RequestOptions:
+    headers = dict((options or {}).get("extra_headers") or {})
+    if session_name is not None:
+        headers[SESSION_HEADER] = session_name
+    return {**(options or {}), "extra_headers": headers}
+
+
+def _stops(params: Mapping[str, Any]) -> Sequence[str]:
+    """Return the stop strings that are not part of the answer."""
+    stops = params.get("stop") or ()
+    if params.get("include_stop_str_in_output"):
+        return ()
+    return (stops,) if isinstance(stops, str) else stops
+
+
+def _token_texts(renderer: RendererProtocol, generation: Generation) -> dict[int, str]:
+    """Return the text of each sampled token and of its alternatives."""
+    others = (token for entry in generation.response.top_logprobs or () for token, _ in entry)
+    tokens = dict.fromkeys([*generation.completion_ids, *others])
+    return {token: renderer.decode([token]) for token in tokens}
 
 
 async def _sampling_params(
@@ -162,22 +217,16 @@ def _read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) ->
     token are left out, as engines do.
     """
     parsed, response = generation.parsed, generation.response
-    stops = params.get("stop") or ()
-    stops = (stops,) if isinstance(stops, str) else stops
     stop = response.stop_reason if isinstance(response.stop_reason, str) else None
-    stop = stop if stop in stops and not params.get("include_stop_str_in_output") else None
-
-    def cut(text: str) -> str:
-        return text.rpartition(stop)[0] if stop and stop in text else text
-
+    stop = stop if stop in _stops(params) else None
     attempts = [each for each in parsed.tool_calls if each.status in _READ and each.arguments is not None]
     malformed = [each.raw for each in parsed.tool_calls if each not in attempts]
     notes: tuple[str, ...] = ()
     if len(attempts) > 1 and not call.parallel_tool_calls:
         notes = (f"{len(attempts) - 1} of {len(attempts)} calls were left out: parallel calls are off",)
         attempts = attempts[:1]
-    content = cut("\n".join([each for each in (parsed.content, *malformed) if each]))
-    reasoning = None if parsed.reasoning_content is None else cut(parsed.reasoning_content)
+    content = without_stop("\n".join([each for each in (parsed.content, *malformed) if each]), stop)
+    reasoning = None if parsed.reasoning_content is None else without_stop(parsed.reasoning_content, stop)
     prefix = "toolu_" if call.protocol == "messages" else "call_"
     calls = tuple(ToolCall(each.name or "", each.arguments or {}, f"{prefix}{new_id()}") for each in attempts)
     message = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=()).to_message()

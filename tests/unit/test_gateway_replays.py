@@ -1,0 +1,110 @@
+"""Recorded runs of real agents, replayed: their histories bridge, and nothing sampled is encoded again."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import SHARED
+from gateway_cases import gateway
+from gateway_recordings import replayed
+from mmrender.gateway.kinds import select_samples
+from mmrender.gateway.matching import Index
+
+RECORDINGS = SHARED / "agents" / "requests"
+PATHS = sorted(RECORDINGS.glob("*.jsonl")) if RECORDINGS.is_dir() else []
+
+WHY = {
+    # Each step of browser-use is a conversation of its own, and its judge has another system message.
+    "browser": {"messages[1] differs from step": 3, "the system message differs from step": 1},
+    # Titles come first, with other tools.
+    "claude_haiku": {"the tools differ from step": 1},
+    "opencode": {"the tools differ from step": 1},
+    # The script's broken call is text here, and the recorded agent got it as a call.
+    "claude_odd": {"messages[2] is another turn than step": 1},
+    "codex_odd": {"messages[3] is another turn than step": 1},
+    # Two subagents with equal tasks share their prompts.
+    "claude_task": {"the tools differ from step": 1},
+    "opencode_task": {"the tools differ from step": 2},
+    # The agent compacts: a call that sums up, and a conversation that goes on from the summary.
+    "fault_opencode_400": {
+        "the tools differ from step": 1,
+        "the system message differs from step": 1,
+        "messages[1] differs from step": 1,
+    },
+}
+"""Calls after the first whose prompts are rendered in full, by the beginning of the reason."""
+
+if not PATHS:
+    pytest.skip(f"needs agents/requests in {SHARED}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module", params=PATHS, ids=lambda path: path.stem)
+def run(request, renderers):
+    """A recording's name, its calls with steps and answers, and the session."""
+    replay, session = replayed(request.param, renderers("qwen3_vl"))
+    return request.param.stem, replay.taken, session
+
+
+def test_later_calls_are_bridged(run):
+    name, taken, _ = run
+    records = [gateway(step) for _, step, _ in taken]
+    rendered = [record["why_rendered"] for record in records[1:] if record["prompt"] == "rendered"]
+    assert records[0]["why_rendered"] == "the conversation begins"
+    assert Counter(why.partition(" step ")[0] + " step" for why in rendered) == WHY.get(name, {})
+
+
+def test_sampled_turns_stay_in_the_prompts_that_repeat_them(run):
+    """Each answer that a request shows by its ids is in the prompt, token for token and in order."""
+    _, taken, _ = run
+    steps = {call.id: step for _, step, answer in taken for call in answer.calls}
+    for call, step, _ in taken:
+        prompt, position = step.prompt_ids.tolist(), 0
+        for message in call.messages:
+            for turn in dict.fromkeys(steps[each.id] for each in message.tool_calls if each.id in steps):
+                position = _find(prompt, turn.completion_ids.tolist(), position)
+
+
+def _find(ids, part, position):
+    """The end of a part at or after a position."""
+    for start in range(position, len(ids) - len(part) + 1):
+        if ids[start] == part[0] and ids[start : start + len(part)] == part:
+            return start + len(part)
+    raise AssertionError("the turn is not in the prompt")
+
+
+def test_each_sampled_token_is_trained_once(run):
+    _, taken, session = run
+    samples = select_samples(session.trajectory, ("main", "subagent", "compaction", "side"))
+    sampled = sum(len(step.completion_ids) for _, step, _ in taken)
+    assert sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples) == sampled
+
+
+def test_kinds(run):
+    name, taken, _ = run
+    kinds = "".join(gateway(step)["kind"][0] for _, step, _ in taken)
+    expected = {
+        "browser": "mmmms",
+        "claude_haiku": "smmmmm",
+        "claude_task": "mssssm",
+        "fault_opencode_400": "smscc" + "c" * 3,
+        "opencode": "s" + "m" * 5,
+        "opencode_task": "sm" + "s" * 4 + "m",
+        "qwen_loop": "m" * 8 + "c" * 40,
+    }
+    assert kinds == expected.get(name, "m" * len(taken))
+
+
+def test_an_index_read_back_finds_the_same_places(run):
+    _, taken, session = run
+    again = Index.of(session.trajectory.steps)
+    for call, _, _ in taken:
+        assert again.place(call) == session.index.place(call)
+
+
+def test_a_tree_holds_fewer_tokens_than_calls_as_samples(run):
+    _, taken, session = run
+    tree = sum(len(step.own_ids) for step in session.trajectory.steps)
+    calls = sum(len(step) for step in session.trajectory.steps)
+    later = [step for _, step, _ in taken[1:] if gateway(step)["prompt"] == "bridged"]
+    assert calls - tree >= sum(step.keep for step in later)
