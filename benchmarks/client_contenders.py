@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmrender import Renderer, generate
+from mmrender.client.exchange import check_request
 from mmrender.client.http import HTTPTransport
-from mmrender.client.placeholders import check_request
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import VLLMBackend, sample_tokens

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, r
 from mmrender.bridge.bridge import History
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import MessageLike, Role
+from mmrender.model.tokenizer import Tokenizer
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
@@ -92,6 +93,18 @@ class MultimodalRenderer(RendererProtocol, Protocol):
         """Resolver of media parts, or None for a text-only model."""
 
 
+class VocabularyRenderer(RendererProtocol, Protocol):
+    """A renderer that shows the model's vocabulary."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the model has embeddings for."""
+
+
 @runtime_checkable
 class AsyncRenderer(Protocol):
     """A renderer that leaves the event loop free while it works."""
@@ -114,6 +127,11 @@ class AsyncRenderer(Protocol):
         self, token_ids: Sequence[int], **options: Unpack[ParseOptions]
     ) -> "ParsedResponse":
         """Read a completion."""
+
+
+def has_vocabulary(renderer: object) -> TypeGuard[VocabularyRenderer]:
+    """Whether a renderer shows the model's vocabulary."""
+    return hasattr(renderer, "tokenizer") and hasattr(renderer, "vocab_size")
 
 
 def is_multimodal(renderer: object) -> TypeGuard[MultimodalRenderer]:

@@ -17,8 +17,7 @@ from PIL import Image
 
 from kit import blocks
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm_fields import collate_items, layout_of
-from mmrender.client.vllm_images import PixelDtype, item_tensors
+from mmrender.client.vllm_fields import PixelDtype, collate_items, item_tensors, layout_of
 from mmrender.media.vllm_items import encode_mm_kwargs_item
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Asked

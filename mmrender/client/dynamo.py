@@ -23,8 +23,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, check_size, post
-from mmrender.client.placeholders import Ids, check_request
+from mmrender.client.exchange import HTTPBackend, Ids, check_request, check_size, post
 from mmrender.client.reply import (
     LogprobEntry,
     ReportedExperts,
@@ -40,8 +39,8 @@ from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm import sample_tokens
-from mmrender.client.vllm_handshake import wire_forms
-from mmrender.client.vllm_images import GENERATE_PATH, PixelDtype, data_in, features_of
+from mmrender.client.vllm_fields import PixelDtype
+from mmrender.client.vllm_images import GENERATE_PATH, data_in, dense_spans, features_of, wire_forms
 from mmrender.errors import EngineReplyError, EngineStatusError, EngineUnsupportedError, InputError
 from mmrender.sidecar import MediaSpan
 
@@ -86,7 +85,8 @@ class DynamoBackend(HTTPBackend):
             EngineMismatchError: The worker had another prompt than the renderer's.
             MMRenderError: As for `RendererBackend.generate`.
         """
-        ids, spans = check_request(request, takes_sparse=False)
+        ids, spans = check_request(request)
+        spans = dense_spans(spans)
         try:
             if spans:
                 response = await self._with_images(request, transport, ids, spans)

@@ -5,17 +5,19 @@ turn.
 """
 
 import asyncio
+import logging
+import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final, Unpack
 
 import numpy as np
 
 from mmrender.caching import cached_property
-from mmrender.client.placeholders import ModelTokens
 from mmrender.client.resolve import BackendName, as_transport, resolve_backend
 from mmrender.client.sampling import complete_sampling
-from mmrender.client.server_facts import prompt_limit
+from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import Server, Transport
 from mmrender.client.types import (
     EngineRequest,
@@ -26,11 +28,67 @@ from mmrender.client.types import (
     RendererBackend,
     RequestOptions,
 )
-from mmrender.errors import EngineError, InputError, PlaceholderError, PromptTooLongError
-from mmrender.protocols import AsyncRenderer, ParseOptions, RendererProtocol
-from mmrender.sidecar import MultiModalData
+from mmrender.errors import (
+    EngineConnectionError,
+    EngineError,
+    InputError,
+    PlaceholderError,
+    PromptTooLongError,
+)
+from mmrender.protocols import ParseOptions, RendererProtocol, has_vocabulary, is_multimodal
+from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
+
+_log = logging.getLogger("mmrender.client")
+_PAUSE: Final = 10.0
+"""Seconds after a failed look-up of the prompt limit before it is repeated."""
+
+
+class ModelTokens:
+    """The model's tokens, as far as a renderer, or None, knows them. Each is looked up once."""
+
+    def __init__(self, renderer: RendererProtocol | None) -> None:
+        self._renderer = renderer
+        known = renderer if has_vocabulary(renderer) else None
+        self._vocab_size = None if known is None else known.vocab_size
+        self._token_id = None if known is None else cache(known.tokenizer.token_id)
+        media = renderer.media if known is not None and is_multimodal(renderer) else None
+        self._processor = None if media is None else media.processor
+
+    @cached_property
+    def stop_ids(self) -> list[int] | None:
+        """Tokens on which the model itself ends a completion."""
+        return None if self._renderer is None else self._renderer.get_stop_token_ids()
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Tokens of media."""
+        texts = self._processor.placeholder_tokens if self._processor else ()
+        return frozenset(self._known(texts).values())
+
+    @cached_property
+    def placeholder_ids(self) -> dict[str, int]:
+        """Token that the template writes for an item, by modality."""
+        texts = self._processor.placeholder if self._processor else {}
+        known = self._known(texts.values())
+        return {modality: known[text] for modality, text in texts.items() if text in known}
+
+    def fields(self, data: MultiModalData) -> dict[str, Any]:
+        """Return the fields of a request with these items."""
+        columns = () if self._token_id is None else data.mm_items.values()
+        pieces = [piece for items in columns for item in items for piece in item.expansion]
+        return {
+            "vocab_size": self._vocab_size,
+            "placeholder_ids": self.placeholder_ids,
+            "media_token_ids": self._known({piece.token for piece in pieces if isinstance(piece, Repeat)}),
+            "eos_token_ids": self.stop_ids,
+        }
+
+    def _known(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return the ids of the texts that the tokenizer has as tokens."""
+        ids = {} if self._token_id is None else {text: self._token_id(text) for text in texts}
+        return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
 
 class Engine:
@@ -65,14 +123,33 @@ class Engine:
         self.renderer = renderer
         self._max_prompt_len = max_prompt_len
 
+    def __reduce__(self) -> tuple[object, ...]:
+        made = partial(Engine, self.backend, self.transport, model=self.model, renderer=self.renderer)
+        return partial(made, max_prompt_len=self._max_prompt_len), ()
+
     @cached_property
     def tokens(self) -> ModelTokens:
         """The model's tokens, as far as the renderer knows them."""
         return ModelTokens(self.renderer)
 
     async def max_prompt_len(self) -> int | None:
-        """Return the maximum length of a prompt. None if the server does not say."""
-        return await prompt_limit(self.backend, self.model, self.transport)
+        """Return the maximum length of a prompt, asked once for each server. None if it does not say.
+
+        A server that cannot say is asked again after a pause, and refuses long prompts itself meanwhile.
+        """
+        facts, key = facts_of(self.transport), ("limit", self.backend.name, self.model)
+        if time.monotonic() < facts.limits_failed_at.get(key, 0.0) + _PAUSE:
+            return None
+        ask = partial(self.backend.resolve_max_prompt_len, self.model, self.transport)
+        try:
+            limit: int | None = await Process(self.transport, facts).ask_once(key, ask)
+        except EngineConnectionError:
+            raise
+        except EngineError as error:
+            facts.limits_failed_at[key] = time.monotonic()
+            _log.warning("prompts are not checked for length before they are sent: %s", error)
+            return None
+        return limit
 
     async def sample(
         self,
@@ -149,7 +226,7 @@ class Engine:
             "prompt_ids": prompt.ids,
             "chat_template_kwargs": template_arguments,
         }
-        if is_async(renderer):
+        if hasattr(renderer, "aparse_response"):
             parsed = await renderer.aparse_response(response.completion_ids, **parsing)
         else:
             parsed = renderer.parse_response(response.completion_ids, **parsing)
@@ -212,8 +289,3 @@ class Engine:
                     "sampled them",
                 )
         return Prompt(token_ids, MultiModalData() if data is None else data, None)
-
-
-def is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
-    """Whether a renderer works off the event loop. `isinstance` of a protocol takes far longer."""
-    return hasattr(renderer, "arender") and hasattr(renderer, "aparse_response")

@@ -1,7 +1,9 @@
 """One request for a completion and its answer, as the backends of all servers make it over HTTP.
 
-`HTTPBackend` is their base. `post` sends a request once, tells the server to stop if the caller is cancelled,
-recognises a prompt that is too long by each server's words, and reads a large answer off the event loop.
+`HTTPBackend` is their base. `check_request` checks a prompt and its sidecar before sending, since a mistake
+kills an engine, or gets a wrong answer. `post` sends a request once, tells the server to stop if the caller
+is cancelled, recognises a prompt that is too long by each server's words, and reads a large answer off the
+event loop.
 """
 
 import asyncio
@@ -9,9 +11,13 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from mmrender.caching import LRUCache
+from mmrender.client.reply import token_at
 from mmrender.client.server_facts import forget, model_cards
 from mmrender.client.transport import GATEWAY_STATUSES, JSONText, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
@@ -21,11 +27,14 @@ from mmrender.errors import (
     EngineTimeoutError,
     EngineUnsupportedError,
     InputError,
+    PlaceholderError,
     PromptTooLongError,
     SamplingParameterError,
 )
 from mmrender.media.item import encoded_image
-from mmrender.sidecar import MediaItem, MediaSpan
+from mmrender.sidecar import MediaItem, MediaSpan, Repeat, common_prefix
+
+Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _ABORT_SECONDS: Final = 5.0
 _ABORT_GRACE: Final = 0.25
@@ -86,6 +95,118 @@ class HTTPBackend:
         if isinstance(exc, EngineStatusError):
             return _overflow_error(exc, 1, "") is not None
         return isinstance(exc, PromptTooLongError)
+
+
+def check_request(request: EngineRequest, *, takes_videos: bool = False) -> tuple[Ids, list[MediaSpan]]:
+    """Return the prompt as an array of shape `(n,)` and its media in order, checked against each other.
+
+    `MultiModalData.spans` checks the sidecar against itself. The checks here are of engines: ids within the
+    vocabulary, ranges that hold exactly the tokens of their items, no image without a range.
+
+    Args:
+        request: The prompt, its sidecar, and the model's tokens. Without `media_token_ids` the first token of
+            a range counts as the pad token.
+        takes_videos: Whether the engine takes videos, each run of features by itself if text lies between.
+
+    Raises:
+        InputError: The prompt is empty, or has an element outside the vocabulary.
+        EngineUnsupportedError: A video.
+        PlaceholderError: Tokens, ranges and items do not fit together.
+    """
+    ids = _check_ids(request.prompt_ids, request.vocab_size)
+    spans = request.multi_modal_data.spans(len(ids))
+    pads: dict[str, int] = {}
+    for span in spans:
+        if span.modality != "image" and not takes_videos:
+            problem = "only images can be sent to this engine"
+            raise EngineUnsupportedError(problem, where=span.where, got=span.modality)
+        expected = _expected_tokens(span, ids, request.media_token_ids, pads)
+        actual = ids[span.start : span.stop]
+        if not np.array_equal(actual, expected):
+            same = common_prefix(actual, expected)
+            raise PlaceholderError(
+                "a placeholder range does not hold the tokens of its item",
+                where=span.where,
+                expected=f"{token_at(expected, same)}, {len(expected)} tokens in all",
+                got=f"{token_at(actual, same)} at {span.start + same}, {len(actual)} in all",
+            )
+    for modality, pad in pads.items():
+        _check_edges([span for span in spans if span.modality == modality], spans, ids, pad)
+    return ids, spans
+
+
+def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
+    try:
+        ids = np.asarray(prompt_ids)
+    except (ValueError, OverflowError):
+        ids = np.zeros((), object)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise InputError(
+            "a prompt is a list of token ids",
+            where="prompt_ids",
+            expected="one or more integers",
+            got=f"{type(prompt_ids).__name__} {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing",
+        )
+    outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        index = int(outside.argmax())
+        raise InputError(
+            "a token id is outside the vocabulary",
+            where=f"prompt_ids[{index}]",
+            expected=f"0 to {vocab_size - 1}" if vocab_size is not None else "0 or more",
+            got=str(ids[index]),
+        )
+    return ids
+
+
+def _expected_tokens(
+    span: MediaSpan, ids: Ids, token_ids: Mapping[str, int], pads: dict[str, int]
+) -> npt.NDArray[Any]:
+    """Return the tokens that a range must hold: its expansion's, or its runs of pads if unknown."""
+    runs = span.range.embed_spans or ((0, span.range.length),)
+    pad = pads.setdefault(span.modality, int(ids[span.start + runs[0][0]]))
+    pieces = span.item.expansion
+    known = [piece for piece in pieces if isinstance(piece, Repeat) and piece.token in token_ids]
+    if len(known) == len(pieces):
+        return np.repeat([token_ids[piece.token] for piece in known], [piece.count for piece in known])
+    expected = ids[span.start : span.stop].copy()
+    for start, stop in runs:
+        expected[start:stop] = pad
+    return expected
+
+
+def _check_edges(own: Sequence[MediaSpan], spans: Sequence[MediaSpan], ids: Ids, pad: int) -> None:
+    """Require that runs of a modality's pads end with its ranges `own`, and that no image lacks a range.
+
+    A model may sample a pad token, and it stays one. Pads between the same two tokens that every image of the
+    prompt lies between are an image that the sidecar lacks.
+    """
+    padded = np.concatenate(([-1], ids, [-1]))  # so that the token before the first has an index
+    stray = padded == pad
+    for span in spans:
+        stray[span.start + 1 : span.stop + 1] = False
+    if not stray.any():
+        return
+    for span in own:
+        for index in (span.start - 1, span.stop):
+            if stray[index + 1]:
+                raise PlaceholderError(
+                    "a placeholder range ends within a run of pad tokens",
+                    where=span.where,
+                    expected=f"no token {pad} next to it",
+                    got=f"one at {index}",
+                )
+    frames = {(int(padded[span.start]), int(padded[span.stop + 1])) for span in own}
+    for start, stop in np.flatnonzero(np.diff(stray)).reshape(-1, 2).tolist():
+        before, after = frame = int(padded[start]), int(padded[stop + 1])
+        if frames == {frame}:
+            raise PlaceholderError(
+                "an image of the prompt lacks a placeholder range",
+                where=f"prompt_ids[{start}:{stop}]",
+                expected="a range and an item for each image",
+                got=f"a run of the token {pad} between {before} and {after}, as images have it",
+                remedy="Pass the sidecar of the whole prompt as multi_modal_data",
+            )
 
 
 async def post(

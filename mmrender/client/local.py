@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from mmcodecs.forks import watch_forks
 from mmrender.client.decoding import Completion, decode
-from mmrender.client.placeholders import check_request
+from mmrender.client.exchange import check_request
 from mmrender.client.sampling import where
 from mmrender.client.token_sampler import TokenSampler, checked_params
 from mmrender.client.transport import Transport

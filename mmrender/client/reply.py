@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from mmrender.client.placeholders import check_prompt_seen
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
+from mmrender.sidecar import common_prefix
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.step import are_finite
 
@@ -261,6 +261,32 @@ def _miscounted(noun: str, count: int, expected: int, where: str) -> EngineReply
         expected=f"{expected} {noun}, one for each token",
         got=str(count),
     )
+
+
+def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str) -> None:
+    """Require that the prompt that a server widened is the request's. `where` is the field in errors."""
+    theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
+    if np.array_equal(theirs, ours):
+        return
+    first = common_prefix(theirs, ours)
+    items = (
+        f" ({modality} {number})"
+        for modality, ranges in request.multi_modal_data.mm_placeholders.items()
+        for number, place in enumerate(ranges)
+        if place.offset <= first <= place.offset + place.length
+    )
+    raise EngineMismatchError(
+        "the server saw another prompt than the renderer's",
+        where=f"{where}[{first}]{next(items, '')}",
+        expected=f"{token_at(ours, first)} of {len(ours)}",
+        got=f"{token_at(theirs, first)} of {len(theirs)}",
+        remedy="Render with the files and processor settings of the model that the server runs",
+    )
+
+
+def token_at(ids: Any, index: int) -> str:
+    """Describe one token of a sequence in an error."""
+    return f"the token {ids[index]}" if index < len(ids) else "the end"
 
 
 def alternatives(entries: Sequence[LogprobEntry], *, where: str) -> TopLogprobs:

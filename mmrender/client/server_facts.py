@@ -6,7 +6,6 @@ a call. Facts that would be silently wrong at another server are kept for one pr
 metrics identify.
 """
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -19,17 +18,8 @@ import msgspec
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
 from mmrender.client.transport import GATEWAY_STATUSES, Transport
-from mmrender.client.types import RendererBackend
-from mmrender.errors import (
-    EngineConnectionError,
-    EngineError,
-    EngineMismatchError,
-    EngineStatusError,
-)
+from mmrender.errors import EngineConnectionError, EngineMismatchError, EngineStatusError
 
-_log = logging.getLogger("mmrender.client")
-_PAUSE: Final = 10.0
-"""Seconds after a failed look-up of the prompt limit before it is repeated."""
 _IDLE: Final = 60.0
 """Seconds without a call after which facts are dropped."""
 _PROCESS_PATH: Final = "/metrics/?name[]=process_start_time_seconds"
@@ -85,14 +75,6 @@ def forget(transport: Transport) -> None:
     _facts.pop(transport, None)
 
 
-async def ask_once(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Return a server's answer to a question. Concurrent callers share one request. Errors are not kept."""
-    facts = facts_of(transport)
-    if key not in facts.answers:
-        facts.answers[key] = await _shared(transport, key, ask)
-    return facts.answers[key]
-
-
 async def _shared(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return await facts_of(transport).asking.run(key, ask)
@@ -138,16 +120,17 @@ class Process(NamedTuple):
         )
 
     async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the process's answer to a question, as the function `ask_once` does a server's.
+        """Return the answer to a question. Concurrent callers share one request. Errors are not kept.
 
         Raises:
             EngineMismatchError: Processes that answer at this address do not agree.
         """
-        if not self.facts.name:
-            return await ask_once(self.transport, key, ask)
-        if key not in self.facts.answers:
-            return await _shared(self.transport, ("process", key), partial(self._settle, key, ask))
-        return self.facts.answers[key]
+        answers = self.facts.answers
+        if key not in answers:
+            if self.facts.name:
+                return await _shared(self.transport, ("process", key), partial(self._settle, key, ask))
+            answers[key] = await _shared(self.transport, key, ask)
+        return answers[key]
 
     async def _settle(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Repeat a question until one process, or several that agree, answered."""
@@ -172,27 +155,6 @@ class Process(NamedTuple):
         for facts in seen:
             facts.answers[key] = answers[0]
         return answers[0]
-
-
-async def prompt_limit(backend: RendererBackend, model: str, transport: Transport) -> int | None:
-    """Return the maximum length of a prompt, asked once. None if unknown.
-
-    A server that cannot say is asked again after a pause, and refuses long prompts itself meanwhile.
-    """
-    facts = facts_of(transport)
-    key = ("limit", backend.name, model)
-    if time.monotonic() < facts.limits_failed_at.get(key, 0.0) + _PAUSE:
-        return None
-    try:
-        ask = partial(backend.resolve_max_prompt_len, model, transport)
-        limit: int | None = await ask_once(transport, key, ask)
-    except EngineConnectionError:
-        raise
-    except EngineError as error:
-        facts.limits_failed_at[key] = time.monotonic()
-        _log.warning("prompts are not checked for length before they are sent: %s", error)
-        return None
-    return limit
 
 
 class ModelCard(msgspec.Struct):

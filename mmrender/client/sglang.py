@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, data_urls, post
-from mmrender.client.placeholders import check_request
+from mmrender.client.exchange import HTTPBackend, check_request, data_urls, post
 from mmrender.client.reply import (
     LogprobEntry,
     PromptDetails,

@@ -22,9 +22,15 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, check_size, data_urls, post, require_one_of
-from mmrender.client.limits import limit_of, renormalised, reporting
-from mmrender.client.placeholders import Ids, check_request, require_dense
+from mmrender.client.exchange import (
+    HTTPBackend,
+    Ids,
+    check_request,
+    check_size,
+    data_urls,
+    post,
+    require_one_of,
+)
 from mmrender.client.reply import (
     FailedInEngineError,
     ReportedExperts,
@@ -38,19 +44,21 @@ from mmrender.client.reply import (
     only,
     response_of,
 )
-from mmrender.client.sampling import spell, truncates
+from mmrender.client.sampling import limit_of, renormalised, reporting, spell, truncates
 from mmrender.client.server_facts import Process
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.client.vllm_handshake import Range, has_safe_cache, require_safe_cache, wire_forms
+from mmrender.client.vllm_fields import PIXEL_DTYPES, PixelDtype
 from mmrender.client.vllm_images import (
     GENERATE_PATH,
-    PIXEL_DTYPES,
     SIZE_SETTING,
     ImagePlan,
-    PixelDtype,
+    Range,
+    dense_spans,
+    has_safe_cache,
     leaves_out_data,
-    split_video_steps,
+    require_safe_cache,
+    wire_forms,
 )
 from mmrender.errors import (
     EngineError,
@@ -118,11 +126,7 @@ class VLLMBackend(HTTPBackend):
         limit = limit_of(request)
         if limit is not None:
             request = reporting(request, limit)
-        ids, spans = check_request(
-            request,
-            takes_videos=self.images != "content_parts",
-            takes_sparse=self.images in ("auto", "content_parts"),
-        )
+        ids, spans = check_request(request, takes_videos=self.images != "content_parts")
         listener = on_tokens if limit is None else None
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
         planned = None
@@ -160,9 +164,7 @@ class VLLMBackend(HTTPBackend):
         None if `auto` sends encoded images instead.
         """
         try:
-            steps = split_video_steps(spans)
-            for span in steps:
-                require_dense(span)
+            steps = dense_spans(spans)
             asks = self.pixels == "ask" or self.images != "features"
             process = await Process.answering(transport) if asks else Process.unknown(transport)
             forms = await wire_forms(steps, ids, request.model, process, self.pixels)
@@ -172,7 +174,9 @@ class VLLMBackend(HTTPBackend):
             elif self.images == "auto":
                 by_hash = await has_safe_cache(process, trusted=self.trust_cache)
             plan = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
-            return plan, await asyncio.to_thread(plan.prompts, plan.known)
+            hashes = process.facts.hashes
+            known = {name for name in plan.names if hashes.get(name)} if by_hash else None
+            return plan, await asyncio.to_thread(plan.prompts, known)
         except EngineUnsupportedError as refusal:
             if self.images != "auto":
                 raise

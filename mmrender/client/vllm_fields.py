@@ -1,4 +1,7 @@
-"""Field layouts by which vLLM joins the tensors of each model family, and the items made by them.
+"""Media items as vLLM takes them: tensors in the field layout of the model's family.
+
+vLLM joins the tensors of many requests by field layout. Each item is encoded by itself, its slices naming
+itself alone, so its bytes are the same in every request, and are encoded once.
 
 The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files, for images and videos. A layout is
 found by the model's architecture, as in vLLM. Keys that an output lacks are skipped,
@@ -7,16 +10,31 @@ and keys that a layout lacks are an error: vLLM would drop them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError, EncodeError
-from mmrender.media.vllm_items import BatchedField, Field, FieldElem, FlatField, KwargsItem, SharedField
+from mmrender.client.exchange import encoded_once
+from mmrender.client.transport import JSONText
+from mmrender.errors import EngineUnsupportedError, PlaceholderError
+from mmrender.media.item import PatchItem, ProcessedItem
+from mmrender.media.levels import Levels, expanded
+from mmrender.media.vllm_items import (
+    BatchedField,
+    Field,
+    FieldElem,
+    FlatField,
+    KwargsItem,
+    SharedField,
+    encode_mm_kwargs_item_as_bytes,
+)
+from mmrender.sidecar import MediaItem, MediaSpan
 
 Inputs: TypeAlias = Mapping[str, Any]
 """A processor's output: keyword arguments of the model."""
@@ -251,3 +269,115 @@ def _length(value: Any) -> int:
     if hasattr(value, "shape"):
         return int(value.shape[0]) if len(value.shape) else 1
     return len(value) if isinstance(value, list | tuple) else 1
+
+
+# --- items as vLLM takes them ---
+
+PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
+"""Pixels on the wire: `uint8` levels that the server normalises itself, or normalised values."""
+
+PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """Form in which a server takes the items of one processor.
+
+    Attributes:
+        layout: How fields are joined.
+        pixels: Dtype on the wire of the reference processor's floating-point tensors.
+    """
+
+    layout: Layout
+    pixels: PixelDtype
+
+    def mm_hash(self, item: MediaItem) -> str:
+        """Name of an item's data on the server, which keeps the data that first came under a name.
+
+        It names the dtype too, so data of a wrong kind is never taken for the right one.
+        """
+        return f"{item.identity}-{self.pixels}"
+
+
+def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
+    """Expand one image or video to the tensors that go on the wire."""
+    if pixels != "uint8":
+        tensors = item.tensors(pixels)
+        if pixels != "bfloat16":
+            return tensors
+        # numpy lacks bfloat16. Its bit patterns are the only uint16 that items hold.
+        return {
+            name: RawTensor("bfloat16", array) if array.dtype == np.uint16 else array
+            for name, array in tensors.items()
+        }
+    if isinstance(item, PatchItem):
+        values, *others = item.specs("float32").items()
+        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in others}
+        item.write(arrays, "float32")
+        return {values[0]: item.levels(), **arrays}
+    problem = "this item holds normalised values only"
+    if isinstance(item, ProcessedItem) and item.compact:
+        levels = {name: part for name, part in item.parts.items() if isinstance(part, Levels)}
+        padded = [name for name, part in levels.items() if part.values.size != math.prod(part.shape)]
+        if not padded:
+            return {
+                name: part.values.reshape(part.shape)
+                if isinstance(part, Levels)
+                else expanded(part, "float32")
+                for name, part in item.parts.items()
+            }
+        problem = f"the {padded[0]} of this item are padded with zeros that are not pixels"
+    raise EngineUnsupportedError(
+        f"the server normalises pixels itself, and {problem}",
+        where=f"item {item.identity[:12]}",
+        got=type(item).__name__,
+        remedy="Start vLLM with --no-mm-device-do-normalize",
+    )
+
+
+def layout_for(
+    names: Collection[str], kinds: Mapping[str, str] | None = None, *, modality: str = "image"
+) -> Layout:
+    """Return the field layout of an image or video by the names of its tensors.
+
+    `kinds` is how the server joins each: `batched`, `flat` or `shared`.
+    """
+
+    def fits(layout: Layout, name: str) -> bool:
+        spec = layout.fields.get(name)
+        if spec is None or spec.modality != modality:
+            return False
+        kind = type(spec).__name__.lower()
+        sizes_known = not isinstance(spec, Flat | Shared) or spec.sizes in names
+        return sizes_known and (kinds or {}).get(name, kind) == kind
+
+    layouts = [layout for layout in LAYOUTS if all(fits(layout, name) for name in names)]
+    if not layouts or any(each.fields[name] != layouts[0].fields[name] for each in layouts for name in names):
+        raise EngineUnsupportedError(
+            "it is not known how vLLM joins these tensors",
+            where=f"{modality} items",
+            expected="the fields of one of the known layouts",
+            got=", ".join(sorted(names)),
+            remedy="Send encoded images: VLLMBackend(images='content_parts')",
+        )
+    return layouts[0]
+
+
+def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
+    """Encode one item as vLLM's base64 item, a JSON text."""
+
+    def encode() -> bytes:
+        if isinstance(span.item, PatchItem):
+            patches = span.item.pixel_shape[0]
+            expected = span.range.num_embeds * span.item.layout.merge**2
+            if patches != expected:  # an engine dies of it
+                raise PlaceholderError(
+                    "the grid does not fit its placeholder range",
+                    where=f"{span.where}.grid",
+                    expected=f"{expected} patches for {span.range.num_embeds} tokens",
+                    got=f"{patches} of {list(span.item.grid)}",
+                )
+        (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
+        return b'"%b"' % encode_mm_kwargs_item_as_bytes(item)
+
+    return encoded_once(span.item, (form.layout.name, form.pixels), encode)

@@ -1,55 +1,401 @@
-"""Media items as vLLM takes them: tensors in the model's field layout, and the requests that bring them.
+"""Images for one vLLM server: the handshake about their form, and the requests that bring them.
 
-vLLM joins the tensors of many requests by field layout. Each item is encoded by itself, its slices naming
-itself alone, so its bytes are the same in every request, and are encoded once.
+The server must make of an image exactly the tensors that we make. Since 0.28 vLLM normalises pixels on the
+device by default and takes raw levels on the wire, for some model families since 0.32. Normalised values are
+then normalised again, silently. So before the first image the server renders one.
 """
 
-import math
+import asyncio
+import io
+import itertools
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, get_args
+from functools import lru_cache, partial
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from mmcodecs.arrays import RawTensor
-from mmrender.client.exchange import BYTES_PER_ID, check_size, encoded_once
-from mmrender.client.server_facts import Process
-from mmrender.client.transport import JSONText
-from mmrender.client.vllm_fields import LAYOUTS, Flat, Layout, Shared, collate_items
-from mmrender.errors import EngineUnsupportedError, PlaceholderError
-from mmrender.media.item import PatchItem, ProcessedItem, time_steps
-from mmrender.media.levels import Levels, expanded
-from mmrender.media.vllm_items import encode_mm_kwargs_item_as_bytes
+from mmcodecs.errors import CodecError
+from mmrender.client.exchange import BYTES_PER_ID, check_size
+from mmrender.client.reply import decode_as
+from mmrender.client.server_facts import Process, facts_of
+from mmrender.client.transport import JSONText, Transport
+from mmrender.client.vllm_fields import (
+    PIXEL_DTYPES,
+    PixelDtype,
+    WireForm,
+    collate_items,
+    encode_item,
+    item_tensors,
+    layout_for,
+)
+from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
+from mmrender.media.item import EncodedImage, PatchItem, encoded_image, tensor_specs, time_steps
+from mmrender.media.vllm_items import KwargsItem, decode_mm_kwargs_item
 from mmrender.sidecar import MediaItem, MediaSpan
 
+_log = logging.getLogger("mmrender.client")
+
 GENERATE_PATH: Final = "/inference/v1/generate"
+RENDER_PATH: Final = "/v1/chat/completions/render"
+INFO_PATH: Final = "/server_info?config_format=json"
 SIZE_SETTING: Final = "VLLMBackend(max_body_bytes=...)"
 
-PixelDtype: TypeAlias = Literal["uint8", "float32", "bfloat16", "float16"]
-"""Pixels on the wire: `uint8` levels that the server normalises itself, or normalised values."""
 
-PIXEL_DTYPES: Final[tuple[PixelDtype, ...]] = get_args(PixelDtype)
+class Range(msgspec.Struct):
+    """A placeholder range as vLLM writes it."""
+
+    offset: int
+    length: int
 
 
-@dataclass(frozen=True, slots=True)
-class WireForm:
-    """Form in which a server takes the items of one processor.
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[Range]] = {}
+    kwargs_data: dict[str, list[str | None]] | None = None
 
-    Attributes:
-        layout: How fields are joined.
-        pixels: Dtype on the wire of the reference processor's floating-point tensors.
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+
+
+class ServedImage(msgspec.Struct, frozen=True):
+    """One image as a server processed it: its placeholder tokens, base64 item and hash."""
+
+    tokens: tuple[int, ...]
+    item: str
+    mm_hash: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it keeps alive, approximately."""
+        return len(self.item) + 8 * len(self.tokens)
+
+
+async def render_image(transport: Transport, model: str, data_url: str) -> ServedImage:
+    """Let a vLLM server process one image, given as a `data:` URL."""
+    where = f"{transport.base_url}{RENDER_PATH}"
+    part = {"type": "image_url", "image_url": {"url": data_url}}
+    body = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    try:
+        reply = await transport.request("POST", RENDER_PATH, json=body, idempotent=True)
+    except EngineStatusError as error:
+        lacks_route = error.status == 404 and "model" not in error.body
+        if error.status in (403, 405) or lacks_route:
+            raise EngineUnsupportedError(
+                "the server does not render images",
+                where=where,
+                got=f"status {error.status}: {error.body[:200]}",
+                remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
+            ) from error
+        raise
+    rendered = await asyncio.to_thread(decode_as, reply.body, _Rendered, where=where)
+    features = rendered.features or _Features()
+    for name in ("mm_hashes", "mm_placeholders", "kwargs_data"):
+        members: Mapping[str, list[Any]] = getattr(features, name) or {}
+        counts = {kind: len(values) for kind, values in members.items() if values}
+        if counts != {"image": 1} or members["image"] == [None]:
+            raise EngineReplyError(
+                "the server did not render one image",
+                where=f"{where} features.{name}",
+                expected="one of 'image', with its data",
+                got=str(counts),
+            )
+    ((offset, length),) = ((each.offset, each.length) for each in features.mm_placeholders["image"])
+    if offset < 0 or length <= 0 or offset + length > len(rendered.token_ids):
+        raise EngineReplyError(
+            "the server rendered a placeholder outside the prompt",
+            where=f"{where} features.mm_placeholders",
+            expected=f"tokens within [0, {len(rendered.token_ids)})",
+            got=f"[{offset}, {offset + length})",
+        )
+    (item,), (mm_hash,) = (features.kwargs_data or {})["image"], features.mm_hashes["image"]
+    return ServedImage(tuple(rendered.token_ids[offset : offset + length]), item or "", mm_hash)
+
+
+# How far values may differ. Back ends round differently. Another mean or deviation differs by much more.
+_TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+async def wire_forms(
+    spans: Sequence[MediaSpan],
+    ids: npt.NDArray[Any],
+    model: str,
+    process: Process,
+    pixels: PixelDtype | Literal["ask"],
+) -> dict[str, WireForm]:
+    """Return by identity how a vLLM server takes items, asked once for each processor by a handshake.
+
+    The server renders one image, and the dtypes and fields of its tensors are those that it takes. If the
+    item can be had as an encoded image, the server's tensors must equal ours. Named `pixels` are not asked
+    for.
     """
+    forms: dict[str, WireForm] = {}
+    # The server is asked to render the smallest image of a kind.
+    for span in sorted(spans, key=lambda span: span.range.length):
+        item = span.item
+        if item.identity in forms:
+            continue
+        settings = None
+        if isinstance(item, PatchItem):
+            settings = (item.layout, item.arithmetic, item.modality, bool(item.times))
+        key = ("form", pixels, model, type(item), settings)
+        tokens = tuple(ids[span.start : span.stop].tolist())
+        ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
+        forms[item.identity] = await process.ask_once(key, ask)
+    return forms
 
-    layout: Layout
-    pixels: PixelDtype
 
-    def mm_hash(self, item: MediaItem) -> str:
-        """Name of an item's data on the server, which keeps the data that first came under a name.
+async def _ask_form(
+    item: MediaItem,
+    tokens: tuple[int, ...],
+    model: str,
+    transport: Transport,
+    pixels: PixelDtype | Literal["ask"],
+) -> WireForm:
+    """Let the server render an item, and compare its placeholder tokens and tensors with ours."""
+    if pixels != "ask":
+        return WireForm(layout_for(tensor_specs(item), modality=item.modality), pixels)
+    where = f"{transport.base_url}{RENDER_PATH}"
+    image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
+    try:
+        served = await render_image(transport, model, image.data_url)
+        theirs = decode_mm_kwargs_item(served.item)
+    except EngineUnsupportedError as error:
+        error.remedy = (
+            f"{error.remedy}, or name the pixels that it takes: VLLMBackend(pixels='uint8'), or 'float32' "
+            "if it runs with --no-mm-device-do-normalize"
+        )
+        raise
+    except CodecError as error:
+        raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
+    if _is_video(item):  # a server processes those that it decodes: only the dtype can be learnt
+        pixel_values = theirs.get("pixel_values")
+        dtype = _known_dtype(set() if pixel_values is None else {_dtype_of(pixel_values.data)}, where)
+        return WireForm(layout_for(tensor_specs(item), modality=item.modality), dtype)
+    if served.tokens != tokens:
+        runs = [
+            ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(sequence))
+            for sequence in (served.tokens, tokens)
+        ]
+        raise _mismatch("placeholder tokens", where, *runs)
+    form = await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
+    if form.pixels == "uint8":
+        _warn_of_normalisation(transport.base_url)
+    return form
 
-        It names the dtype too, so data of a wrong kind is never taken for the right one.
-        """
-        return f"{item.identity}-{self.pixels}"
+
+@lru_cache(1024)
+def _warn_of_normalisation(url: str) -> None:
+    """Warn once for each server. The handshake is repeated after pauses and behind load balancers."""
+    _log.warning(
+        "%s: the server normalises pixels by a mean and deviation that it does not show. They must be "
+        "equal to ours, which mmrender cannot check: compare preprocessor_config.json",
+        url,
+    )
+
+
+def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
+    """Return an image that the server widens as the item, and whether it has the item's own pixels."""
+    if isinstance(item, PatchItem) and not _is_video(item):
+        return encoded_image(item), True
+    height, width = item.size
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (127, 127, 127)).save(buffer, format="PNG")
+    return EncodedImage(buffer.getvalue(), "image/png"), False
+
+
+def _is_video(item: MediaItem) -> bool:
+    """Whether an item is a video or a time step of one."""
+    return isinstance(item, PatchItem) and (item.modality == "video" or bool(item.times))
+
+
+def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:
+    """Compare the served tensors with ours, and return the form of both."""
+    specs = tensor_specs(item)
+    if served.keys() != specs.keys():
+        raise _mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
+    dtypes = {_dtype_of(served[name].data) for name, spec in specs.items() if spec.floating}
+    kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
+    form = WireForm(layout_for(specs, kinds), _known_dtype(dtypes, where))
+    (collated,) = collate_items(form.layout, [item_tensors(item, form.pixels)])
+    for name, elem in collated.items():
+        theirs, ours = served[name].data, elem.data
+        shapes = [f"{_dtype_of(tensor)} {list(getattr(tensor, 'shape', ()))}" for tensor in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            raise _mismatch(name, where, *shapes)
+        differences = np.abs(_floats(theirs) - _floats(ours)) if has_its_pixels else np.zeros(1)
+        largest, tolerance = float(differences.max(initial=0.0)), _TOLERANCE[form.pixels]
+        if not largest <= tolerance:
+            count = int((differences > tolerance).sum())
+            got = f"{largest:.4g}, and {count} of {differences.size} values differ"
+            raise _mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", got)
+    return form
+
+
+def _known_dtype(dtypes: set[str], where: str) -> PixelDtype:
+    """Return the dtype of the served pixels."""
+    dtype = next((known for known in PIXEL_DTYPES if dtypes == {known}), None)
+    if dtype is None:
+        expected = f"one of {', '.join(PIXEL_DTYPES)}"
+        raise _mismatch("pixel dtypes", where, ", ".join(sorted(dtypes)) or "nothing", expected)
+    return dtype
+
+
+def _dtype_of(tensor: Any) -> str:
+    return str(getattr(tensor, "dtype", type(tensor).__name__))
+
+
+def _floats(tensor: Any) -> npt.NDArray[np.float64]:
+    if isinstance(tensor, RawTensor):  # of bfloat16, the upper half of a float32
+        bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64).reshape(-1)
+    return np.asarray(tensor).astype(np.float64).reshape(-1)
+
+
+def _mismatch(subject: str, where: str, served: str, ours: str) -> EngineMismatchError:
+    return EngineMismatchError(
+        f"the server processes an image differently than the renderer: {subject}",
+        where=where,
+        expected=f"as the server has it: {served}",
+        got=f"here: {ours}",
+        remedy="Render with the files and processor settings of the model that the server runs",
+    )
+
+
+class _Multimodal(msgspec.Struct):
+    mm_processor_cache_gb: float | None = None
+    mm_processor_cache_type: str | None = None
+
+
+class _ModelConfig(msgspec.Struct):
+    multimodal_config: _Multimodal | None
+
+
+class _Parallel(msgspec.Struct):
+    api_processes: int = msgspec.field(name="_api_process_count")
+    data_parallel_size: int
+
+
+class _Config(msgspec.Struct):
+    model_config: _ModelConfig
+    parallel_config: _Parallel
+
+
+class _Info(msgspec.Struct):
+    vllm_config: _Config
+
+
+async def require_safe_cache(process: Process, *, trusted: bool) -> None:
+    """Require that a hash without data cannot kill a vLLM engine. Asked once.
+
+    The hash is found in vLLM's processor cache if the cache is of the kind `lru`, in one API process and one
+    data-parallel rank. With the cache off, of kind `shm`, or behind several API processes, the engine exits.
+    `trusted`: the caller answers for a server that does not say.
+    """
+    transport = process.transport
+
+    async def ask() -> str:
+        try:
+            reply = await transport.request("GET", INFO_PATH)
+        except EngineStatusError as error:
+            if error.status not in (403, 404, 405):
+                raise
+            return f"status {error.status}"
+        config = decode_as(reply.body, _Info, where=f"{transport.base_url}{INFO_PATH}").vllm_config
+        cache, parallel = config.model_config.multimodal_config or _Multimodal(), config.parallel_config
+        dangers = {
+            "its processor cache is off": not cache.mm_processor_cache_gb,
+            f"its processor cache is of kind {cache.mm_processor_cache_type!r}": (
+                cache.mm_processor_cache_type != "lru"
+            ),
+            f"it runs {parallel.api_processes} API processes": parallel.api_processes != 1,
+            f"it runs {parallel.data_parallel_size} data-parallel ranks": parallel.data_parallel_size != 1,
+        }
+        return next((danger for danger, applies in dangers.items() if applies), "")
+
+    answer: str = await process.ask_once("cache", ask)
+    if answer.startswith("status"):
+        if trusted:
+            return
+        raise EngineUnsupportedError(
+            "the server does not say how it caches images, and a hash without data can be fatal",
+            where=f"{transport.base_url}{INFO_PATH}",
+            got=answer,
+            remedy="Start vLLM with VLLM_SERVER_DEV_MODE=1, or answer for its cache (lru, one API "
+            "process, one data-parallel rank): VLLMBackend(images='hash_only', trust_cache=True)",
+        )
+    if answer:
+        raise EngineUnsupportedError(
+            "the server's settings make a hash without data fatal to its engine",
+            where=transport.base_url,
+            got=answer,
+            remedy="Send the data each time: VLLMBackend(images='features')",
+        )
+
+
+async def has_safe_cache(process: Process, *, trusted: bool) -> bool:
+    """Whether it is proved that a hash without data cannot kill the engine.
+
+    The server must say which process answers, and one process must answer at a time: of others it is not
+    known which would get the hash. A server that cannot be asked proves nothing.
+    """
+    if not process.facts.name or facts_of(process.transport).alternates:
+        return False
+    try:
+        await require_safe_cache(process, trusted=trusted)
+    except (EngineUnsupportedError, EngineStatusError, EngineReplyError, EngineMismatchError) as error:
+        _log.debug("images go with their data: %s", error)
+        return False
+    return True
+
+
+# --- requests ---
+
+
+def dense_spans(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
+    """Return media as ranges in which every token holds features.
+
+    vLLM forgets which tokens of a range hold features. Families that write text between the time steps of a
+    video attend within each step and number it like an image, so each step goes as an image of its own.
+
+    Raises:
+        EngineUnsupportedError: A range has other tokens among its features, or such a video is not kept as
+            frames.
+    """
+    dense: list[MediaSpan] = []
+    for span in spans:
+        if span.range.embed_spans is None:
+            dense.append(span)
+            continue
+        steps = time_steps(span) if span.modality == "video" else None
+        if steps is not None:
+            dense += steps
+        elif span.modality == "video":
+            raise EngineUnsupportedError(
+                "the engine loses which tokens of a video hold features",
+                where=span.where,
+                expected="one run of features for each time step of a PatchItem",
+                got=f"{len(span.range.embed_spans)} runs of {span.item!r}",
+                remedy="Use another engine for videos of this model",
+            )
+        elif span.range.num_embeds == span.range.length:
+            dense.append(span)
+        else:
+            raise EngineUnsupportedError(
+                "the engine loses which tokens of this range hold features",
+                where=span.where,
+                expected="a range in which every token does",
+                got=f"{span.range.num_embeds} of {span.range.length}",
+                remedy="Send the encoded image, or use another engine for this model",
+            )
+    return dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +417,6 @@ class ImagePlan:
     forms: Mapping[str, WireForm]
     by_hash: bool
     max_bytes: int | None
-
-    @property
-    def known(self) -> set[str] | None:
-        """Hashes whose data the server has. None if no data is left out."""
-        hashes = self.process.facts.hashes
-        return {name for name in self.names if hashes.get(name)} if self.by_hash else None
 
     @property
     def names(self) -> list[str]:
@@ -157,114 +497,3 @@ def data_in(prompt: Mapping[str, Any]) -> list[JSONText]:
     """Return the encoded items of a request's `features`."""
     texts = [text for texts in prompt["features"]["kwargs_data"].values() for text in texts]
     return [text for text in texts if text is not None]
-
-
-def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one image or video to the tensors that go on the wire."""
-    if pixels != "uint8":
-        tensors = item.tensors(pixels)
-        if pixels != "bfloat16":
-            return tensors
-        # numpy lacks bfloat16. Its bit patterns are the only uint16 that items hold.
-        return {
-            name: RawTensor("bfloat16", array) if array.dtype == np.uint16 else array
-            for name, array in tensors.items()
-        }
-    if isinstance(item, PatchItem):
-        values, *others = item.specs("float32").items()
-        arrays = {name: np.empty(spec.shape, spec.dtype) for name, spec in others}
-        item.write(arrays, "float32")
-        return {values[0]: item.levels(), **arrays}
-    problem = "this item holds normalised values only"
-    if isinstance(item, ProcessedItem) and item.compact:
-        levels = {name: part for name, part in item.parts.items() if isinstance(part, Levels)}
-        padded = [name for name, part in levels.items() if part.values.size != math.prod(part.shape)]
-        if not padded:
-            return {
-                name: part.values.reshape(part.shape)
-                if isinstance(part, Levels)
-                else expanded(part, "float32")
-                for name, part in item.parts.items()
-            }
-        problem = f"the {padded[0]} of this item are padded with zeros that are not pixels"
-    raise EngineUnsupportedError(
-        f"the server normalises pixels itself, and {problem}",
-        where=f"item {item.identity[:12]}",
-        got=type(item).__name__,
-        remedy="Start vLLM with --no-mm-device-do-normalize",
-    )
-
-
-def split_video_steps(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
-    """Return media with each time step of a video as an image of its own, if text lies between the steps.
-
-    vLLM forgets which tokens of a range hold features. Families that write text between time steps attend
-    within each step and number it like an image, so it has the features of an image of one step.
-
-    Raises:
-        EngineUnsupportedError: Such a video is not kept as frames.
-    """
-    split: list[MediaSpan] = []
-    for span in spans:
-        if span.modality != "video" or span.range.embed_spans is None:
-            split.append(span)
-            continue
-        steps = time_steps(span)
-        if steps is None:
-            raise EngineUnsupportedError(
-                "the engine loses which tokens of a video hold features",
-                where=span.where,
-                expected="one run of features for each time step of a PatchItem",
-                got=f"{len(span.range.embed_spans)} runs of {span.item!r}",
-                remedy="Use another engine for videos of this model",
-            )
-        split += steps
-    return split
-
-
-def layout_for(
-    names: Collection[str], kinds: Mapping[str, str] | None = None, *, modality: str = "image"
-) -> Layout:
-    """Return the field layout of an image or video by the names of its tensors.
-
-    `kinds` is how the server joins each: `batched`, `flat` or `shared`.
-    """
-
-    def fits(layout: Layout, name: str) -> bool:
-        spec = layout.fields.get(name)
-        if spec is None or spec.modality != modality:
-            return False
-        kind = type(spec).__name__.lower()
-        sizes_known = not isinstance(spec, Flat | Shared) or spec.sizes in names
-        return sizes_known and (kinds or {}).get(name, kind) == kind
-
-    layouts = [layout for layout in LAYOUTS if all(fits(layout, name) for name in names)]
-    if not layouts or any(each.fields[name] != layouts[0].fields[name] for each in layouts for name in names):
-        raise EngineUnsupportedError(
-            "it is not known how vLLM joins these tensors",
-            where=f"{modality} items",
-            expected="the fields of one of the known layouts",
-            got=", ".join(sorted(names)),
-            remedy="Send encoded images: VLLMBackend(images='content_parts')",
-        )
-    return layouts[0]
-
-
-def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
-    """Encode one item as vLLM's base64 item, a JSON text."""
-
-    def encode() -> bytes:
-        if isinstance(span.item, PatchItem):
-            patches = span.item.pixel_shape[0]
-            expected = span.range.num_embeds * span.item.layout.merge**2
-            if patches != expected:  # an engine dies of it
-                raise PlaceholderError(
-                    "the grid does not fit its placeholder range",
-                    where=f"{span.where}.grid",
-                    expected=f"{expected} patches for {span.range.num_embeds} tokens",
-                    got=f"{patches} of {list(span.item.grid)}",
-                )
-        (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
-        return b'"%b"' % encode_mm_kwargs_item_as_bytes(item)
-
-    return encoded_once(span.item, (form.layout.name, form.pixels), encode)

@@ -19,7 +19,7 @@ from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.resolve import as_transport
 from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Server
-from mmrender.client.vllm_handshake import ServedImage, render_image
+from mmrender.client.vllm_images import ServedImage, render_image
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,

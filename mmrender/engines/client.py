@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
-from mmrender.client.placeholders import ModelTokens
+from mmrender.client.engine import ModelTokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
@@ -492,7 +492,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
 def _at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEngine:
     servers = [engine for engine in engines if isinstance(engine, HTTPEngine)]
-    kinds = {f"{engine.backend.name} {engine.model}" for engine in servers}
+    kinds = {f"{engine.sampler.backend.name} {engine.model}" for engine in servers}
     others = {type(engine).__name__ for engine in engines} - {type(engine).__name__ for engine in servers}
     if len(kinds) != 1 or others:
         raise InputError(

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrender.client.placeholders import ModelTokens
+from mmrender.client.engine import Engine
 from mmrender.client.reply import decode_as
-from mmrender.client.resolve import BackendName, as_transport, resolve_backend, server_root
-from mmrender.client.server_facts import prompt_limit
+from mmrender.client.resolve import BackendName, as_transport, server_root
 from mmrender.client.transport import Server, Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
@@ -75,22 +74,22 @@ class HTTPEngine(InferenceEngineInterface):
         pp_size: int = 1,
         dp_size: int = 1,
     ) -> None:
-        self.backend = resolve_backend(backend, model)
-        table = routes or TABLES.get(self.backend.name)
+        self.transport = _own_transport(server)
+        self.sampler = Engine(backend, self.transport, model=model, renderer=renderer)
+        name_of_backend = self.sampler.backend.name
+        table = routes or TABLES.get(name_of_backend)
         if table is None:
             raise InputError(
                 "the control routes of this backend are unknown",
                 where="backend",
                 expected=", ".join(sorted(TABLES)),
-                got=repr(self.backend.name),
+                got=repr(name_of_backend),
                 remedy="Pass routes=RouteTable(...)",
             )
-        self.transport = _own_transport(server)
         self.worker = None if control is None else _own_transport(control)
         transports = (self.transport, self.worker)
         self._own = [each for each in transports if each and each not in (server, control)]
         self.model = model
-        self.renderer = renderer
         self.name = name or self.transport.base_url
         self.tp, self.pp, self.dp = tp_size, pp_size, dp_size
         self._routes = table
@@ -103,7 +102,17 @@ class HTTPEngine(InferenceEngineInterface):
         server: Server = router
         if isinstance(self.transport, HTTPTransport):
             server = replace(self.transport.config, base_url=server_root(router))
-        return HTTPEngine(self.backend, server, model=self.model, renderer=self.renderer, routes=self._routes)
+        backend, renderer = self.sampler.backend, self.sampler.renderer
+        return HTTPEngine(backend, server, model=self.model, renderer=renderer, routes=self._routes)
+
+    @property
+    def renderer(self) -> RendererProtocol | None:
+        """Renders conversations and decodes completions. A client lends its own."""
+        return self.sampler.renderer
+
+    @renderer.setter
+    def renderer(self, renderer: RendererProtocol | None) -> None:
+        self.sampler = Engine(self.sampler.backend, self.transport, model=self.model, renderer=renderer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_paused": False}
@@ -114,16 +123,15 @@ class HTTPEngine(InferenceEngineInterface):
         self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion. An abort is returned to the caller."""
-        known: Mapping[str, Any] = {}
-        if self.renderer is not None and request.vocab_size is None:
-            known = ModelTokens(self.renderer).fields(request.multi_modal_data)
+        is_known = self.renderer is None or request.vocab_size is not None
+        known = {} if is_known else self.sampler.tokens.fields(request.multi_modal_data)
         headers = {**request.extra_headers, **_headers_of(session_id)}
         sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
-        return await self.backend.generate(sent, self.transport, on_tokens=on_tokens)
+        return await self.sampler.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
     async def max_prompt_len(self) -> int | None:
         """Return the server's maximum number of tokens of a prompt, asked once."""
-        return await prompt_limit(self.backend, self.model, self.transport)
+        return await self.sampler.max_prompt_len()
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> dict[str, Any]:
         """Ask the server's own route. An abort is returned to the caller."""
@@ -154,7 +162,7 @@ class HTTPEngine(InferenceEngineInterface):
         """
         if self._routes.on_worker and self.worker is None:
             return frozenset()
-        known = getattr(self.backend, "eos_token_ids", None) is not None or self.renderer is not None
+        known = getattr(self.sampler.backend, "eos_token_ids", None) is not None or self.renderer is not None
         unknown = {"abort"} if self._routes.engine == "dynamo" and not known else set()
         return frozenset(self._routes.pause_modes) - unknown
 

@@ -23,8 +23,7 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import Process
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, VLLMBackend
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_images import GENERATE_PATH
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
 from mmrender.errors import EngineStatusError, MMRenderError
 from mmrender.sidecar import collapse
 from mmrender.testing.tiny_model import build_tiny_model

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mmrender.client.server_facts import Process
 from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_images import GENERATE_PATH
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
 from mmrender.errors import EngineMismatchError, EngineStatusError, MMRenderError
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Answer, MemoryTransport

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_prompts import IMAGE, PAD, TOKENS, FakeItem, PromptMaker, qwen_item, tiled_item
-from mmrender.client.placeholders import check_request
+from mmrender.client.exchange import check_request
 from mmrender.client.types import EngineRequest
 from mmrender.errors import PlaceholderError
 from mmrender.sidecar import MultiModalData, collapse

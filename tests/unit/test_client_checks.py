@@ -20,8 +20,9 @@ from client_prompts import (
     tiled_item,
 )
 from client_prompts import video_item as a_video
-from mmrender.client.placeholders import check_request
+from mmrender.client.exchange import check_request
 from mmrender.client.types import EngineRequest
+from mmrender.client.vllm_images import dense_spans
 from mmrender.errors import EngineUnsupportedError, InputError, PlaceholderError
 from mmrender.sidecar import MediaSpan, MultiModalData, PlaceholderRange, Repeat, Text, collapse
 
@@ -91,9 +92,10 @@ def test_images_may_stand_side_by_side() -> None:
 
 def test_tiled_images_are_taken_where_the_engine_keeps_their_masks(sentence: Any) -> None:
     made = PromptMaker().framed(tiled_item(2, 3)).text([1])
-    assert len(check_sidecar(np.array(made.ids), made.sidecar)) == 1
+    spans = check_sidecar(np.array(made.ids), made.sidecar)
+    assert len(spans) == 1
     with pytest.raises(EngineUnsupportedError) as caught:
-        check_sidecar(np.array(made.ids), made.sidecar, takes_sparse=False)
+        dense_spans(spans)
     assert str(caught.value) == sentence
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from mmrender.caching import AsyncSingleFlight
 from mmrender.client import server_facts
-from mmrender.client.server_facts import facts_of, forget, prompt_limit
+from mmrender.client.engine import Engine
+from mmrender.client.server_facts import facts_of, forget
 from mmrender.client.vllm import VLLMBackend
 from mmrender.errors import EngineConnectionError, EngineStatusError
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
@@ -24,7 +25,8 @@ def of_length(length: int | None) -> dict[str, Any]:
 
 def ask(transport: MemoryTransport, model: str = "m", times: int = 1) -> list[Any]:
     async def together() -> list[Any]:
-        calls = (prompt_limit(VLLMBackend(), model, transport) for _ in range(times))
+        engine = Engine(VLLMBackend(), transport, model=model)
+        calls = (engine.max_prompt_len() for _ in range(times))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     return asyncio.run(together())

@@ -11,15 +11,15 @@ from aiohttp import web
 
 from kit import blocks
 from mmcodecs.arrays import RawTensor
-from mmrender.client import vllm_images
+from mmrender.client import vllm_fields
 from mmrender.client.exchange import data_urls
 from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, VLLMBackend
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_images import GENERATE_PATH, WireForm, encode_item, item_tensors
+from mmrender.client.vllm_fields import WireForm, encode_item, item_tensors
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -570,7 +570,7 @@ def test_an_image_is_encoded_once(image, monkeypatch):
         encoded.append(item.identity)
         return item_tensors(item, pixels)
 
-    monkeypatch.setattr(vllm_images, "item_tensors", counting)
+    monkeypatch.setattr(vllm_fields, "item_tensors", counting)
     (item,) = image.multi_modal_data.mm_items["image"]
     (place,) = image.multi_modal_data.mm_placeholders["image"]
     fresh = MultiModalData.of([(place, msgspec.structs.replace(item, identity="d" * 64))])

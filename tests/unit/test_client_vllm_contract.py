@@ -9,8 +9,7 @@ import pytest
 from mmrender.client.server_facts import facts_of
 from mmrender.client.types import Usage
 from mmrender.client.vllm import VLLMBackend
-from mmrender.client.vllm_handshake import RENDER_PATH
-from mmrender.client.vllm_images import GENERATE_PATH
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
 from mmrender.errors import EngineStatusError, EngineUnsupportedError, PromptTooLongError
 from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData

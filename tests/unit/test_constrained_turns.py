@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from end_to_end import image_part
 from mmrender import generate
 from mmrender.audit import TrainerModel, audit
-from mmrender.client.limits import limit_of, renormalised, reporting
 from mmrender.client.local import LocalBackend
+from mmrender.client.sampling import limit_of, renormalised, reporting
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient

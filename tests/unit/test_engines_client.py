@@ -109,6 +109,9 @@ def test_a_client_with_a_renderer_renders_and_decodes_once():
             self.decoded += 1
             return letters(ids)
 
+        def get_stop_token_ids(self):
+            return [26]
+
     renderer = Renderer()
     case = setup([Fault("abort", 2), Fault("abort", 1)])
     client = InferenceEngineClient(case.engines, renderer=renderer, **patient())

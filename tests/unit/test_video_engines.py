@@ -10,7 +10,8 @@ import torch
 
 from mmrender import Renderer, generate
 from mmrender.client.local import LocalBackend
-from mmrender.client.vllm_images import PixelDtype, WireForm, features_of, layout_for, split_video_steps
+from mmrender.client.vllm_fields import PixelDtype, WireForm, layout_for
+from mmrender.client.vllm_images import dense_spans, features_of
 from mmrender.errors import EngineUnsupportedError
 from mmrender.media.item import tensor_specs
 from mmrender.media.policy import MediaPolicy
@@ -50,7 +51,7 @@ def sent(spans: list[MediaSpan], pixels: PixelDtype) -> dict[str, Any]:
 @pytest.mark.parametrize("pixels", ["float32", "uint8"])
 def test_time_steps_between_text_go_as_images(tmp_path: Path, pixels: PixelDtype) -> None:
     (span,) = spans = video_spans(tmp_path, "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
-    features = sent(split_video_steps(spans), pixels)
+    features = sent(dense_spans(spans), pixels)
     assert features["mm_hashes"].keys() == {"image"}
     assert len(set(features["mm_hashes"]["image"])) == 3
     runs = [(7 + start, stop - start) for start, stop in span.range.embed_spans or ()]
@@ -66,7 +67,7 @@ def test_time_steps_between_text_go_as_images(tmp_path: Path, pixels: PixelDtype
 
 def test_a_video_without_text_goes_whole(tmp_path: Path) -> None:
     (span,) = spans = video_spans(tmp_path, "Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor")
-    assert split_video_steps(spans) == spans
+    assert dense_spans(spans) == spans
     features = sent(spans, "uint8")
     (data,) = features["kwargs_data"]["video"]
     item = decode_mm_kwargs_item(bytes(data.data)[1:-1].decode())
@@ -80,7 +81,7 @@ def test_a_video_that_holds_no_frames_is_refused(tmp_path: Path) -> None:
     (span,) = video_spans(tmp_path, "Glm4vVideoProcessor", "Glm4vProcessor")
     short = span._replace(range=type(span.range)(7, span.range.length, (span.range.embed_spans or ())[:1]))
     with pytest.raises(EngineUnsupportedError, match="loses which tokens of a video hold features"):
-        split_video_steps([short])
+        dense_spans([short])
 
 
 def test_a_video_that_cannot_go_as_tensors_is_refused_for_the_first_reason(renderer: Renderer) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.client.vllm_images import WireForm, features_of, layout_for
+from mmrender.client.vllm_fields import WireForm, layout_for
+from mmrender.client.vllm_images import features_of
 from mmrender.media.item import tensor_specs
 from servers.recording import Recorder
 
