@@ -93,9 +93,9 @@ class Wire:
         self.calls.append(call)
         if self.failure and not self.fails_in_stream:
             status, code, message = self.failure
-            return httpx2.Response(status, json=self.protocol.error(status, code, message, None))
+            return json_reply(self.protocol.error(status, code, message, None), status)
         if not call.stream:
-            return httpx2.Response(200, json=self.protocol.reply(call, self.answers))
+            return json_reply(self.protocol.reply(call, self.answers))
         events = b"".join(self.events(call))
         return httpx2.Response(200, content=events, headers={"content-type": "text/event-stream"})
 
@@ -111,6 +111,24 @@ class Wire:
     def client(self) -> httpx2.Client:
         """An HTTP client whose requests come here."""
         return httpx2.Client(transport=httpx2.MockTransport(self))
+
+
+def json_reply(value: Any, status: int = 200) -> httpx2.Response:
+    """A reply with a JSON body."""
+    return httpx2.Response(
+        status, content=msgspec.json.encode(value), headers={"content-type": "application/json"}
+    )
+
+
+def sent(value: Any) -> Any:
+    """A value as a client decodes it."""
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def data_of(events: bytes) -> list[dict[str, Any]]:
+    """The JSON data of server-sent events."""
+    lines = [line.removeprefix(b"data: ") for line in events.splitlines() if line.startswith(b"data: ")]
+    return [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
 
 
 # --- recordings ---

@@ -156,7 +156,9 @@ class Chat:
         check_choice(tools, choice, forced, "tool_choice")
         _set_params(params, request)
         options = request.stream_options
-        notes = [name for name in ("verbosity",) if getattr(request, name) is not None]
+        notes = [] if request.verbosity is None else ["verbosity"]
+        if any(tool["function"].get("strict") for tool in tools or ()):
+            notes.append("tools.strict")
         thinking = request.enable_thinking
         if thinking is None and request.thinking is not None and request.thinking.type != "auto":
             thinking = request.thinking.type == "enabled"

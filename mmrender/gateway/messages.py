@@ -47,7 +47,7 @@ REFUSED: Final[Mapping[str, str]] = {
 """Known fields that are not supported, and a way out for each."""
 
 _BILLING: Final = "x-anthropic-billing-header"
-"""Begins a system block of Claude Code, which differs from task to task and says nothing to a model."""
+"""Begins a line of Claude Code's system prompt that differs from task to task and tells a model nothing."""
 
 _PARTS: Final = ("text", "image")
 
@@ -201,7 +201,7 @@ class Messages:
         if answer.content:
             content.append({"type": "text", "text": answer.content})
         for call_ in answer.calls:
-            arguments = msgspec.json.decode(call_.arguments)
+            arguments = msgspec.Raw(call_.arguments.encode())  # as it is, numbers and escapes included
             content.append({"type": "tool_use", "id": call_.id, "name": call_.name, "input": arguments})
         head = _head(call, answer.id, content, _usage(total_usage(answers)))
         return {**head, **_ending(answer)}
@@ -344,13 +344,16 @@ class _Reader:
 
 def _system(system: str | Sequence[Any]) -> str:
     """The system prompt as one text, without the billing line."""
-    if isinstance(system, str):
-        return system
-    blocks = [
-        joined_text(read_content([block], "system", ("text",), begin=index))
-        for index, block in enumerate(system)
-    ]
-    return "\n\n".join([text for text in blocks if text and not text.startswith(_BILLING)])
+    blocks = (
+        [system]
+        if isinstance(system, str)
+        else [
+            joined_text(read_content([block], "system", ("text",), begin=index))
+            for index, block in enumerate(system)
+        ]
+    )
+    texts = [block.partition("\n")[2] if block.startswith(_BILLING) else block for block in blocks]
+    return "\n\n".join([text for text in texts if text])
 
 
 class MessageEvents(Blocks):

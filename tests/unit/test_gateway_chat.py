@@ -2,9 +2,10 @@
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-from agent_cases import ANSWERS, PICTURE_URL, Wire, answer, message_of, plain, unlisted
+from agent_cases import ANSWERS, PICTURE_URL, Wire, answer, data_of, message_of, plain, sent, unlisted
 from kit import error_of
 from mmrender.errors import InputError
 from mmrender.gateway import chat
@@ -52,6 +53,15 @@ def test_a_stream_assembled_by_the_client_equals_the_whole_reply(name, share):
         plain(each.model_dump(), "created", "index", "parsed_arguments") for each in (whole, streamed)
     )
     assert got == expected
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_replies_and_chunks_have_the_forms_of_the_clients_types(name):
+    call = read(stream_options={"include_usage": True})
+    wire = Wire(CHAT, [ANSWERS[name]])
+    ChatCompletion.model_validate(sent(CHAT.reply(call, wire.answers)))
+    for chunk in data_of(b"".join(wire.events(call))):
+        ChatCompletionChunk.model_validate(chunk)
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -2,7 +2,20 @@
 
 import pytest
 
-from agent_cases import ANSWERS, GO, LOOK, PICTURE, PICTURE_URL, Wire, answer, message_of, plain, unlisted
+from agent_cases import (
+    ANSWERS,
+    GO,
+    LOOK,
+    PICTURE,
+    PICTURE_URL,
+    Wire,
+    answer,
+    data_of,
+    message_of,
+    plain,
+    sent,
+    unlisted,
+)
 from kit import error_of
 from mmrender.errors import InputError
 from mmrender.gateway import messages
@@ -55,9 +68,24 @@ def test_a_stream_assembled_by_the_client_equals_the_whole_reply(name, share):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_repeated_answer_is_its_canonical_message(name):
-    content = MESSAGES.reply(read(), [ANSWERS[name]])["content"]
+    content = sent(MESSAGES.reply(read(), [ANSWERS[name]]))["content"]
     repeated = {"role": "assistant", "content": content}
     assert read(messages=[*ASKED, repeated, *ASKED]).messages[1] == message_of(ANSWERS[name])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_replies_and_events_have_the_forms_of_the_clients_types(name):
+    pytest.importorskip("anthropic")
+    from anthropic.types import Message as Reply
+    from anthropic.types import RawMessageStreamEvent
+    from pydantic import TypeAdapter
+
+    wire = Wire(MESSAGES, [ANSWERS[name]])
+    Reply.model_validate(sent(MESSAGES.reply(read(), wire.answers)))
+    adapter = TypeAdapter(RawMessageStreamEvent)
+    for event in data_of(b"".join(wire.events(read(stream=True)))):
+        if event["type"] != "ping":  # the client skips it
+            adapter.validate_python(event)
 
 
 def test_why_an_answer_ended():
@@ -158,6 +186,7 @@ def test_the_billing_line_and_cache_marks_leave_no_trace():
         return read(system=[billing, text("You code.", **marks), text("Be brief.")]).messages
 
     assert opened("2.1.197.77f") == opened("2.1.197.84c", cache_control={"type": "ephemeral"})
+    assert read(system="x-anthropic-billing-header: a\nYou code.").messages[0].content == "You code."
     assert opened("2")[0] == Message(role="system", content="You code.\n\nBe brief.")
 
 

@@ -2,9 +2,11 @@
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import TypeAdapter
 
-from agent_cases import ANSWERS, LOOK, PICTURE_URL, Wire, answer, message_of, plain, unlisted
+from agent_cases import ANSWERS, LOOK, PICTURE_URL, Wire, answer, data_of, message_of, plain, sent, unlisted
 from kit import error_of
 from mmrender.errors import InputError
 from mmrender.gateway import responses
@@ -87,6 +89,15 @@ def test_events_count_up_and_items_are_opened_filled_and_closed(name, share):
         pieces = [event for event in events if event.type.startswith(f"response.{kind}.")]
         whole = [getattr(event, field) for event in pieces if event.type.endswith("done")]
         assert "".join(event.delta for event in pieces if event.type.endswith("delta")) == "".join(whole)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_replies_and_events_have_the_forms_of_the_clients_types(name):
+    wire = Wire(RESPONSES, [ANSWERS[name]])
+    Response.model_validate(sent(RESPONSES.reply(read(), wire.answers)))
+    adapter = TypeAdapter(ResponseStreamEvent)
+    for event in data_of(b"".join(wire.events(read()))):
+        adapter.validate_python(event)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
