@@ -1,8 +1,8 @@
-"""Bounded caches in memory and on disk, and single-flight for coroutines.
+"""Bounded caches in memory and on disk, and single-flight for threads and for coroutines.
 
 `LRUCache` drops the least recently used entries beyond a bound, and computes an entry once for all threads.
-`FileCache` keeps small values between processes. `AsyncSingleFlight` computes once for the coroutines of an
-event loop.
+`FileCache` keeps small values between processes. `SingleFlight` computes a value once for many threads,
+`AsyncSingleFlight` once for the coroutines of an event loop.
 """
 
 import functools
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -74,6 +75,51 @@ class CacheStats:
     max_size: int
 
 
+class SingleFlight(Generic[K, V]):
+    """Computes the value of a key once for all threads that ask for it at the same time."""
+
+    def __init__(self) -> None:
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget the computations of the parent's threads, which never end in the child."""
+        self._lock = threading.RLock()
+        self._running: dict[K, Future[V]] = {}
+
+    def run(self, key: K, find: Callable[[], V | None], compute: Callable[[], V]) -> V:
+        """Return the result of `find`, or if that is None, of `compute` on one thread while others wait.
+
+        If that thread fails, a waiting thread computes, so that each caller gets its own error.
+        """
+        while True:
+            with self._lock:
+                if (kept := find()) is not None:
+                    return kept
+                running = self._running.get(key)
+                if running is None:
+                    future = self._running[key] = Future()
+                    break
+            if running.exception() is None:
+                kept = find()
+                return running.result() if kept is None else kept
+        failure: BaseException | None = None
+        try:
+            value = compute()
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            with self._lock:
+                # No thread waits for it if the process forked meanwhile.
+                is_awaited = self._running.get(key) is future
+                if is_awaited:
+                    del self._running[key]
+            if is_awaited:
+                future.set_result(value) if failure is None else future.set_exception(failure)
+        return value
+
+
 class LRUCache(Generic[K, V]):
     """A mapping of bounded size for many threads that drops the least recently used entry first.
 
@@ -89,14 +135,13 @@ class LRUCache(Generic[K, V]):
         self._size_of = size_of
         self._lock = threading.RLock()
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._running: dict[K, Future[V]] = {}
+        self._flight: SingleFlight[K, V] = SingleFlight()
         self._size = self._hits = self._misses = self._evictions = 0
         watch_forks(self)
 
     def renew_after_fork(self) -> None:
-        """Forget the computations of the parent's threads, which never end in the child."""
+        """Replace the lock, and count the sizes again."""
         self._lock = threading.RLock()
-        self._running = {}
         self._size = sum(size for _, size in self._entries.values())
 
     @property
@@ -132,7 +177,8 @@ class LRUCache(Generic[K, V]):
         size = 1 if self._size_of is None else self._size_of(value)
         with self._lock:
             self._misses += 1
-            self.pop(key)
+            if (replaced := self._entries.pop(key, None)) is not None:
+                self._size -= replaced[1]
             if size <= self.max_size:
                 self._entries[key] = value, size
                 self._size += size
@@ -158,39 +204,10 @@ class LRUCache(Generic[K, V]):
             self._size = 0
 
     def get_or_compute(self, key: K, compute: Callable[[], V]) -> V:
-        """Return the entry of `key`, which one thread computes if it is missing while others wait.
-
-        If that thread fails, a waiting thread computes, so that each caller gets its own error.
-        """
-        while True:
-            with self._lock:
-                if (value := self.get(key)) is not None:
-                    return value
-                running = self._running.get(key)
-                if running is None:
-                    future = self._running[key] = Future()
-                    break
-            if running.exception() is None:
-                with self._lock:
-                    self._hits += 1
-                return running.result()
-        try:
-            value = self.put(key, compute())
-        except BaseException as error:
-            if self._end(key, future):
-                future.set_exception(error)
-            raise
-        if self._end(key, future):
-            future.set_result(value)
-        return value
-
-    def _end(self, key: K, future: "Future[V]") -> bool:
-        """Remove a computation; False if the process forked during it, so that no thread waits for it."""
-        with self._lock:
-            if self._running.get(key) is not future:
-                return False
-            del self._running[key]
-            return True
+        """Return the entry of `key`, which one thread computes if it is missing. See `SingleFlight.run`."""
+        if (value := self.get(key)) is not None:
+            return value
+        return self._flight.run(key, partial(self.get, key), lambda: self.put(key, compute()))
 
 
 def cache_folder(name: str) -> Path | None:

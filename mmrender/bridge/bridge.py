@@ -190,9 +190,8 @@ class Bridge:
             isinstance(entry.part, ImagePart) and entry.part.source is not UNKNOWN_SOURCE
             for entry in request.media
         )
-        nothing = Layout(TracedStr(""), (), ())
         try:
-            affixes, longer = (self._writer.affixes(nothing, images=images) for images in (had, has))
+            affixes, longer = (self._writer.affixes("none", images=images) for images in (had, has))
         except ProcessorError as error:
             raise NotBridged(str(error)) from error
         last = affixes.last

@@ -16,7 +16,7 @@ is refused.
 import importlib
 import io
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,13 +130,33 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     return image
 
 
-def reading(image: Image.Image) -> AbstractContextManager[None]:
-    """Hold the lock of an image, see `ReadLocks`. Reading changes nothing if all of it is loaded."""
+def decode_in_place(image: Image.Image) -> Image.Transpose | None:
+    """Decode a lazily opened image, as any use of it would, and return its `orientation_of`.
+
+    Raises:
+        MediaDecodeError: It is damaged or truncated, or a fork has interrupted its decoding.
+        MediaLimitError: It is too large for Pillow or for the memory.
+    """
+    exif = getattr(image, "_exif", None)
+    if type(image) is Image.Image and not image.info and image.palette is None and exif is None:
+        return None  # it was made in memory
 
     def is_lazy() -> bool:
         return bool(getattr(image, "tile", None) or (image.info and getattr(image, "_exif", None) is None))
 
-    return image_locks.reading(image, is_lazy)
+    # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
+    with image_locks.reading(image, is_lazy), _named_errors(image.format or "image"):
+        tiles = getattr(image, "tile", None)
+        if tiles:
+            _refuse_lenient_pillow()
+        try:
+            image.load()
+        except BaseException:
+            # Pillow forgets the tiles first: a second load() would return the half-decoded pixels.
+            if isinstance(image, ImageFile.ImageFile):
+                image.tile = tiles or []
+            raise
+        return orientation_of(image)
 
 
 def orientation_of(image: Image.Image) -> Image.Transpose | None:
@@ -148,22 +168,10 @@ def orientation_of(image: Image.Image) -> Image.Transpose | None:
 def _of_image(image: Image.Image, policy: MediaPolicy) -> LoadedImage:
     """Return an image upright and in mode RGB: the same object if it is both already.
 
-    The image may be shared between threads. A lazily opened one is decoded in place, as any use of it would.
+    The image may be shared between threads.
     """
     _check_pixels(*image.size, policy)
-    # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with reading(image), _named_errors(image.format or "image"):
-        tiles = getattr(image, "tile", None)
-        if tiles:
-            _refuse_lenient_pillow()
-        try:
-            image.load()
-        except BaseException:
-            # Pillow forgets the tiles first: a second load() would return the half-decoded pixels.
-            if isinstance(image, ImageFile.ImageFile):
-                image.tile = tiles or []
-            raise
-        orientation = orientation_of(image)
+    orientation = decode_in_place(image)
     upright = image if orientation is None else image.transpose(orientation)
     is_transparent = upright.info.get("transparency") is not None
     try:

@@ -109,16 +109,11 @@ def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
 
 def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
     """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`, without a fourth channel."""
-    scratch, rows = _scratch(pixels)
+    rows = max(1, _BLOCK_PIXELS // pixels.shape[1])
+    scratch = np.empty((rows, pixels.shape[1]), "<u4")
     for top in range(0, len(pixels), rows):
         for channel in range(3):
             _copy_channel(pixels[top : top + rows], channel, out[channel, top : top + rows], scratch)
-
-
-def _scratch(pixels: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint32], int]:
-    """Return memory for the words of a block of pixels, and the number of rows of a block."""
-    rows = max(1, _BLOCK_PIXELS // pixels.shape[1])
-    return np.empty((rows, pixels.shape[1]), "<u4"), rows
 
 
 def _copy_channel(
@@ -144,14 +139,14 @@ def media_identity(settings: bytes, frames: npt.NDArray[np.uint8], context: byte
     The tensors may depend on `context` as well. One thread hashes: the library's thread pool does not survive
     a fork, and data loaders fork.
     """
-    digest = _digest(settings, frames.shape, context)
+    digest = blake3(settings).update(repr((frames.shape, context)).encode())
     digest.update(frames.reshape(-1).data)
     return digest.hexdigest()
 
 
 def image_identity(settings: bytes, loaded: LoadedImage, context: bytes = b"") -> str:
     """Return `media_identity` of the planes of an image, without keeping the planes."""
-    digest = _digest(settings, (3, loaded.height, loaded.width), context)
+    digest = blake3(settings).update(repr(((3, loaded.height, loaded.width), context)).encode())
     pixels = loaded.pixels if isinstance(loaded.pixels, np.ndarray) else raw_pixels(loaded.pixels)
     if pixels is None:
         # Copying an image in several blocks band by band three times would take longer than Pillow.
@@ -159,21 +154,14 @@ def image_identity(settings: bytes, loaded: LoadedImage, context: bytes = b"") -
             for strip in raw_strips(loaded.image.getchannel(channel)):
                 digest.update(strip.reshape(-1).data)
         return digest.hexdigest()
-    scratch, rows = _scratch(pixels)
-    plane = np.empty(scratch.shape, np.uint8)
+    rows = max(1, _BLOCK_PIXELS // loaded.width)
+    scratch, plane = (np.empty((rows, loaded.width), dtype) for dtype in ("<u4", np.uint8))
     for channel in range(3):
         for top in range(0, len(pixels), rows):
             block = pixels[top : top + rows]
             _copy_channel(block, channel, plane[: len(block)], scratch)
             digest.update(plane[: len(block)].reshape(-1).data)
     return digest.hexdigest()
-
-
-def _digest(settings: bytes, shape: tuple[int, ...], context: bytes) -> blake3:
-    """Return a digest that has read everything but the pixels."""
-    digest = blake3(settings)
-    digest.update(repr((shape, context)).encode())
-    return digest
 
 
 def resized_planes(

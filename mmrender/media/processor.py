@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from blake3 import blake3
 
+from mmrender.caching import cached_property
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.video import Video
@@ -54,7 +55,7 @@ BosPlace: TypeAlias = Literal["none", "first", "later"]
 """Position of BOS in the template's text of a prompt."""
 
 
-class Affixes(msgspec.Struct, frozen=True):
+class Affixes(msgspec.Struct, frozen=True, dict=True):
     """Text and tokens that a processor adds to prompts of one kind, besides expansions.
 
     Attributes:
@@ -82,7 +83,7 @@ class Affixes(msgspec.Struct, frozen=True):
             stop = end if start == stop else stop
         return stop
 
-    @property
+    @cached_property
     def closes(self) -> bool:
         """Whether the prompt of a conversation is not a prefix of the prompt of a longer one."""
         return bool(self.ending or self.last or (self.opening and self.behind == "last"))

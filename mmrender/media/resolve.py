@@ -16,9 +16,9 @@ import numpy as np
 import xxhash
 from PIL import Image, ImageFile
 
-from mmrender.caching import CacheStats, LRUCache
-from mmrender.errors import MediaDecodeError, MessageError, MMRenderError, ProcessorError
-from mmrender.media.load import LoadedImage, load_image, orientation_of, reading
+from mmrender.caching import CacheStats, LRUCache, SingleFlight
+from mmrender.errors import MediaError, MessageError, MMRenderError, ProcessorError
+from mmrender.media.load import LoadedImage, decode_in_place, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor, Prepared
@@ -53,8 +53,7 @@ class MediaCache:
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._items: LRUCache[str, MediaItem] = LRUCache(max_bytes, size_of=lambda item: item.nbytes)
         self._identities: LRUCache[Hashable, str] = LRUCache(_MAX_SOURCES)
-        # Without room: it only makes threads that load the same source at once load it once.
-        self._loading: LRUCache[Hashable, MediaItem] = LRUCache(0)
+        self._loading: SingleFlight[Hashable, MediaItem] = SingleFlight()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy elsewhere makes its own items.
@@ -81,18 +80,15 @@ class MediaCache:
             source: A key that determines the item, or None for a source that may change.
             prepare: Loads and identifies the source.
         """
-        load = partial(self._load, source, prepare)
-        return load() if source is None else self.find(source) or self._loading.get_or_compute(source, load)
 
-    def _load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
-        # Another thread may have finished since this one looked.
-        if source is not None and (item := self.find(source)) is not None:
+        def load() -> MediaItem:
+            prepared = prepare()
+            item = self._items.get_or_compute(prepared.identity, prepared.finish)
+            if source is not None:
+                self._identities.put(source, item.identity)
             return item
-        prepared = prepare()
-        item = self._items.get_or_compute(prepared.identity, prepared.finish)
-        if source is not None:
-            self._identities.put(source, item.identity)
-        return item
+
+        return load() if source is None else self._loading.run(source, partial(self.find, source), load)
 
     def clear(self) -> None:
         """Drop all items. Counters stay."""
@@ -165,8 +161,9 @@ class MediaResolver:
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:
-            self._require_source(entry)
             key, source = entry.fingerprint, entry.part.source
+            if source is None or (self.processor.videos is None and entry.part.modality == "video"):
+                raise self._refusal(entry)
             if key is None:
                 # Within one call a source cannot change, so without a fingerprint the object itself is a key.
                 same = source if isinstance(source, str) else id(source)
@@ -177,55 +174,52 @@ class MediaResolver:
         items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
         return [items[key] for key in keys]
 
-    def _require_source(self, entry: RequestMedia) -> None:
-        """Refuse a part without a source, or a video if the model takes images alone."""
+    def _refusal(self, entry: RequestMedia) -> MMRenderError:
+        """Build the error for a part without a source, or for a video if the model takes images alone."""
         modality = entry.part.modality
         if modality == "video" and self.processor.videos is None:
-            raise ProcessorError(
+            return ProcessorError(
                 f"videos are not supported for {self.processor.name}",
                 where=entry.path,
                 expected="images",
                 remedy="Pass the frames as images.",
             )
-        if entry.part.source is None:
-            raise MessageError(
-                f"the {modality} part has no source",
-                where=entry.path,
-                expected=_EXPECTED_SOURCES[modality],
-                got="None",
-                remedy=f"Put it into the part, or pass it with the messages: {modality}s=[...]",
-            )
+        return MessageError(
+            f"the {modality} part has no source",
+            where=entry.path,
+            expected=_EXPECTED_SOURCES[modality],
+            got="None",
+            remedy=f"Put it into the part, or pass it with the messages: {modality}s=[...]",
+        )
 
     def _item(self, entry: RequestMedia, num_images: int) -> MediaItem:
         """Return the item of one part, from the cache or loaded, identified and processed."""
-        fingerprint, loaded = entry.fingerprint, None
+        part, processor, policy = entry.part, self.processor, self.policy
+        videos = processor.videos if isinstance(part, VideoPart) else None
+        fingerprint = entry.fingerprint
+        loaded: LoadedImage | None = None
+
+        def prepare() -> Prepared:
+            if isinstance(part, VideoPart) and videos is not None:
+                with open_video(part, policy, entry.path) as video:
+                    return videos.prepare(video)
+            image = loaded or load_image(part.source, policy, where=entry.path)
+            return processor.prepare(image, num_images=num_images)
+
         try:
-            if fingerprint is None and entry.part.modality == "image":
-                loaded = load_image(entry.part.source, self.policy, where=entry.path)
+            if fingerprint is None and videos is None:
+                loaded = load_image(part.source, policy, where=entry.path)
                 # An image that was opened lazily has a fingerprint once it is decoded.
-                fingerprint = source_fingerprint(entry.part.source)
-            source = None if fingerprint is None else (fingerprint, self._settings(entry, num_images))
-            prepare = partial(self._prepare, entry, loaded, num_images)
-            return self.cache.get_or_load(source, prepare)
+                fingerprint = source_fingerprint(part.source)
+            if fingerprint is None:
+                return self.cache.get_or_load(None, prepare)
+            # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
+            counted = num_images if processor.depends_on_image_count and videos is None else None
+            digest = (processor if videos is None else videos).settings_digest
+            return self.cache.get_or_load((fingerprint, counted, digest, policy), prepare)
         except MMRenderError as error:
             error.at(entry.path)
             raise
-
-    def _settings(self, entry: RequestMedia, num_images: int) -> Hashable:
-        # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
-        processor = self.processor
-        if isinstance(entry.part, VideoPart):
-            return (processor.videos and processor.videos.settings_digest), self.policy
-        counted = num_images if processor.depends_on_image_count else None
-        return counted, processor.settings_digest, self.policy
-
-    def _prepare(self, entry: RequestMedia, loaded: LoadedImage | None, num_images: int) -> Prepared:
-        part, videos = entry.part, self.processor.videos
-        if isinstance(part, VideoPart) and videos is not None:
-            with open_video(part, self.policy, entry.path) as video:
-                return videos.prepare(video)
-        loaded = loaded or load_image(part.source, self.policy, where=entry.path)
-        return self.processor.prepare(loaded, num_images=num_images)
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:
@@ -281,10 +275,8 @@ def _image_fingerprint(image: Image.Image) -> Hashable | None:
     if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
         return None
     try:
-        with reading(image):
-            image.load()
-            orientation = orientation_of(image)
-    except MediaDecodeError:  # loading it raises the same error, with its path
+        orientation = decode_in_place(image)
+    except MediaError:  # loading it raises the same error, with its path
         return None
     digest = xxhash.xxh3_128(seed=_SEED)
     for strip in raw_strips(image):

@@ -316,9 +316,8 @@ def lay_out(pieces: Sequence[str]) -> tuple[str, Spans]:
     return "".join(pieces), tuple(spans)
 
 
-def plain(text: str) -> str:
-    """Return the characters alone, as a plain `str`."""
-    return str.__str__(text) if type(text) is not str else text
+plain: Callable[[str], str] = str.__str__
+"""Returns the characters alone, as a plain `str`."""
 
 
 def tainted(text: str, *sources: Any) -> TracedStr:

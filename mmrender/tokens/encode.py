@@ -10,14 +10,15 @@ ends in text, that text first joins its neighbours. Every token belongs to the o
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from mmrender.errors import PlaceholderError, ProcessorError, SpecialTokenError, TokenizerError
 from mmrender.media.processor import Affixes, BosPlace
 from mmrender.messages import Modality
-from mmrender.model.tokenizer import Before, Match, Run, Tokenizer, is_blank
-from mmrender.sidecar import Expansion, MediaItem, PlaceholderRange, Repeat, Text
+from mmrender.model.tokenizer import Match, Tokenizer, is_blank
+from mmrender.sidecar import Expansion, MediaItem, PlaceholderRange, Repeat
 from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
 from mmrender.tokens.rendered import TokenKind, TokenSpan
 
@@ -33,6 +34,11 @@ DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
     "caller": "text",
 }
 """Rules by role. `caller` covers tool definitions, documents, names, arguments of tools and templates."""
+
+
+_TEMPLATE: TokenKind = "template"
+_STOP = itemgetter(1)
+"""End of a span. The first span that ends after a character is the one that holds it, or the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +120,28 @@ class Encoded:
         self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
+class _Piece(NamedTuple):
+    """Tokens within an expansion, several times: encoded text, or one added token."""
+
+    ids: list[int]
+    times: int
+    is_text: bool
+
+
 class _SplitExpansion(NamedTuple):
     """An expansion: a core, and the text at its edges, which joins its neighbours.
 
     Attributes:
         head: Text before its first token.
-        core: The pieces from its first token through its last, every added token a piece of its own.
-        tail: Text after its last token.
+        core: The pieces from its first token through its last.
+        range: The range of the core in its own tokens.
         edges: The texts of the first and of the last token, once if they are the same token.
         text: The expansion as its neighbours meet it, without the inside of the core.
     """
 
     head: str
-    core: tuple[Text | Repeat, ...]
-    tail: str
+    core: tuple[_Piece, ...]
+    range: PlaceholderRange
     edges: str
     text: str
 
@@ -183,9 +197,11 @@ class TokenWriter:
         }
         self._bos_token = bos_token
         self._processor = processor
+        self.affixes = lru_cache(8)(self._affixes)
+        """The additions to the text of a prompt, such as `<s>`, by the place of BOS in it and `images=`."""
         self._split = lru_cache(1024)(self._split_expansion)
 
-    def affixes(self, layout: Layout, *, images: bool = False) -> Affixes:
+    def _affixes(self, bos: BosPlace, *, images: bool) -> Affixes:
         """Return the additions to the text of a prompt, such as `<s>`.
 
         Raises:
@@ -193,14 +209,9 @@ class TokenWriter:
         """
         if self._processor is None:
             return _NOTHING
-        place: BosPlace = "none"
-        if self._bos_token and plain(layout.text).startswith(self._bos_token):
-            place = "first"
-        elif any(match.token == self._bos_token for match in layout.matches):
-            place = "later"
-        affixes = self._processor(place, images=images)
+        affixes = self._processor(bos, images=images)
         if affixes is None:
-            first, last = ((), ()) if place == "first" else self.tokenizer.affixes
+            first, last = ((), ()) if bos == "first" else self.tokenizer.affixes
             return Affixes(first=tuple(first), last=tuple(last))
         if affixes.refusal is not None:
             raise ProcessorError(
@@ -216,13 +227,17 @@ class TokenWriter:
         Raises:
             SpecialTokenError: Content holds a special token, and its rule is `error`.
         """
-        syntax = _SyntaxFilter(self, text.spans)
-        matches = tuple(self.tokenizer.find(plain(text), syntax.refuse))
-        placeholders = [
-            Placeholder(match.own_start, match.own_stop, self.modalities[match.token], *syntax.writer(match))
-            for match in matches
-            if match.token in self.modalities
-        ]
+        spans = text.spans
+        matches = tuple(self.tokenizer.find(plain(text), partial(self._literal_character, spans, ())))
+        placeholders: list[Placeholder] = []
+        for match in matches:
+            if match.token in self.modalities:
+                owner = -1, -1
+                index = bisect_right(spans, match.own_start, key=_STOP)
+                if index < len(spans) and spans[index][0] < match.own_stop:
+                    owner = spans[index][2].message, spans[index][2].part
+                modality = self.modalities[match.token]
+                placeholders.append(Placeholder(match.own_start, match.own_stop, modality, *owner))
         return Layout(text, matches, tuple(placeholders))
 
     def write(
@@ -250,7 +265,14 @@ class TokenWriter:
         text = plain(layout.text)
         expansions: list[_SplitExpansion] = []
         has_images = any(item is not None and item.modality == "image" for item in items)
-        affixes = _NOTHING if before else self.affixes(layout, images=has_images)
+        affixes = _NOTHING
+        if not before:
+            place: BosPlace = "none"
+            if self._bos_token and text.startswith(self._bos_token):
+                place = "first"
+            elif any(match.token == self._bos_token for match in layout.matches):
+                place = "later"
+            affixes = self.affixes(place, images=has_images)
         is_wider = bool(affixes.opening or affixes.ending)
         for placeholder, item in zip(layout.placeholders, items, strict=True):
             token = text[placeholder.start : placeholder.stop]
@@ -259,17 +281,16 @@ class TokenWriter:
         places = cuts
         if is_wider:
             layout, places = self._joined(layout, expansions, cuts, affixes)
-        stream = _TokenStream(self, layout.text, places, before=self.tokenizer.before(before))
+        stream = _TokenStream(self, layout.text, places, before)
         stream.out.extend(affixes.first, -1, "template")
         queue = iter(zip(layout.placeholders, expansions, strict=True))
         for match in layout.matches:
             if match.token in self.modalities:
                 placeholder, expansion = next(queue)
-                stream.media(match, expansion.core, placeholder.message, placeholder.modality)
+                stream.media(match, expansion, placeholder)
             else:
                 stream.special(match)
-        stream.take(len(layout.text))
-        stream.flush(len(layout.text))
+        stream.write(len(layout.text), len(layout.text))
         stream.out.extend(affixes.last, -1, "template")
         stream.out.is_closed = affixes.closes
         stream.out.cuts = {cut: stream.out.cuts[place] for cut, place in zip(cuts, places, strict=True)}
@@ -300,16 +321,34 @@ class TokenWriter:
                 got=repr(text[:80]),
             )
         first, last = tokens[solid[0]], tokens[solid[-1]]
-        core: list[Text | Repeat] = []
-        position = first.start
+        core: list[_Piece] = []
+        embeds: list[tuple[int, int]] = []
+        position, length = first.start, 0
         for match in tokens[solid[0] : solid[-1] + 1]:
             if match.start > position:
-                core.append(Text(text[position : match.start]))
-            core.append(repeats.get(match.own_start) or Repeat(match.token, 1, embeds=False))
+                run = self.tokenizer.encode_run(text[position : match.start])
+                core.append(_Piece(run.ids, 1, True))
+                length += len(run.ids)
+            repeat = repeats.get(match.own_start) or Repeat(match.token, 1, embeds=False)
+            token_id = self.tokenizer.token_id(repeat.token)
+            if token_id is None:
+                raise PlaceholderError(
+                    "the tokenizer does not know a token that the image processor writes",
+                    expected=f"{repeat.token!r} in the vocabulary",
+                    got=f"a vocabulary of {self.tokenizer.vocab_size} tokens without it",
+                    remedy="Tokenizer and processor settings must be of the same model",
+                )
+            core.append(_Piece([token_id], repeat.count, False))
+            if repeat.embeds:
+                start = embeds.pop()[0] if embeds and embeds[-1][1] == length else length
+                embeds.append((start, length + repeat.count))
+            length += repeat.count
             position = match.stop
         edges = first.token if len(core) == 1 else first.token + last.token
-        head, tail = text[: first.own_start], text[last.own_stop :]
-        return _SplitExpansion(head, tuple(core), tail, edges, head + edges + tail)
+        text = text[: first.own_start] + edges + text[last.own_stop :]
+        embed_spans = None if embeds == [(0, length)] else tuple(embeds)
+        place = PlaceholderRange(0, length, embed_spans)
+        return _SplitExpansion(text[: first.own_start], tuple(core), place, edges, text)
 
     def _joined(
         self, layout: Layout, expansions: Sequence[_SplitExpansion], cuts: Sequence[int], affixes: Affixes
@@ -336,9 +375,8 @@ class TokenWriter:
                 shifts[-1] += len(affixes.opening)
         joined = concat([*pieces, layout.text[position:], affixes.ending])
         token = {modality: token for token, modality in self.modalities.items()}
-        syntax = _SyntaxFilter(self, joined.spans, places)
         matches: list[Match] = []
-        rest = self.tokenizer.find(plain(joined), syntax.refuse)
+        rest = self.tokenizer.find(plain(joined), partial(self._literal_character, joined.spans, places))
         for place in places:
             ahead = [match for match in rest if match.own_start < place.start]
             inside = [match for match in rest[len(ahead) :] if match.own_start < place.stop]
@@ -349,33 +387,21 @@ class TokenWriter:
         moved = [cut + shifts[bisect_right(stops, cut) - 1] for cut in cuts]
         return Layout(joined, (*matches, *rest), tuple(places)), moved
 
-
-_NOTHING = Affixes()
-
-
-class _SyntaxFilter:
-    """Decides which added tokens of a text count as syntax. Expansions, at `places`, always do."""
-
-    def __init__(
-        self, writer: TokenWriter, spans: Sequence[Span], places: Sequence[Placeholder] = ()
-    ) -> None:
-        self._writer = writer
-        self._spans = spans
-        self._places = places
-        self._next = 0
-
-    def refuse(self, match: Match) -> int | None:
+    def _literal_character(
+        self, spans: Sequence[Span], places: Sequence[Placeholder], match: Match
+    ) -> int | None:
         """Return the first character of content that must not be part of this token, or None.
 
-        Only the token's own characters count, not the white space that it swallows.
+        Only the token's own characters count, not the white space that it swallows. Expansions, at `places`,
+        always count as syntax.
         """
-        index = self._seek(match.own_start)
-        while index < len(self._spans) and self._spans[index][0] < match.own_stop:
-            start, _, origin = self._spans[index]
+        index = bisect_right(spans, match.own_start, key=_STOP)
+        while index < len(spans) and spans[index][0] < match.own_stop:
+            start, _, origin = spans[index]
             if origin.is_content and not self._is_syntax(match, origin):
                 return max(start, match.own_start)
             index += 1
-        for place in self._places:
+        for place in places:
             # A token across an edge of an expansion would take the image's token with it.
             if (
                 match.own_start < place.start < match.own_stop
@@ -384,32 +410,18 @@ class _SyntaxFilter:
                 return max(match.own_start, place.start)
         return None
 
-    def writer(self, match: Match) -> tuple[int, int]:
-        """Return the indexes of the message and the media part that a token was written for, or -1."""
-        index = self._seek(match.own_start)
-        if index == len(self._spans) or self._spans[index][0] >= match.own_stop:
-            return -1, -1
-        origin = self._spans[index][2]
-        return origin.message, origin.part
-
-    def _seek(self, position: int) -> int:
-        """Index of the first span that ends after a character. Positions mostly rise."""
-        spans = self._spans
-        while self._next and spans[self._next - 1][1] > position:
-            self._next -= 1
-        while self._next < len(spans) and spans[self._next][1] <= position:
-            self._next += 1
-        return self._next
-
     def _is_syntax(self, match: Match, origin: Origin) -> bool:
-        if match.token in self._writer.media_tokens:
+        if match.token in self.media_tokens:
             return False
         if is_blank(match.token):
             return True
-        rule = self._writer.rules[origin.author]
+        rule = self.rules[origin.author]
         if rule == "error":
             raise _forbidden(match.token, origin)
         return rule == "parse"
+
+
+_NOTHING = Affixes()
 
 
 def _forbidden(token: str | None, origin: Origin) -> SpecialTokenError:
@@ -432,19 +444,20 @@ class _Edge(NamedTuple):
 
 
 class _TokenStream:
-    """Writes tokens from left to right: collects the run between two cuts, encodes it, appends it attributed.
+    """Writes tokens from left to right: encodes the run between two cuts, and appends it attributed.
 
     Args:
         writer: The tokenizer that encodes the runs, and the rules.
         text: The rendered text. `special` and `media` consume it up to their match.
         cuts: Rising character positions whose token index is requested.
-        before: Kind of the token or text that precedes the text.
+        before: Tokens that the text is appended to.
     """
 
-    def __init__(self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], *, before: Before) -> None:
-        self._before: Before = before
+    def __init__(
+        self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], before: Sequence[int]
+    ) -> None:
+        self._before = writer.tokenizer.before(before)
         self._writer = writer
-        self._tokenizer = writer.tokenizer
         self._text = plain(text)
         self._spans: Sequence[Span] = text.spans
         self._next_span = 0
@@ -452,78 +465,57 @@ class _TokenStream:
         self._next_cut = 0
         self._position = 0
         self._covered = 0
-        self._guarded: Origin | None = None
-        self._pieces: list[str] = []
-        self._length = 0
-        self._edges: list[_Edge] = []
         self.out = Encoded()
 
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""
-        self.take(match.start)
-        self.flush(match.own_start)
-        message, kind, _ = self._origin(match.own_start, match.own_stop)
-        self.out.extend([self._tokenizer.added_ids[match.token]], message, kind)
+        self.write(match.start, match.own_start)
+        origin, _ = self._origin(match.own_start, match.own_stop)
+        token_id = self._writer.tokenizer.added_ids[match.token]
+        if origin is None:
+            self.out.extend([token_id], -1, "template")
+        else:
+            self.out.extend([token_id], origin.message, origin.kind)
         self._position, self._covered, self._before = match.stop, match.own_stop, "token"
 
-    def media(self, match: Match, core: Expansion, message: int, modality: Modality) -> None:
+    def media(self, match: Match, expansion: _SplitExpansion, placeholder: Placeholder) -> None:
         """Write the expansion of a placeholder, from its first token through its last."""
-        self.take(match.start)
-        self.flush(match.own_start)
+        self.write(match.start, match.own_start)
         self._position, self._covered, self._before = match.stop, match.own_stop, "token"
-        start = len(self.out.ids)
-        embeds: list[tuple[int, int]] = []
-        for piece in core:
-            if isinstance(piece, Text):
-                ids = self._tokenizer.encode_run(piece.text).ids
-                self.out.extend(ids, message, "scaffold")
-                continue
-            token_id = self._tokenizer.token_id(piece.token)
-            if token_id is None:
-                raise PlaceholderError(
-                    "the tokenizer does not know a token that the image processor writes",
-                    expected=f"{piece.token!r} in the vocabulary",
-                    got=f"a vocabulary of {self._tokenizer.vocab_size} tokens without it",
-                    remedy="Tokenizer and processor settings must be of the same model",
-                )
-            begin = len(self.out.ids) - start
-            self.out.extend([token_id] * piece.count, message, modality)
-            if piece.embeds:
-                if embeds and embeds[-1][1] == begin:
-                    begin = embeds.pop()[0]
-                embeds.append((begin, len(self.out.ids) - start))
-        length = len(self.out.ids) - start
-        spans = None if embeds == [(0, length)] else tuple(embeds)
-        self.out.ranges.append(PlaceholderRange(start, length, spans))
+        self.out.ranges.append(expansion.range.shifted(len(self.out.ids)))
+        for ids, times, is_text in expansion.core:
+            kind: TokenKind = "scaffold" if is_text else placeholder.modality
+            self.out.extend(ids * times, placeholder.message, kind)
 
-    def take(self, stop: int) -> None:
-        """Move the characters up to `stop` into the run, with edges at changes of origin and at cuts."""
-        position = self._position
-        if stop <= position:
-            return
-        shift = self._length - position
-        begin = position
-        while position < stop:
-            message, kind, end = self._origin(position, stop)
-            self._mark_edge(position + shift, position, message, kind)
-            if message >= 0 or kind != "template":
-                origin = self._spans[self._next_span][2]
-                if origin.is_content and self._writer.rules[origin.author] != "parse":
-                    self._guarded = origin
-            position = min(end, self._cuts[self._next_cut])
-        self._pieces.append(self._text[begin:stop])
-        self._length += stop - begin
-        self._position = stop
+    def write(self, stop: int, token_start: int) -> None:
+        """Encode the text up to `stop`, and record requested cuts up to `token_start`, where a token begins.
 
-    def _mark_edge(self, offset: int, position: int, message: int, kind: TokenKind) -> None:
-        """Begin a stretch at `offset` of the run, with the requested cuts up to `position`."""
-        self._edges.append(_Edge(offset, message, kind, -1))
-        while self._cuts[self._next_cut] <= position:
-            self._edges.append(_Edge(offset, message, kind, self._cuts[self._next_cut]))
+        The text is one run, with edges at changes of origin and at requested cuts.
+        """
+        begin = place = self._position
+        edges: list[_Edge] = []
+        guarded: Origin | None = None
+        while place < stop:
+            origin, end = self._origin(place, stop)
+            message, kind = -1, _TEMPLATE
+            if origin is not None:
+                message, kind = origin.message, origin.kind
+            edges.append(_Edge(place - begin, message, kind, -1))
+            while (cut := self._cuts[self._next_cut]) <= place:
+                edges.append(_Edge(place - begin, message, kind, cut))
+                self._next_cut += 1
+            if origin is not None and origin.is_content and self._writer.rules[origin.author] != "parse":
+                guarded = origin
+            place = min(end, cut)
+        if edges:
+            self._encode(self._text[begin:stop], edges, guarded)
+            self._position = self._covered = stop
+        while (cut := self._cuts[self._next_cut]) <= token_start:
+            self.out.cuts[cut] = Cut(len(self.out.ids), cut >= self._covered)
             self._next_cut += 1
 
-    def _origin(self, position: int, stop: int) -> tuple[int, TokenKind, int]:
-        """Return message and kind of the character at `position`, and their end, up to `stop`."""
+    def _origin(self, position: int, stop: int) -> tuple[Origin | None, int]:
+        """Return the origin of the character at `position`, and its end, up to `stop`."""
         spans = self._spans
         # A token whose white space another has swallowed begins before it.
         index = self._next_span
@@ -533,46 +525,30 @@ class _TokenStream:
             index += 1
         self._next_span = index
         if index == len(spans):
-            return -1, "template", stop
+            return None, stop
         low, high, origin = spans[index]
-        if position < low:
-            return -1, "template", min(low, stop)
-        return origin.message, origin.kind, min(high, stop)
+        return (None, min(low, stop)) if position < low else (origin, min(high, stop))
 
-    def flush(self, position: int) -> None:
-        """Encode the collected run, and record requested cuts up to `position`, the start of a token."""
-        if self._length:
-            text, edges = "".join(self._pieces), self._edges
-            if len(edges) == 1 and edges[0].cut < 0:
-                self.out.extend(self._encoded(text).ids, edges[0].message, edges[0].kind)
-            else:
-                self._lay(self._encoded(text, placed=True), edges)
-            self._pieces, self._length, self._edges = [], 0, []
-            self._guarded, self._covered = None, self._position
-        while (cut := self._cuts[self._next_cut]) <= position:
-            self.out.cuts[cut] = Cut(len(self.out.ids), cut >= self._covered)
-            self._next_cut += 1
-
-    def _lay(self, run: Run, edges: Sequence[_Edge]) -> None:
-        """Append a run whose origin changes within it."""
-        base, starts = len(self.out.ids), run.starts
+    def _encode(self, text: str, edges: Sequence[_Edge], guarded: Origin | None) -> None:
+        """Append a run. Guarded content must not produce an added token, nor any text a media token."""
+        tokenizer, out = self._writer.tokenizer, self.out
+        is_whole = len(edges) == 1 and edges[0].cut < 0
+        forbidden = self._writer.media_ids if guarded is None else tokenizer.syntax_ids
+        run = tokenizer.encode_run(text, before=self._before, forbidden=forbidden, with_starts=not is_whole)
+        if guarded is not None and self._writer.rules[guarded.author] == "error":
+            spelled = tokenizer.encode_run(text, before=self._before).syntax - run.syntax
+            if spelled:
+                raise _forbidden(tokenizer.token(min(spelled)), guarded)
+        if is_whole:
+            out.extend(run.ids, edges[0].message, edges[0].kind)
+            return
+        starts = run.starts
         if starts is None:
             raise TokenizerError("a run was encoded without the places of its tokens")
+        base, count = len(out.ids), len(run.ids)
         firsts = starts.searchsorted([edge.offset for edge in edges]).tolist()
-        for edge, first, last in zip(edges, firsts, [*firsts[1:], len(run.ids)], strict=True):
+        for edge, first, last in zip(edges, firsts, [*firsts[1:], count], strict=True):
             if edge.cut >= 0:
-                begin = int(starts[first]) if first < len(run.ids) else self._length
-                self.out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
-            self.out.extend(run.ids[first:last], edge.message, edge.kind)
-
-    def _encoded(self, text: str, *, placed: bool = False) -> Run:
-        """Encode a run. Guarded content must not produce an added token, nor any text a media token."""
-        encode = self._tokenizer.encode_run
-        if self._guarded is None:
-            return encode(text, before=self._before, forbidden=self._writer.media_ids, with_starts=placed)
-        run = encode(text, before=self._before, forbidden=self._tokenizer.syntax_ids, with_starts=placed)
-        if self._writer.rules[self._guarded.author] == "error":
-            spelled = encode(text, before=self._before).syntax - run.syntax
-            if spelled:
-                raise _forbidden(self._tokenizer.token(min(spelled)), self._guarded)
-        return run
+                begin = int(starts[first]) if first < count else len(text)
+                out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
+            out.extend(run.ids[first:last], edge.message, edge.kind)

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 import mmrender
+from kit import encoded
 from mmcodecs import BufferPool
 from mmrender.caching import LRUCache, cached_property
 from mmrender.client import server_facts
@@ -120,9 +121,9 @@ TRANSPORT = HTTPTransport("http://127.0.0.1:9")
 
 LOCKS = {
     "memo of renderings": lambda renderer: [renderer._memo._entries._lock],
-    "bridges": lambda renderer: [renderer._bridges._lock],
+    "bridges": lambda renderer: [renderer._bridges._lock, renderer._bridges._flight._lock],
     "parsers": lambda renderer: [renderer._parsers._lock],
-    "items": lambda renderer: [renderer.media.cache._items._lock],
+    "items": lambda renderer: [renderer.media.cache._items._lock, renderer.media.cache._items._flight._lock],
     "identities of sources": lambda renderer: [renderer.media.cache._identities._lock],
     "sources that load": lambda renderer: [renderer.media.cache._loading._lock],
     "memo of runs": lambda renderer: [renderer.tokenizer._memo._lock],
@@ -180,7 +181,7 @@ def test_a_computation_that_forks_ends_in_both_processes(fails):
     except KeyError as error:
         answer = error.args[0]
     if forked == [0]:
-        os._exit(0 if answer == ("no such value" if fails else "value") and not cache._running else 1)
+        os._exit(0 if answer == ("no such value" if fails else "value") and not cache._flight._running else 1)
     assert answer == ("no such value" if fails else "value")
 
 
@@ -193,7 +194,7 @@ def test_the_size_of_a_cache_is_whole_in_the_child():
 
 
 def test_an_image_that_another_thread_decodes_is_refused_by_the_child(renderer):
-    shared, other = picture(1), picture(2)
+    shared, other = Image.open(io.BytesIO(encoded(picture(1)))), picture(2)
     with thread_within(load.image_locks.reading(shared)):
         answer = in_child(lambda: work(renderer, shared))
         assert answer.startswith("MediaDecodeError: messages[0].content[0]: another thread was reading")
