@@ -148,7 +148,7 @@ class RequestMedia(NamedTuple):
 class RenderRequest(msgspec.Struct, frozen=True):
     """A conversation and everything else that its rendering depends on.
 
-    `mmrender.content.request.read_request` makes and checks it. Every later stage takes it whole.
+    `mmrender.content.messages.read_request` makes and checks it. Every later stage takes it whole.
 
     Attributes:
         messages: The conversation.
@@ -169,21 +169,6 @@ class RenderRequest(msgspec.Struct, frozen=True):
     continued: str | None = None
     variables: Mapping[str, Any] = {}
     where: str = "messages"
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Roles of the messages."""
-        return tuple([message.role for message in self.messages])
-
-    @property
-    def tool_names(self) -> tuple[str | None, ...]:
-        """For each message, the name of the tool whose result it is, if it is known."""
-        calls = [call for message in self.messages for call in message.tool_calls]
-        called = {call.id: call.name for call in calls if call.id is not None}
-        return tuple([
-            (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
-            for message in self.messages
-        ])  # fmt: skip
 
     def prompt_after(self, messages: Sequence[Message]) -> "RenderRequest":
         """Return the request for the prompt after other messages."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_arg
 
 from mmrender.bridge.bridge import Bridge, History, NotBridged
 from mmrender.caching import LRUCache
-from mmrender.content.messages import refuse_misspelt
-from mmrender.content.request import read_request, read_variables
+from mmrender.content.messages import read_request, read_variables, refuse_misspelt
 from mmrender.content.values import describe
 from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
@@ -483,7 +482,8 @@ class Renderer:
     def _rendering(self, request: RenderRequest) -> Rendering:
         """Find the template for a request, and refuse misspelt members of its messages."""
         known = self.templates.find(request.variables, has_tools=request.tools is not None)
-        refuse_misspelt(request, known.template.source)
+        if any(message.extra for message in request.messages):
+            refuse_misspelt(request, known.template.source)
         return Rendering(known, self._writer, self.media, self._unprinted)
 
     def bridge_to_next_turn(
@@ -534,7 +534,8 @@ class Renderer:
         variables = self._variables("bridge", chat_template_kwargs, template_arguments)
         prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
         completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
-        _check_options(history=history, previous_roles=previous_roles)
+        if history != "sampled" or previous_roles is not None:
+            _check_options(history=history, previous_roles=previous_roles)
         reason = None
         try:
             request = read_request(

@@ -8,7 +8,7 @@ A conversation is often rendered again unchanged: for another sample of a group,
 `Memo` finds it again. Media that may change under the same name (a URL, an open file) are never memoised.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -23,7 +23,7 @@ from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
 from mmrender.tokens.encode import Encoded, Layout, Placeholder, TokenWriter
-from mmrender.tokens.rendered import RenderedTokens
+from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.tokens.sampled import mark_sampled
 from mmrender.turns.sampled import SampledTurn, sampled_turns
 
@@ -99,7 +99,8 @@ class Rendering:
         if len(unprinted) == 1 or not is_read(unprinted):
             unread = find_unread()
         else:
-            roles, asks = request.roles, (request.add_generation_prompt, request.continued)
+            roles = [message.role for message in request.messages]
+            asks = (request.add_generation_prompt, request.continued)
             try:
                 shape = plain_key((values, unprinted, roles[:1], roles[-1:], sorted({*roles}), asks))
                 unread = self.known.findings.remember(("unread", kind, shape), find_unread)
@@ -126,12 +127,12 @@ class Rendering:
 
     def render(self, request: RenderRequest) -> RenderedTokens:
         """Render a conversation; errors as for `Renderer.render`."""
-        profile, roles = self.known.profile, request.roles
+        profile = self.known.profile
         text = self.text(request)
         layout = self.writer.lay_out(text)
         turns: list[SampledTurn] = []
         rewritten: list[int] = []
-        if "assistant" in roles:
+        if any(message.role == "assistant" for message in request.messages):
             turns, rewritten = sampled_turns(text, request, profile, self.known.render)
         encoded, sidecar = self.encode(
             layout, request, cuts=sorted({cut for turn in turns for cut in turn.cuts})
@@ -139,19 +140,47 @@ class Rendering:
         if encoded.is_closed:
             # Each prompt ends in tokens that the conversation does not continue.
             turns, rewritten = [], sorted([*rewritten, *[turn.message for turn in turns]])
-        spans, answer_only, misaligned = mark_sampled(encoded, turns, profile.stop_ids)
+        sampled = mark_sampled(encoded, turns, profile.stop_ids) if turns else None
+        return self.rendered(
+            request,
+            text,
+            encoded.ids,
+            sidecar,
+            spans=tuple(encoded.spans) if sampled is None else sampled.spans,
+            rewritten=tuple(rewritten if sampled is None else sorted([*rewritten, *sampled.misaligned])),
+            answer_only=() if sampled is None else sampled.answer_only,
+        )
+
+    def rendered(
+        self,
+        request: RenderRequest,
+        text: TracedStr,
+        token_ids: list[int],
+        sidecar: MultiModalData,
+        *,
+        spans: tuple[TokenSpan, ...],
+        rewritten: tuple[int, ...] = (),
+        answer_only: tuple[int, ...] = (),
+    ) -> RenderedTokens:
+        """Join the tokens of a request with facts about its messages and the model's tokenizer."""
+        messages = request.messages
+        calls = [call for message in messages for call in message.tool_calls]
+        called = {call.id: call.name for call in calls if call.id is not None}
         return RenderedTokens(
-            token_ids=encoded.ids,
+            token_ids=token_ids,
             spans=spans,
-            roles=roles,
-            tool_names=request.tool_names,
+            roles=tuple([message.role for message in messages]),
+            tool_names=tuple([
+                (message.name or called.get(message.tool_call_id or "")) if message.role == "tool" else None
+                for message in messages
+            ]),
             multi_modal_data=sidecar,
             text=plain(text),
-            rewritten=tuple(sorted([*rewritten, *misaligned])),
+            rewritten=rewritten,
             answer_only=answer_only,
             placeholder_ids=self.writer.placeholder_ids,
             _decode=self.writer.tokenizer.decode,
-        )
+        )  # fmt: skip
 
     def encode(
         self,
@@ -376,26 +405,24 @@ class Memo:
         if not self._entries.max_size or None in fingerprints:
             return None
         media = iter(fingerprints)
+        key: list[Hashable] = [request.add_generation_prompt, request.continued]
         try:
-            return (
-                *[
-                    (
-                        message.role,
-                        message.content,
-                        message.reasoning_content,
-                        message.name,
-                        message.tool_call_id,
+            if request.variables or request.tools is not None or request.documents is not None:
+                key.append(plain_key((request.tools, request.documents, request.variables)))
+            for message in request.messages:
+                content: Hashable = message.content
+                if type(message.content) is tuple:
+                    parts = message.content
+                    content = tuple(
+                        [(type(part), next(media)) if isinstance(part, MediaPart) else part for part in parts]
                     )
-                    if type(message.content) is not tuple and not message.tool_calls and not message.extra
-                    else _message_key(message, media)
-                    for message in request.messages
-                ],
-                plain_key((request.tools, request.documents, request.variables)),
-                request.add_generation_prompt,
-                request.continued,
-            )
+                key += message.role, content, message.reasoning_content, message.name, message.tool_call_id
+                if message.tool_calls or message.extra:
+                    calls = [(call.name, call.arguments, call.id) for call in message.tool_calls]
+                    key.append(plain_key((calls, message.extra)))
         except NoKeyError:
             return None
+        return tuple(key)
 
     def get(self, key: Hashable | None) -> RenderedTokens | None:
         """Return a copy of a rendering, or None without it or one of its media items."""
@@ -416,26 +443,6 @@ class Memo:
         """Keep a copy of a rendering, unless its key is None."""
         if key is not None:
             self._entries.put(key, _copy(rendered, {}))
-
-
-def _message_key(message: Message, fingerprints: Iterator[Hashable]) -> Hashable:
-    content: Hashable = message.content
-    if type(message.content) is tuple:
-        content = tuple(
-            [
-                (type(part), next(fingerprints)) if isinstance(part, MediaPart) else part
-                for part in message.content
-            ]
-        )
-    return (
-        message.role,
-        content,
-        message.reasoning_content,
-        tuple([(call.name, plain_key(call.arguments), call.id) for call in message.tool_calls]),
-        message.name,
-        message.tool_call_id,
-        plain_key(message.extra) if message.extra else None,
-    )
 
 
 def _copy(rendered: RenderedTokens, items: Mapping[str, Sequence[MediaItem]]) -> RenderedTokens:

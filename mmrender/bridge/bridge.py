@@ -17,7 +17,7 @@ from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
-from mmrender.template.text import TracedStr, plain
+from mmrender.template.text import TracedStr
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
@@ -94,15 +94,11 @@ class Bridge:
         spans = [TokenSpan(0, len(prompt), -1, "prompt", False)]
         if completion:
             spans.append(TokenSpan(len(prompt), len(ids), -1, "completion", True))
-        return RenderedTokens(
-            token_ids=[*ids, *encoded.ids],
-            spans=(*spans, *[span.shifted(len(ids), first) for span in encoded.spans]),
-            roles=request.roles,
-            tool_names=request.tool_names,
-            multi_modal_data=sidecar,
-            text=plain(layout.text),
-            placeholder_ids=self._writer.placeholder_ids,
-            _decode=self._writer.tokenizer.decode,
+        for start, stop, message, kind, _ in encoded.spans:
+            # Messages of the skeleton do not count.
+            spans.append(TokenSpan(start + len(ids), stop + len(ids), max(message - first, -1), kind, False))
+        return self._rendering.rendered(
+            request, layout.text, [*ids, *encoded.ids], sidecar, spans=tuple(spans)
         )
 
     def _require_extension(

@@ -41,7 +41,7 @@ from mmrender.template.values import (
 
 _MAX_SOURCE = 2_000_000
 _MAX_SAFE = 4096
-"""Maximum number of remembered verdicts about attributes."""
+"""Maximum number of attributes that are remembered as safe."""
 
 _SEEN_AS: dict[type, type] = {
     TracedStr: str,
@@ -108,7 +108,6 @@ class Joiner:
         self._position = 0
         self._owners: dict[int, Origin] = {}
         self._owner: Origin | None = None
-        self._gap = 0  # start of the owner's text that does not have its own origin
         self._open: list[_Iteration] = []
         # Character and span number from which on text is outside all loops over messages.
         self._outside: tuple[int, int] | None = (0, 0) if root else None
@@ -118,6 +117,7 @@ class Joiner:
         budget = BUDGET.get()
         limit = budget.limits.max_characters if budget is not None else 1 << 60
         append, spans = self._pieces.append, self._spans
+        # `gap`: start of the owner's text that does not have its own origin.
         position, gap, owner = 0, 0, None
         for piece in pieces:
             kind = type(piece)
@@ -125,9 +125,11 @@ class Joiner:
                 append(piece)  # type: ignore[arg-type]
                 position += len(piece)
             elif kind is tuple:
-                self._position, self._gap = position, gap
+                if owner is not None and gap < position:
+                    self._push(gap, position, owner)
+                self._position = gap = position
                 self._mark(*piece)
-                gap, owner = self._gap, self._owner
+                owner = self._owner
             elif piece:
                 append(piece)  # type: ignore[arg-type]
                 for low, high, origin in piece.spans:  # type: ignore[union-attr]
@@ -141,14 +143,15 @@ class Joiner:
                 position += len(piece)
             if position > limit:
                 grow(position)
-        self._position, self._gap = position, gap
-        self._flush()
+        if owner is not None and gap < position:
+            self._push(gap, position, owner)
+        self._position = position
         while self._open:
             self._close(self._open.pop())
-        self._assign_outside(self._position, len(self._spans))
-        if self._position > LONG:
-            grow(self._position)
-        return TracedStr("".join(self._pieces), tuple(self._spans))
+        self._assign(self._outside, position, len(spans))
+        if position > LONG:
+            grow(position)
+        return TracedStr("".join(self._pieces), tuple(spans))
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:
         spans = self._spans
@@ -156,17 +159,11 @@ class Joiner:
             start = spans.pop()[0]
         spans.append((start, stop, origin))
 
-    def _flush(self) -> None:
-        if self._owner is not None and self._gap < self._position:
-            self._push(self._gap, self._position, self._owner)
-        self._gap = self._position
-
     def _mark(self, loop: int, kind: MarkKind, origin: Origin | None) -> None:
         if kind == "look":
             if origin is not None and self._open and self._open[-1].loop == loop:
                 self._open[-1].looked_up.append(origin.scaffold or origin)
             return
-        self._flush()
         if self._open and self._open[-1].loop == loop:
             self._close(self._open.pop())
         owners = self._owners
@@ -177,7 +174,7 @@ class Joiner:
         owner = next(reversed(owners.values())) if owners else None
         if self._outside is not None and (owner is None) != (self._owner is None):
             if owner is not None:
-                self._assign_outside(self._position, len(self._spans))
+                self._assign(self._outside, self._position, len(self._spans))
             else:
                 self._outside = self._position, len(self._spans)
         self._owner = owner
@@ -185,44 +182,44 @@ class Joiner:
             self._open.append(_Iteration(loop, self._position, len(self._spans), []))
 
     def _close(self, iteration: _Iteration) -> None:
-        """Assign an iteration's text to the single message whose values it prints, or that it looked up."""
-        if iteration.start == self._position:
-            return
-        owner = self._single_message(iteration.span, len(self._spans))
-        if owner is None and not any(span[2].message >= 0 for span in self._spans[iteration.span :]):
-            looked_up = set(iteration.looked_up)
-            owner = looked_up.pop() if len(looked_up) == 1 else None
-        if owner is not None:
-            self._assign(iteration.start, iteration.span, self._position, owner)
-            self._assign_outside(iteration.start, iteration.span)
+        """End an iteration outside all messages. If it gets an owner, the text before it ends, too."""
+        begin = iteration.start, iteration.span
+        end = self._position, len(self._spans)
+        if begin[0] < end[0] and self._assign(begin, *end, iteration.looked_up):
+            self._assign(self._outside, *begin)
             if self._outside is not None:
                 self._outside = self._position, len(self._spans)
 
-    def _assign_outside(self, stop: int, last: int) -> None:
-        """Assign text outside all loops, such as a system turn, to the message whose values it prints."""
-        if self._outside is not None:
-            start, index = self._outside
-            owner = self._single_message(index, last)
-            if owner is not None:
-                after = self._spans[last:]
-                del self._spans[last:]
-                self._assign(start, index, stop, owner)
-                self._spans += after
+    def _assign(
+        self, begin: tuple[int, int] | None, stop: int, last: int, looked_up: Iterable[Origin] = ()
+    ) -> bool:
+        """Assign the gaps in a text to the single message whose values it prints, or that it looked up.
 
-    def _single_message(self, first: int, last: int) -> Origin | None:
-        """Scaffold origin of the message of the spans from `first` to `last`, if it is a single message."""
-        origins = {origin.message: origin for _, _, origin in self._spans[first:last] if origin.message >= 0}
-        if len(origins) != 1:
-            return None
-        origin = next(iter(origins.values()))
-        return origin.scaffold if origin.is_content or origin.scaffold is not None else origin
+        Args:
+            begin: Character and span number of the beginning, or None for no text.
+            stop: End of the text.
+            last: Number of the span after it.
+            looked_up: Scaffold origins of the messages that the text looked up.
 
-    def _assign(self, start: int, index: int, stop: int, owner: Origin) -> None:
-        """Assign the gaps from character `start` and span number `index` on to `owner`."""
-        inside = self._spans[index:]
-        del self._spans[index:]
-        if self._spans:
-            start = max(start, self._spans[-1][1])
+        Returns:
+            Whether there is a single message.
+        """
+        if begin is None:
+            return False
+        (start, first), spans = begin, self._spans
+        inside, after = spans[first:last], spans[last:]
+        owners = {origin.message: origin for _, _, origin in inside if origin.message >= 0}
+        if not owners:
+            owners = {id(origin): origin for origin in looked_up}
+        if len(owners) != 1:
+            return False
+        origin = next(iter(owners.values()))
+        owner = origin.scaffold if origin.is_content or origin.scaffold is not None else origin
+        if owner is None:
+            return False
+        del spans[first:]
+        if spans:
+            start = max(start, spans[-1][1])
         for low, high, origin in inside:
             if start < low:
                 self._push(start, low, owner)
@@ -230,6 +227,8 @@ class Joiner:
             start = high
         if start < stop:
             self._push(start, stop, owner)
+        spans += after
+        return True
 
 
 class TracingEnvironment(ImmutableSandboxedEnvironment):
@@ -246,7 +245,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, jinja2.ext.loopcontrols],
             finalize=_output_text,
         )
-        self._safe: dict[tuple[type, str], bool] = {}
+        self._safe: set[tuple[type, str]] = set()
         self.filters.update(FILTERS)
         for name in LEFT_OUT:
             del self.filters[name]
@@ -284,6 +283,11 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
                 return obj[attribute]
             except KeyError:
                 return self.undefined(obj=obj, name=attribute)
+        if (type(obj), attribute) in self._safe:
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                pass
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -355,15 +359,13 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may see an attribute. Traced values have the attributes of plain values."""
+        seen_as = _SEEN_AS.get(type(obj))
+        is_seen = seen_as is None or hasattr(seen_as, attr)
+        is_safe = is_seen and attr not in _HIDDEN and super().is_safe_attribute(obj, attr, value)
         # The verdict depends on the type and the name alone, and a template asks for a few of them
         # repeatedly.
-        is_safe = self._safe.get((type(obj), attr))
-        if is_safe is None:
-            seen_as = _SEEN_AS.get(type(obj))
-            is_seen = seen_as is None or hasattr(seen_as, attr)
-            is_safe = is_seen and attr not in _HIDDEN and super().is_safe_attribute(obj, attr, value)
-            if len(self._safe) < _MAX_SAFE:
-                self._safe[type(obj), attr] = is_safe
+        if is_safe and len(self._safe) < _MAX_SAFE and self.wrap_str_format(value) is None:
+            self._safe.add((type(obj), attr))
         return is_safe
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:

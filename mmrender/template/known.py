@@ -126,7 +126,8 @@ class KnownTemplate:
         text = self.template.render(request, self.profile.form)
         if not request.add_generation_prompt:
             return text
-        cut = len(text) - len(self.profile.generation_prompt_of(text))
+        prompts = filter(text.endswith, self.profile.generation_prompts)
+        cut = len(text) - max(map(len, prompts), default=0)
         if cut == len(text) or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
             return text
         return TracedStr(plain(text), clip(text.spans, 0, cut))
@@ -243,10 +244,12 @@ class TemplateSet:
         name = self._names[has_tools]
         template = self._templates[name]
         read = {key: value for key, value in variables.items() if key in template.variables}
-        try:
-            key = plain_key(dict(sorted(read.items())))
-        except NoKeyError:
-            return self._build(template, read, None)
+        key: Hashable = ()
+        if read:
+            try:
+                key = plain_key(dict(sorted(read.items())))
+            except NoKeyError:
+                return self._build(template, read, None)
 
         def build() -> KnownTemplate:
             probed = {key: _printed_as(key, value, template) for key, value in read.items()}

@@ -48,7 +48,9 @@ class Budget:
         left = self._steps_left = self._steps_left - 1
         if left < 0:
             raise _too_much("steps", f"{self.limits.max_steps:,} loop iterations and calls")
-        self._check_time()
+        # Wall time is cheaper to read and never smaller.
+        if time.monotonic() > self._deadline and time.thread_time() > self._processor_deadline:
+            raise _too_much("time", f"{self.limits.max_seconds:g} s of processor time")
 
     def grow(self, size: int) -> None:
         """Count a text of `size` characters that is about to be built."""
@@ -57,10 +59,6 @@ class Budget:
         self._size_left -= size
         if self._size_left < 0:
             raise _too_much("text", f"{8 * self.limits.max_characters:,} characters in all")
-        self._check_time()
-
-    def _check_time(self) -> None:
-        # Wall time is cheaper to read and never smaller.
         if time.monotonic() > self._deadline and time.thread_time() > self._processor_deadline:
             raise _too_much("time", f"{self.limits.max_seconds:g} s of processor time")
 

@@ -154,10 +154,6 @@ class TemplateProfile:
         """Text that opens the assistant's turn after a user message. Empty if the template opens none."""
         return self.generation_prompts[0] if self.generation_prompts else ""
 
-    def generation_prompt_of(self, text: str) -> str:
-        """The generation prompt at the end of a text, or an empty text."""
-        return max(filter(text.endswith, self.generation_prompts), key=len, default="")
-
 
 def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> TemplateProfile:
     """Run every probe. `model_stop_ids` are the stop tokens that the model's files name."""

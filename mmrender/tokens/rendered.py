@@ -45,11 +45,6 @@ class TokenSpan(NamedTuple):
     kind: TokenKind
     sampled: bool
 
-    def shifted(self, tokens: int, messages: int) -> "TokenSpan":
-        """Return the span `tokens` later, with message numbers that do not count the first `messages`."""
-        message = max(self.message - messages, -1)
-        return TokenSpan(self.start + tokens, self.stop + tokens, message, self.kind, self.sampled)
-
 
 @dataclass(frozen=True)
 class RenderedTokens(Drawn):

@@ -87,9 +87,8 @@ class Turns:
     def is_fresh(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends at the beginning of a turn, rather than within a turn that it continues."""
         text = self.text_of(prompt_ids[-PROMPT_TOKENS:]).text
-        if any(self.profile.generation_prompts):
-            return self.profile.generation_prompt_of(text) != ""
-        return text.endswith(self.profile.openings)
+        prompts = tuple(filter(None, self.profile.generation_prompts))
+        return text.endswith(prompts or self.profile.openings)
 
     def open(self, prompt_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens of the assistant's turn in which a prompt ends.

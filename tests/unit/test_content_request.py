@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrender.content.request import read_request, read_variables
+from mmrender.content.messages import read_request, read_variables
 from mmrender.errors import InputError
 from mmrender.messages import ImagePart, RenderRequest, RequestMedia
 
@@ -27,8 +27,6 @@ def test_media_have_their_path_and_fingerprint():
             (2, 0, "tool", "c.png"),
         )
     )
-    assert request.roles == ("user", "assistant", "tool")
-    assert request.tool_names == (None, None, "look")
     assert read_request(MESSAGES, images=["a.png", "c.png"]).media == ()
 
 

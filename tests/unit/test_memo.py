@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrender.content.request import read_request
+from mmrender.content.messages import read_request
 from mmrender.media.resolve import MediaCache, part_fingerprint
 from mmrender.renderer import Renderer
 from mmrender.rendering import Memo

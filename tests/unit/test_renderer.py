@@ -445,3 +445,15 @@ def test_values_that_print_differently_are_different_settings(first, second, sho
     renderer = MODELS["everything"].renderer()
     renderer.render_text(USER, persona=first)
     assert str(renderer.render_text(USER, persona=second)).startswith(shown)
+
+
+def test_a_tool_result_is_named_after_its_call(printing):
+    conversation = [
+        *USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "id": "1", "arguments": {}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "a cow"},
+        {"role": "tool", "tool_call_id": "2", "content": "a dog"},
+    ]
+    rendered = printing.render(conversation)
+    assert rendered.tool_names == (None, None, "look", None)
+    assert rendered.roles == ("user", "assistant", "tool", "tool")
