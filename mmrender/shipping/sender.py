@@ -215,11 +215,11 @@ class Sender(End):
             ShippingClosedError: The sender is closed, or in use in another process.
             ShippingError: The sender has failed for another reason.
         """
-        self._start()
+        self._ensure_open()
         if timeout == 0:
             return
         await self._wait_until(lambda: self.connected, timeout, "for")
-        self._check()
+        self._ensure_open()
 
     async def send(self, value: Any) -> Delivery:
         """Accept a message, waiting while too much is unacknowledged.
@@ -240,18 +240,18 @@ class Sender(End):
             MediaError: The class of a media item cannot travel.
             ShippingError: As `connect`, without `ShippingConnectionError`.
         """
-        self._start()
+        self._ensure_open()
         kind, wire = to_wire(value)
         await self._changed.wait_until(
             lambda: (
-                self._is_over
-                or (
+                (
                     len(self._unacked) < self._max_unacked_messages
                     and self._unacked_bytes < self._max_unacked_bytes
                 )
+                or self._is_over
             )
         )
-        self._check()
+        self._ensure_open()
         data = Data(self._next, os.urandom(8), kind, [])
         delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, self, _wire=wire)
         # Messages are encoded in the order in which they are sent. While earlier messages are not encoded for
@@ -334,19 +334,16 @@ class Sender(End):
     def _is_over(self) -> bool:
         return self._closed or self._fatal is not None
 
-    def _start(self) -> None:
-        """Connect in the background, if that has not begun."""
+    def _ensure_open(self) -> None:
+        """Refuse a sender that is over. Connect in the background, if that has not begun."""
         self.claim()
-        self._check()
-        if self._task is None:
-            self._id = uuid.uuid4().bytes
-            self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def _check(self) -> None:
         if self._fatal is not None:
             raise self._fatal
         if self._closed:
             raise ShippingClosedError("the sender is closed")
+        if self._task is None:
+            self._id = uuid.uuid4().bytes
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _wait_until(self, condition: Callable[[], bool], timeout: float | None, got: str) -> None:
         """Wait until a condition holds or the sender is over. `got` is for the error."""

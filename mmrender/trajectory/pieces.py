@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from mmrender.trajectory.tree import Trajectory
-from mmrender.trajectory.wire import PieceReader, PieceWriter
+from mmrender.trajectory.wire import PIECE_FORMAT, Reader, TrajectoryRow, Writer
 
 
 class TrajectoryPieces:
@@ -31,7 +31,7 @@ class TrajectoryPieces:
     def __init__(self, trajectory: Trajectory) -> None:
         self.trajectory = trajectory
         self.written = 0
-        self._writer = PieceWriter()
+        self._writer = Writer("drop")
 
     @classmethod
     def restored(cls, trajectory_id: str, pieces: Iterable[Any]) -> Self:
@@ -42,12 +42,17 @@ class TrajectoryPieces:
             MediaError: A media item is damaged.
             PlaceholderError: Placeholder ranges do not fit the tokens.
         """
-        trajectory, reader = Trajectory(trajectory_id), PieceReader()
+        trajectory, reader = Trajectory(trajectory_id), Reader()
         for piece in pieces:
-            for step in reader.steps(piece):
-                trajectory._add(step)
+            for row in [step for each in reader.take(piece, PIECE_FORMAT) for step in each.steps]:
+                reader.step(row, 0, f"steps[{len(reader.steps)}]")
+            reader.check_used()
+        for step in reader.steps:
+            trajectory._add(step)
         restored = cls(trajectory)
-        restored._writer.skip(trajectory.steps)
+        for step in reader.steps:
+            restored._writer.enter(step)
+        restored._writer = restored._writer.next_piece()
         restored.written = len(trajectory)
         return restored
 
@@ -58,7 +63,9 @@ class TrajectoryPieces:
             TrajectoryError: A message holds something that cannot be encoded.
             MediaError: The class of a media item cannot travel.
         """
-        steps = self.trajectory.steps[self.written :]
-        piece = self._writer.piece(steps)
+        writer, steps = self._writer, self.trajectory.steps[self.written :]
+        rows = [writer.step(step, 0, f"steps[{step.index}]") for step in steps]
+        piece = writer.form(PIECE_FORMAT, [TrajectoryRow("", rows)], share=False)
+        self._writer = writer.next_piece()
         self.written += len(steps)
         return piece

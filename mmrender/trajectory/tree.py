@@ -540,7 +540,7 @@ def trajectories_to_wire(
     records = []
     for each in trajectories:
         each._settle()
-        records.append(Record(each.trajectory_id, each.steps, each.reward, each.error, each.extra))
+        records.append(Record(each.trajectory_id, each._steps, each.reward, each.error, each.extra))
     return write_records(records, media_sources=media_sources, share=share)
 
 

@@ -15,9 +15,8 @@ It is linear in distinct content: an item, a token or a message is written once,
 and trajectories show it. Readers leave out unknown fields, so a field can be added without another version,
 unless it changes the meaning of other fields.
 
-A trajectory that grows is written in pieces by `PieceWriter`. A piece has the same form under another name.
-It holds the steps since the piece before, and refers to items, tools and steps of earlier pieces by their
-rows.
+`TrajectoryPieces` writes a trajectory that grows. A piece has the same form under another name. It holds the
+steps since the piece before, and refers to items, tools and steps of earlier pieces by their rows.
 
 Messages travel without the sources of their media by default, since the pixels travel in the items: encoded
 bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text and tool calls stay.
@@ -152,50 +151,31 @@ def write_records(records: Iterable[Record], *, media_sources: MediaSources, sha
             expected="'drop' or 'keep'",
             got=repr(media_sources),
         )
-    writer = _Writer(media_sources)
-    rows = [writer.row(record, f"trajectories[{number}]") for number, record in enumerate(records)]
+    writer, count, rows = Writer(media_sources), 0, []
+    for number, record in enumerate(records):
+        name, first = f"trajectories[{number}]", count
+        steps = [writer.step(step, first, f"{name}.steps[{step.index}]") for step in record.steps]
+        writer.roots += [(first + step.index, step) for step in record.steps if step.parent is None]
+        count += len(steps)
+        if record.extra:
+            writer.extras[name] = record.extra
+        reward = None if record.reward is None else float(record.reward)
+        rows.append(TrajectoryRow(record.trajectory_id, steps, reward, record.error))
     return writer.form(FORMAT, rows, share=share)
 
 
-class PieceWriter:
-    """Writes one trajectory in pieces while it grows. Messages travel without the sources of their media."""
-
-    def __init__(self) -> None:
-        self._writer = _Writer("drop")
-
-    def piece(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """Return steps as plain data for the codec. Each step of the trajectory is written once, in order.
-
-        Raises:
-            TrajectoryError: A message holds something that cannot be encoded.
-            MediaError: The class of a media item cannot travel.
-        """
-        writer = self._writer
-        rows = [writer.step(step, 0, f"steps[{step.index}]") for step in steps]
-        form = writer.form(PIECE_FORMAT, [TrajectoryRow("", rows)], share=False)
-        self._writer = writer.next_piece()
-        return form
-
-    def skip(self, steps: Sequence[Step]) -> None:
-        """Take steps as written. They were read from earlier pieces."""
-        for step in steps:
-            self._writer.enter(step)
-        self._writer = self._writer.next_piece()
-
-
 @dataclass
-class _Writer:
-    """Makes rows of trajectories, and the tables that these refer to."""
+class Writer:
+    """Makes rows of steps, and the tables that these refer to. `roots` may lend their first tokens."""
 
     media_sources: MediaSources
+    roots: list[tuple[int, Step]] = field(default_factory=list)
     messages: dict[bytes, int] = field(default_factory=dict)
     token_sets: dict[tuple[int, ...], int] = field(default_factory=dict)
     tools: list[Tools] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
     experts: dict[str, tuple[int, Any]] = field(default_factory=dict)
     extras: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    _count: int = 0
-    _roots: list[tuple[int, Step]] = field(default_factory=list)
     _item_rows: dict[tuple[str, type], int] = field(default_factory=dict)
     # By identity, with the objects, so that no id can come to mean another object.
     _known_messages: dict[int, tuple[Any, int]] = field(default_factory=dict)
@@ -222,26 +202,17 @@ class _Writer:
         if step.tools is not None:
             self._tools_row(step.tools)
 
-    def next_piece(self) -> "_Writer":
+    def next_piece(self) -> "Writer":
         """Return a writer with empty tables that knows the rows of items and tools."""
-        return _Writer(self.media_sources, _item_rows=self._item_rows, _tool_rows=self._tool_rows)
-
-    def row(self, record: Record, name: str) -> TrajectoryRow:
-        first = self._count
-        rows = [self.step(step, first, f"{name}.steps[{step.index}]") for step in record.steps]
-        self._count += len(rows)
-        self._roots += [(first + step.index, step) for step in record.steps if step.parent is None]
-        if record.extra:
-            self.extras[name] = record.extra
-        reward = None if record.reward is None else float(record.reward)
-        return TrajectoryRow(record.trajectory_id, rows, reward, record.error)
+        return Writer(self.media_sources, _item_rows=self._item_rows, _tool_rows=self._tool_rows)
 
     def step(self, step: Step, first: int, name: str) -> StepRow:
+        """Return the row of a step of the trajectory whose steps begin at the row `first`."""
         base, keep = (None, 0) if step.parent is None else (first + step.parent.index, step.keep)
         if base is None:
             # The root of an earlier trajectory that shares the longest prefix lends its first tokens.
             found = NOTHING_SHARED
-            for row, root in self._roots:
+            for row, root in self.roots:
                 shared = shared_prefix(0, root.own_ids, root.own_media, step.prompt_delta, step.own_media)
                 if shared.length > found.length:
                     base, keep, found = row, shared.length, shared
@@ -326,13 +297,7 @@ def _unpacked(kind: int, data: memoryview) -> Any:
     return mmcodecs.decode(bytes(data))
 
 
-_MALFORMED: Final = (
-    msgspec.MsgspecError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    RecursionError,
-)
+_MALFORMED: Final = (msgspec.MsgspecError, TypeError, AttributeError, ValueError, RecursionError)
 """Errors of reading a damaged table."""
 
 
@@ -344,75 +309,59 @@ def read_records(wire: Any) -> list[Record]:
         MediaError: A media item is damaged.
         PlaceholderError: Placeholder ranges do not fit the tokens.
     """
-    form, table = _parsed(wire, FORMAT)
-    reader = _Reader()
-    reader.take(form, table)
-    records = [reader.record(row, f"trajectories[{index}]") for index, row in enumerate(table.trajectories)]
+    reader = Reader()
+    records = []
+    for number, row in enumerate(reader.take(wire, FORMAT)):
+        name, first = f"trajectories[{number}]", len(reader.steps)
+        check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
+        row.steps.reverse()
+        while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
+            try:
+                reader.step(row.steps.pop(), first, f"{name}.steps[{len(reader.steps) - first}]")
+            except (TrajectoryError, PlaceholderError) as error:
+                error.where = f"wire.{name}.{error.where}"
+                raise
+        extra = reader.extras.pop(name, {})
+        records.append(Record(row.id, reader.steps[first:], row.reward, row.error, extra))
     reader.check_used()
     return records
 
 
-class PieceReader:
-    """Reads the pieces of one trajectory, in the order in which `PieceWriter` wrote them."""
-
-    def __init__(self) -> None:
-        self._reader = _Reader()
-
-    def steps(self, wire: Any) -> list[Step]:
-        """Return the steps of a piece. Raises as `read_records`."""
-        form, table = _parsed(wire, PIECE_FORMAT)
-        reader = self._reader
-        reader.take(form, table)
-        rows = [row for trajectory in table.trajectories for row in trajectory.steps]
-        steps = [reader.step(row, 0, f"steps[{number}]") for number, row in enumerate(rows, reader.count)]
-        reader.check_used()
-        return steps
-
-
-def _parsed(wire: Any, name: str) -> tuple[_Form, Table]:
-    marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
-    # Compared as text, since damaged data may hold anything here, arrays among them.
-    if str(marks) not in [str([name, version]) for version in _VERSIONS]:
-        raise TrajectoryError(
-            "the data does not hold trajectories that this release can read",
-            where="wire",
-            expected=f"format {name!r}, version {', '.join(map(str, _VERSIONS))}",
-            got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
-            remedy="Write and read with the same release of mmrender",
-        )
-    try:
-        form = msgspec.convert(wire, _Form)
-        data = form.table
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
-            got = f"{getattr(data, 'dtype', type(data).__name__)} {np.shape(data)}"
-            raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
-        table = msgspec.msgpack.decode(np.ascontiguousarray(data).data, type=Table, ext_hook=_unpacked)
-    except _MALFORMED as error:
-        raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
-    return form, table
-
-
 @dataclass
-class _Reader:
-    """Builds trajectories. `experts` and `extras` belong to rows that are still to come."""
+class Reader:
+    """Builds steps. `experts` and `extras` belong to rows that are still to come."""
 
+    steps: list[Step] = field(default_factory=list)
     items: list[MediaItem] = field(default_factory=list)
     messages: Sequence[Any] = ()
     experts: dict[str, RoutedExperts] = field(default_factory=dict)
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)
     token_sets: Sequence[tuple[int, ...]] = ()
     tools: list[Tools] = field(default_factory=list)
-    _steps: list[Step] = field(default_factory=list)
     _media: list[list[MediaSpan]] = field(default_factory=list)
     _total: int = 0
 
-    @property
-    def count(self) -> int:
-        """Number of steps so far."""
-        return len(self._steps)
-
-    def take(self, form: _Form, table: Table) -> None:
-        """Take the tables of the next rows. Items and tools add to earlier ones."""
+    def take(self, wire: Any, name: str) -> list[TrajectoryRow]:
+        """Take the tables of a form, and return its rows. Items and tools add to earlier ones."""
+        marks = [wire.get(key) for key in ("format", "version")] if isinstance(wire, Mapping) else None
+        # Compared as text, since damaged data may hold anything here, arrays among them.
+        if str(marks) not in [str([name, version]) for version in _VERSIONS]:
+            raise TrajectoryError(
+                "the data does not hold trajectories that this release can read",
+                where="wire",
+                expected=f"format {name!r}, version {', '.join(map(str, _VERSIONS))}",
+                got=f"format {marks[0]!r}, version {marks[1]!r}"[:120] if marks else type(wire).__name__,
+                remedy="Write and read with the same release of mmrender",
+            )
+        try:
+            form = msgspec.convert(wire, _Form)
+            data = form.table
+            if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
+                got = f"{getattr(data, 'dtype', type(data).__name__)} {np.shape(data)}"
+                raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
+            table = msgspec.msgpack.decode(np.ascontiguousarray(data).data, type=Table, ext_hook=_unpacked)
+        except _MALFORMED as error:
+            raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
         self.items += items_from_wire(form.items, where="wire.items")
         self.messages = [_read_message(frames, index) for index, frames in enumerate(table.messages)]
         self.experts = {name: _experts(name, *value) for name, value in form.experts.items()}
@@ -422,30 +371,18 @@ class _Reader:
             for index, ids in enumerate(table.token_sets)
         ]
         self.tools += table.tools
+        return table.trajectories
 
     def check_used(self) -> None:
         """Check that each value of `experts` and `extras` belongs to a row."""
         for name in (*self.experts, *self.extras):
             raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
 
-    def record(self, row: TrajectoryRow, name: str) -> Record:
-        first = len(self._steps)
-        check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
-        row.steps.reverse()
-        while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
-            try:
-                path = f"{name}.steps[{len(self._steps) - first}]"
-                self.step(row.steps.pop(), first, path)
-            except (TrajectoryError, PlaceholderError) as error:
-                error.where = f"wire.{name}.{error.where}"
-                raise
-        return Record(row.id, self._steps[first:], row.reward, row.error, self.extras.pop(name, {}))
-
     def step(self, row: StepRow, first: int, name: str) -> Step:
         """Return the next step, of the trajectory whose steps begin at the row `first`."""
-        number = len(self._steps)
+        number = len(self.steps)
         where = f"steps[{number - first}]"
-        base = self._steps[row.base] if row.base is not None and row.base < number else None
+        base = self.steps[row.base] if row.base is not None and row.base < number else None
         is_root = row.base is None or row.base < first
         if (base is None) != (row.base is None) or (is_root and base is not None and base.parent is not None):
             expected = f"a step before {number}, or a root of an earlier trajectory"
@@ -495,7 +432,7 @@ class _Reader:
             _reward=row.reward,
             extra=self.extras.pop(name, {}),
         )
-        self._steps.append(step)
+        self.steps.append(step)
         return step
 
     def _own_media(
