@@ -115,18 +115,18 @@ def decode_tagged(
     Raises:
         CodecError: Whatever is wrong, and nothing else.
     """
+
+    def refuse(code: int, _payload: memoryview) -> Any:
+        raise DecodeError("this dialect has no extensions", where="$", got=f"type {code}")
+
     view = as_bytes(data, "$")
     if view.nbytes > limits.max_bytes:
         raise limit_exceeded("max_bytes", limits.max_bytes, view.nbytes)
     try:
-        tree = unpack(view, _refuse_extension)
+        tree = unpack(view, refuse)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise DecodeError(f"malformed msgpack: {error}", where="$") from error
     return walk_decode_tensors(tree, to_torch=to_torch, copy=copy, limits=limits)
-
-
-def _refuse_extension(code: int, _payload: memoryview) -> Any:
-    raise DecodeError("this dialect has no extensions", where="$", got=f"type {code}")
 
 
 def _rebuild(value: Any, leaf: Callable[[Any, int], Any], depth: int, limits: Limits) -> Any:

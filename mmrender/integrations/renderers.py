@@ -106,8 +106,10 @@ class MMRenderer:
     @property
     def mm_token_type_id_map(self) -> dict[int, int]:
         """Token type by the id of a placeholder token: 1 for images, 2 for videos."""
-        ids = self._placeholder_ids()
-        return {ids[modality]: TOKEN_TYPES[modality] for modality in ids}
+        media = self.renderer.media
+        texts = media.processor.placeholder if media is not None else {}
+        ids = {modality: self.renderer.tokenizer.token_id(text) for modality, text in texts.items()}
+        return {token: TOKEN_TYPES[modality] for modality, token in ids.items() if token is not None}
 
     def render(
         self,
@@ -238,12 +240,6 @@ class MMRenderer:
         profile = self.renderer.template_profile(chat_template_kwargs=self._variables)
         ends = {*profile.end_ids, *profile.openers.values()} & profile.stop_ids
         return [*sorted(ends), *sorted(profile.stop_ids - ends)]
-
-    def _placeholder_ids(self) -> dict[str, int]:
-        media = self.renderer.media
-        texts = media.processor.placeholder if media is not None else {}
-        ids = {modality: self.renderer.tokenizer.token_id(text) for modality, text in texts.items()}
-        return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
 
 @lru_cache(8)

@@ -11,9 +11,7 @@ generator = Generator(VLMGenerator(client, {"find_cell": FindCell}))   # of SkyR
 ```
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 
@@ -48,12 +46,14 @@ class Generator(GeneratorInterface):
             InputError: The batch is malformed, or the model's images have other tensors than SkyRL takes.
             Exception: A rollout failed, and `rollouts.failures` is `raise`.
         """
-        names = input_batch.get("trajectory_ids")
+        names, params = input_batch.get("trajectory_ids"), input_batch.get("sampling_params")
+        if params is not None:  # SkyRL passes unset parameters as None
+            params = {name: value for name, value in params.items() if value is not None}
         batch = Batch(
             prompts=input_batch["prompts"],
             env_classes=input_batch["env_classes"],
             env_extras=input_batch.get("env_extras"),
-            sampling_params=_sampling(input_batch.get("sampling_params")),
+            sampling_params=params,
             trajectory_ids=names and [TrajectoryID(each.instance_id, each.repetition_id) for each in names],
         )
         output = await self.rollouts.generate(batch)
@@ -69,8 +69,3 @@ class Generator(GeneratorInterface):
             is_last_step=output["is_last_step"] if self.rollouts.step_wise else None,
             env_metrics=None,
         )
-
-
-def _sampling(params: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return SkyRL's sampling parameters without unset ones."""
-    return None if params is None else {name: value for name, value in params.items() if value is not None}

@@ -341,7 +341,7 @@ def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
             }
             takes = inspect.signature(model.forward).parameters
             tensors = {name: value for name, value in tensors.items() if name in takes}
-            count = _feature_count(model, tensors)
+            count = sum(part.numel() // part.shape[-1] for part in _image_features(model, **tensors))
         except Exception as error:
             raise BatchError(
                 "the features of an image cannot be counted",
@@ -439,10 +439,6 @@ def _image_features(model: Any, **tensors: Any) -> list[Any]:
     pooled = getattr(found, "pooler_output", None)
     found = getattr(found, "last_hidden_state", found) if pooled is None else pooled
     return list(found) if isinstance(found, list | tuple) else [found]
-
-
-def _feature_count(model: Any, tensors: Mapping[str, Any]) -> int:
-    return sum(part.numel() // part.shape[-1] for part in _image_features(model, **tensors))
 
 
 def _sample(family: ModelFamily, items: Sequence[MediaItem], *, seed: int, text: int = 9) -> TrainingSample:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from mmrender.errors import MMRenderError
 from mmrender.model.tokenizer import is_blank
 from mmrender.renderer import Renderer
-from mmrender.template.text import Author, TracedStr, plain
+from mmrender.template.text import Author, plain
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule
 
 Case: TypeAlias = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -239,18 +239,13 @@ class _Shown(NamedTuple):
         messages, options = case
         text, tokenizer = renderer.render_text(messages, **options), renderer.tokenizer
         ids = renderer.render(messages, **options).token_ids
-        masked = _masked(text)
+        masked = plain(text)
+        for start, stop, origin in text.spans:
+            if origin.is_content:
+                masked = masked[:start] + _MASK * (stop - start) + masked[stop:]
         names = {token_id: token for token, token_id in tokenizer.added_ids.items() if not is_blank(token)}
         own = Counter(match.token for match in tokenizer.find(masked) if not is_blank(match.token))
         return cls(plain(text), masked, Counter(names[each] for each in ids if each in names), own)
-
-
-def _masked(text: TracedStr) -> str:
-    masked = plain(text)
-    for start, stop, origin in text.spans:
-        if origin.is_content:
-            masked = masked[:start] + _MASK * (stop - start) + masked[stop:]
-    return masked
 
 
 def main(directories: Iterable[str]) -> int:

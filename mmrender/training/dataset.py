@@ -263,17 +263,14 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         if place.records is not None:
             return self._made(place.record, reader.__getitem__) if place.record < place.records else None
         until = time.monotonic() + self._wait
-        while not self._has(reader, place.record):
+        # A record that is there without its content is still being appended.
+        number = place.record
+        while number >= len(reader) or not (reader.holds(number) or number < reader.settle()):
             if time.monotonic() >= until:
                 return None
             time.sleep(min(_POLL, self._wait))
             reader.refresh()
-        return self._made(place.record, reader.__getitem__)
-
-    @staticmethod
-    def _has(reader: TrajectoryReader, number: int) -> bool:
-        """Return whether a record was appended with its content. Without it the append is still under way."""
-        return number < len(reader) and (reader.holds(number) or number < reader.settle())
+        return self._made(number, reader.__getitem__)
 
     def _made(self, number: int, read: Callable[[int], list[Trajectory]]) -> list[Any]:
         """Return the items of a record. A damaged one counts as empty, with a warning."""

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from mmrender.messages import MODALITIES
 from mmrender.sidecar import MediaItem, common_prefix
-from mmrender.tokens.rendered import RenderedTokens, TokenSpan
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.view.pictures import token_grid
 from mmrender.view.text import Decode, token_texts, visible
 
@@ -38,10 +38,17 @@ def token_strip(rendered: RenderedTokens) -> Text:
     else:
         texts = token_texts(rendered.token_ids, decode)
     strip = Text(no_wrap=False, overflow="fold")
-    items = _items_by_offset(rendered)
+    data = rendered.multi_modal_data
+    items = {
+        placeholder.offset: item
+        for modality, ranges in data.mm_placeholders.items()
+        for placeholder, item in zip(ranges, data.mm_items[modality], strict=True)
+    }
     for span in rendered.spans:
         if span.kind in MODALITIES:
-            strip.append(_folded(span, items.get(span.start)), STYLES[span.kind][0])
+            count, item = span.stop - span.start, items.get(span.start)
+            layout = f"{_layout(item, count)} = " if item is not None else ""
+            strip.append(f"⟨{span.kind} {layout}{count}⟩", STYLES[span.kind][0])
             continue
         styles = _SAMPLED if span.sampled else STYLES.get(span.kind, _SCAFFOLD)
         for index, piece in enumerate(filter(None, texts[span.start : span.stop])):
@@ -49,21 +56,6 @@ def token_strip(rendered: RenderedTokens) -> Text:
             if piece.endswith("\n"):
                 strip.append("\n")
     return strip
-
-
-def _items_by_offset(rendered: RenderedTokens) -> dict[int, MediaItem]:
-    data = rendered.multi_modal_data
-    return {
-        placeholder.offset: item
-        for modality, ranges in data.mm_placeholders.items()
-        for placeholder, item in zip(ranges, data.mm_items[modality], strict=True)
-    }
-
-
-def _folded(span: TokenSpan, item: MediaItem | None) -> str:
-    count = span.stop - span.start
-    layout = f"{_layout(item, count)} = " if item is not None else ""
-    return f"⟨{span.kind} {layout}{count}⟩"
 
 
 def _layout(item: MediaItem, count: int) -> str:
