@@ -401,7 +401,7 @@ class ResponseEvents(Blocks):
     def opened(self, field: Field) -> bytes:
         """Return the beginning of an item and of its part."""
         if field == "reasoning":
-            item = {**_reasoning(self._id, ""), "summary": [], "status": "in_progress"}
+            item = {**_reasoning(self._id, ""), "summary": [], "content": [], "status": "in_progress"}
             part = {"type": "summary_text", "text": ""}
             return self._added(item) + self._part("reasoning_summary_part.added", field, part=part)
         item = {**_message(self._id, "", None, self._call), "content": [], "status": "in_progress"}
@@ -419,10 +419,12 @@ class ResponseEvents(Blocks):
         """Return the end of the part and of its item."""
         if field == "reasoning":
             item = _reasoning(self._id, text)
-            done = self._part("reasoning_summary_text.done", field, text=text)
+            place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
             return (
-                done
+                self._part("reasoning_summary_text.done", field, text=text)
                 + self._part("reasoning_summary_part.done", field, part=item["summary"][0])
+                + self._event("reasoning_text.delta", **place, delta=text)
+                + self._event("reasoning_text.done", **place, text=text)
                 + self._done(item)
             )
         item = _message(self._id, text, self._answer, self._call)
@@ -476,10 +478,12 @@ class ResponseEvents(Blocks):
 
 
 def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
+    """Return a reasoning item: clients show its summary, and some repeat nothing but its content."""
     return {
         "id": f"rs_{answer_id}",
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": text}],
+        "content": [{"type": "reasoning_text", "text": text}],
         # It names the answer, and hides nothing, since history is looked up.
         "encrypted_content": f"mmrender.{answer_id}",
     }

@@ -84,6 +84,7 @@ def test_events_count_up_and_items_are_opened_filled_and_closed(name, share):
     for kind, field in (
         ("output_text", "text"),
         ("reasoning_summary_text", "text"),
+        ("reasoning_text", "text"),
         ("function_call_arguments", "arguments"),
     ):
         pieces = [event for event in events if event.type.startswith(f"response.{kind}.")]
