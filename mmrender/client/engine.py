@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final, Unpack
 
@@ -35,7 +35,7 @@ from mmrender.errors import (
     PlaceholderError,
     PromptTooLongError,
 )
-from mmrender.protocols import ParseOptions, RendererProtocol, has_vocabulary, is_multimodal
+from mmrender.protocols import BridgeOptions, ParseOptions, RendererProtocol, has_vocabulary, is_multimodal
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
@@ -45,6 +45,10 @@ _PAUSE: Final = 10.0
 """Seconds after a failed look-up of the prompt limit before it is repeated."""
 
 
+def _no_id(text: str) -> None:
+    """Return None, the id of a token without a tokenizer."""
+
+
 class ModelTokens:
     """The model's tokens, as far as a renderer, or None, knows them. Each is looked up once."""
 
@@ -52,7 +56,7 @@ class ModelTokens:
         self._renderer = renderer
         known = renderer if has_vocabulary(renderer) else None
         self._vocab_size = None if known is None else known.vocab_size
-        self._token_id = None if known is None else cache(known.tokenizer.token_id)
+        self._token_id = _no_id if known is None else cache(known.tokenizer.token_id)
         media = renderer.media if known is not None and is_multimodal(renderer) else None
         self._processor = None if media is None else media.processor
 
@@ -64,31 +68,27 @@ class ModelTokens:
     @cached_property
     def media_ids(self) -> frozenset[int]:
         """Tokens of media."""
-        texts = self._processor.placeholder_tokens if self._processor else ()
-        return frozenset(self._known(texts).values())
+        ids = map(self._token_id, self._processor.placeholder_tokens if self._processor else ())
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
     @cached_property
     def placeholder_ids(self) -> dict[str, int]:
         """Token that the template writes for an item, by modality."""
         texts = self._processor.placeholder if self._processor else {}
-        known = self._known(texts.values())
-        return {modality: known[text] for modality, text in texts.items() if text in known}
+        ids = {modality: self._token_id(text) for modality, text in texts.items()}
+        return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
     def fields(self, data: MultiModalData) -> dict[str, Any]:
         """Return the fields of a request with these items."""
-        columns = () if self._token_id is None else data.mm_items.values()
+        columns = () if self._vocab_size is None else data.mm_items.values()
         pieces = [piece for items in columns for item in items for piece in item.expansion]
+        ids = {piece.token: self._token_id(piece.token) for piece in pieces if isinstance(piece, Repeat)}
         return {
             "vocab_size": self._vocab_size,
             "placeholder_ids": self.placeholder_ids,
-            "media_token_ids": self._known({piece.token for piece in pieces if isinstance(piece, Repeat)}),
+            "media_token_ids": {text: token_id for text, token_id in ids.items() if token_id is not None},
             "eos_token_ids": self.stop_ids,
         }
-
-    def _known(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return the ids of the texts that the tokenizer has as tokens."""
-        ids = {} if self._token_id is None else {text: self._token_id(text) for text in texts}
-        return {text: token_id for text, token_id in ids.items() if token_id is not None}
 
 
 class Engine:
@@ -289,3 +289,29 @@ class Engine:
                     "sampled them",
                 )
         return Prompt(token_ids, MultiModalData() if data is None else data, None)
+
+
+async def bridge_turn(
+    renderer: RendererProtocol,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    new_messages: Sequence[Any],
+    **options: Unpack[BridgeOptions],
+) -> tuple[RenderedTokens | None, str]:
+    """Append new messages to a sampled turn, off the event loop.
+
+    Arguments and errors are as for `Renderer.bridge_to_next_turn`. If the first value is None, the second is
+    the reason.
+    """
+    turn = prompt_ids, completion_ids, new_messages
+
+    def bridge() -> tuple[RenderedTokens | None, str | None]:
+        # The reason belongs to the thread that bridged.
+        return renderer.bridge_to_next_turn(*turn, **options), renderer.why_not_bridged
+
+    if hasattr(renderer, "abridge_to_next_turn"):
+        bridged = await renderer.abridge_to_next_turn(*turn, **options)
+        why = renderer.why_not_bridged
+    else:
+        bridged, why = await asyncio.to_thread(bridge)
+    return bridged, why or "the renderer gave no reason"

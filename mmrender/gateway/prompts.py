@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from mmrender.client.engine import Engine
+from mmrender.client.engine import Engine, bridge_turn
 from mmrender.client.generation import render_prompt
 from mmrender.client.types import Prompt
 from mmrender.content.messages import to_openai
@@ -18,7 +18,6 @@ from mmrender.gateway.forms import WrittenMessages, written_for
 from mmrender.gateway.matching import Place
 from mmrender.messages import Message
 from mmrender.protocols import RendererProtocol
-from mmrender.rollout.prompting import bridge_turn
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.conversation import without_sources

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from mmrender.bridge.bridge import History
-from mmrender.client.engine import Engine
+from mmrender.client.engine import Engine, bridge_turn
 from mmrender.client.generation import render_prompt
 from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
@@ -22,11 +22,9 @@ from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
-from mmrender.messages import Message, Role, TextPart
+from mmrender.messages import Message, TextPart
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
-from mmrender.rollout.prompting import bridge_turn
-from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.conversation import same_message, without_sources
 from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
@@ -189,7 +187,7 @@ class RendererClient:
             MMRenderError: As for `generate` and `Renderer.render`.
         """
         conversation = normalize_messages(messages)
-        definitions = check_tools(tools, "tools")
+        definitions = None if tools is None else check_tools(tools, "tools")
         options: RequestOptions = {**self._options, **request_options}
         params = {**self.sampling_params, **(sampling_params or {})}
         plan = await self._plan(trajectory, conversation, tools, definitions, parent)
@@ -284,7 +282,18 @@ class RendererClient:
             elif any(message.role == "assistant" for message in rest[1:]):
                 reasons.append(f"a turn after step {number} was not sampled here")
             else:
-                bridged, why = await self._bridge(step, rest[1:], tools, [each.role for each in asked])
+                ids, count = step.token_ids.tolist(), step.prompt_length
+                bridged, why = await bridge_turn(
+                    self.renderer,
+                    ids[:count],
+                    ids[count:],
+                    rest[1:],
+                    tools=tools,
+                    previous_multi_modal_data=step.multi_modal_data,
+                    previous_roles=[each.role for each in asked],
+                    history=self._history_rule,
+                    chat_template_kwargs=self.template_arguments,
+                )
                 if bridged is None:
                     return await self._render(present, tools, why, left_out)
                 return _PromptPlan(self.engine.prompt(attribution=bridged), step, None, present, left_out)
@@ -303,22 +312,6 @@ class RendererClient:
             chat_template_kwargs=self.template_arguments,
         )
         return _PromptPlan(self.engine.prompt(attribution=rendered), None, why, messages, left_out)
-
-    async def _bridge(
-        self, step: Step, new_messages: Sequence[Message], tools: Sequence[Any] | None, roles: Sequence[Role]
-    ) -> tuple[RenderedTokens | None, str]:
-        """Bridge from a step. If that is None, the second value is the reason."""
-        return await bridge_turn(
-            self.renderer,
-            step.prompt_ids.tolist(),
-            step.completion_ids.tolist(),
-            new_messages,
-            tools=tools,
-            previous_multi_modal_data=step.multi_modal_data,
-            previous_roles=roles,
-            history=self._history_rule,
-            chat_template_kwargs=self.template_arguments,
-        )
 
     async def _shortened(
         self,

@@ -22,17 +22,24 @@ _JSON_TYPES: Final[tuple[tuple[Any, type], ...]] = (
     ((list, tuple), list),
     (Mapping, dict),
 )
+_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
+"""Scalars that msgpack keeps as they are."""
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 
 
-def plain_message(message: Any, sources: MediaSources, where: str = "message") -> Any:
+def plain_message(message: Any, sources: MediaSources, where: str = "message") -> tuple[Any, bool]:
     """Return a message as dicts, lists and scalars, with or without the sources of its media.
+
+    The second value is whether msgpack keeps it as it is.
 
     Raises:
         TrajectoryError: The message is nested too deeply.
     """
-    plain = _plain(message, 0, where)
-    return without_sources(plain) if sources == "drop" else plain
+    others: list[Any] = []
+    plain = _plain(message, 0, where, others)
+    if sources == "drop":
+        plain = without_sources(plain)
+    return plain, not others or _is_exact(plain)
 
 
 def without_sources(message: Any) -> Any:
@@ -148,7 +155,8 @@ def _meaning(message: Message) -> tuple[str, tuple[str | None, ...], list[Any]]:
     )
 
 
-def _plain(value: Any, depth: int, where: str) -> Any:
+def _plain(value: Any, depth: int, where: str, others: list[Any]) -> Any:
+    """Return a value as dicts, lists and scalars. Values that msgpack does not keep are added to `others`."""
     if depth > _MAX_DEPTH:
         raise TrajectoryError("a message is nested too deeply, or holds itself", where=where)
     if isinstance(value, msgspec.Struct):
@@ -156,10 +164,20 @@ def _plain(value: Any, depth: int, where: str) -> Any:
         fields = {name: getattr(value, name) for name in value.__struct_fields__}
         value = fields if tag is None else {str(value.__struct_config__.tag_field): tag, **fields}
     if isinstance(value, Mapping):
-        return {key: _plain(entry, depth + 1, where) for key, entry in value.items()}
+        others += [key for key in value if type(key) is not str]
+        return {key: _plain(entry, depth + 1, where, others) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry, depth + 1, where) for entry in value]
+        return [_plain(entry, depth + 1, where, others) for entry in value]
+    if type(value) not in _SCALARS:
+        others.append(value)
     return value
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether msgpack keeps a plain value as it is."""
+    if isinstance(value, dict):
+        return all(type(key) is str and _is_exact(entry) for key, entry in value.items())
+    return type(value) in _SCALARS or (isinstance(value, list) and all(map(_is_exact, value)))
 
 
 def _without_source(part: Any) -> Any:

@@ -101,6 +101,7 @@ class Step:
     _reward: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
     _sequence: Int32Array | None = None
+    _sidecar: MultiModalData | None = None
 
     def __post_init__(self) -> None:
         """Check the values against the tokens."""
@@ -181,6 +182,8 @@ class Step:
     @property
     def multi_modal_data(self) -> MultiModalData:
         """The sidecar of the whole prompt. Items are shared with all steps that show them."""
+        if self._sidecar is not None:
+            return self._sidecar
         return MultiModalData.of((span.range, span.item) for span in self.media)
 
     @property

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.notebook import Drawn
-from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData
 from mmrender.trajectory.conversation import MediaSources, shared_messages
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
@@ -35,12 +35,7 @@ from mmrender.trajectory.engine_data import (
     last_run,
     new_rows,
 )
-from mmrender.trajectory.prefix import (
-    NOTHING_SHARED,
-    SharedPrefix,
-    media_from,
-    shared_prefix,
-)
+from mmrender.trajectory.prefix import Place, find_place
 from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 from mmrender.trajectory.step import (
     Branch,
@@ -52,15 +47,6 @@ from mmrender.trajectory.step import (
     check_tools,
 )
 from mmrender.trajectory.wire import Record, read_records, write_records
-
-
-class _Place(NamedTuple):
-    """Start of a prompt: parent, number of shared tokens, and the tokens and media that it adds."""
-
-    parent: Step | None
-    keep: int
-    prompt_delta: Int32Array
-    media: Sequence[MediaSpan]
 
 
 class Trajectory(Drawn):
@@ -100,7 +86,7 @@ class Trajectory(Drawn):
         # A step names its parent by index: pickling a chain of objects would recurse once for each turn.
         steps = [
             {entry.name: getattr(step, entry.name) for entry in fields(step)}
-            | {"parent": None if step.parent is None else step.parent.index, "_sequence": None}
+            | {"parent": step.parent and step.parent.index, "_sequence": None, "_sidecar": None}
             for step in self._steps
         ]
         return {**self.__dict__, "_steps": steps, "_items": {}, "_newest": None}
@@ -190,8 +176,10 @@ class Trajectory(Drawn):
         newest = self._newest if self._newest is not None and parent in (None, self._newest.step) else None
         place = newest.extension(prompt_ids, sidecar, where) if newest is not None else None
         if place is None:
-            place, newest = self._placed(prompt_ids, sidecar, parent, where), None
-        parent, keep, prompt_delta, media = place
+            prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
+            media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
+            place, newest = find_place(self._steps, prompt, media, parent, where), None
+        parent, keep, prompt_delta, own_media = place
         completion = check_ids(completion_ids, f"{where}.completion_ids")
         experts, messages_keep = routed_experts, 0
         conversation = list(messages) if messages is not None else []
@@ -210,7 +198,7 @@ class Trajectory(Drawn):
             added=len(prompt_delta),
             own_media=tuple(
                 span._replace(item=self._items.get((span.item.identity, type(span.item)), span.item))
-                for span in media
+                for span in own_media
             ),
             logprobs=logprobs,
             finish_reason=finish_reason,
@@ -219,14 +207,14 @@ class Trajectory(Drawn):
             allowed=tuple(allowed),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
-            tools=self._shared_tools(tools, f"{where}.tools"),
+            tools=None if tools is None else self._shared_tools(tools, f"{where}.tools"),
             _reward=reward,
             extra=check_extra(extra, f"{where}.extra"),
         )
         self._add(step)
         if newest is None:
             if self._newest is not None:
-                self._newest.step._sequence = None
+                self._newest.step._sequence = self._newest.step._sidecar = None
             self._newest = _Newest(step)
         else:
             newest.extend(step, completion_ids)
@@ -246,7 +234,8 @@ class Trajectory(Drawn):
 
         The other arguments and errors are those of `append`.
         """
-        restricted = {RESTRICTED: list(turn.restricted)} if turn.restricted else {}
+        if turn.restricted:
+            extra = {RESTRICTED: list(turn.restricted), **check_extra(extra, f"steps[{len(self)}].extra")}
         return self.append(
             turn.prompt_ids,
             turn.completion_ids,
@@ -260,7 +249,7 @@ class Trajectory(Drawn):
             weight_versions=turn.weight_versions,
             allowed=turn.allowed,
             reward=reward,
-            extra={**restricted, **check_extra(extra, f"steps[{len(self)}].extra")},
+            extra=extra,
         )
 
     def branches(self) -> list[Branch]:
@@ -341,41 +330,7 @@ class Trajectory(Drawn):
         """Return the trajectory of `to_bytes`, otherwise as `from_frames`."""
         return Trajectory.from_frames(data)
 
-    def _placed(self, prompt_ids: Any, sidecar: MultiModalData, parent: Step | None, where: str) -> _Place:
-        """Find the place of a prompt by comparing it with the steps."""
-        prompt = check_ids(prompt_ids, f"{where}.prompt_ids")
-        media = sidecar.spans(len(prompt), where=f"{where}.multi_modal_data")
-        if parent is None:
-            # Each stored token is compared at most once.
-            best: Step | None = None
-            found = NOTHING_SHARED
-            all_shared: list[SharedPrefix] = []
-            for step in self._steps:
-                shared = NOTHING_SHARED if step.parent is None else all_shared[step.parent.index]
-                if step.parent is None or shared.length >= step.keep:
-                    shared = shared_prefix(step.keep, step.own_ids, step.own_media, prompt, media)
-                all_shared.append(shared)
-                if shared.tokens > found.tokens:
-                    best, found = step, shared
-            # Shared tokens that a step has from its parent make the parent the place.
-            while best is not None and best.parent is not None and found.length <= best.keep:
-                best = best.parent
-            parent, shared = best if found.tokens else None, found
-        else:
-            shared = shared_prefix(0, parent.token_ids, parent.media, prompt, media)
-        span = shared.conflict
-        if span is not None and parent is not None:
-            raise TrajectoryError(
-                f"the sidecar and steps[{parent.index}] show different media at the same tokens",
-                where=f"{where}.multi_modal_data",
-                expected=f"{span.modality} {span.item.identity[:12]}" if shared.known else "no range there",
-                got=f"{'no range' if shared.known else span.modality} at [{span.start}, {span.stop})",
-                remedy="Append every step with the sidecar of its whole prompt, and shift the ranges of new "
-                "media by the length of prompts and completions before them",
-            )
-        return _Place(parent, shared.length, prompt[shared.length :], media_from(media, shared.length))
-
-    def _shared_tools(self, tools: Sequence[Any] | None, where: str) -> Tools | None:
+    def _shared_tools(self, tools: Sequence[Any], where: str) -> Tools | None:
         """Check definitions, and return an earlier step's if they are equal, with keys in the same order."""
         for known in self._tools.values():
             if known is tools:
@@ -407,14 +362,6 @@ class Trajectory(Drawn):
         self._steps.append(step)
 
 
-class _Shown(NamedTuple):
-    """The media of one modality, in prompt order."""
-
-    hashes: list[str]
-    ranges: list[PlaceholderRange]
-    items: list[MediaItem]
-
-
 class _Newest:
     """The sequence of the newest step in growing buffers, since the next call mostly extends it."""
 
@@ -422,12 +369,12 @@ class _Newest:
         self.step = step
         self.messages: list[Any] = []
         self.experts_run: tuple[int, int] | None = None
-        self._array: Int32Array | None = None
         self.prompt: list[int] = []
         """The tokens as a list that shares its numbers with prompts that come as lists."""
-        self._media: dict[str, _Shown] = {}
+        self._array: Int32Array = np.zeros(0, np.int32)
+        self._sidecar = MultiModalData()
 
-    def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> _Place | None:
+    def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> Place | None:
         """Return a prompt's additions to this step, or None if it does not begin with all of it."""
         length = len(self.step)
         if not len(self.step.own_ids) or not self._begins(prompt_ids, length):
@@ -436,17 +383,15 @@ class _Newest:
         if media is None or (media and media[0].start < length):
             return None
         added = check_ids(prompt_ids[length:], f"{where}.prompt_ids", start=length)
-        return _Place(self.step, length, added, media)
+        return Place(self.step, length, added, media)
 
     def extend(self, step: Step, completion_ids: Any) -> None:
         """Take in a step that extends this one, and its sampled tokens as the caller passed them."""
         start, stop = len(self.step), len(step)
-        array = self._whole()
-        if len(array) < stop or not array.flags.writeable:
-            grown = np.empty(max(1024, 2 * stop), np.int32)
-            grown[:start] = array[:start]
-            array = self._array = grown
-        array[start:stop] = step.own_ids
+        if len(self._array) < stop or not self._array.flags.writeable:
+            room = np.empty(max(1024, stop), np.int32)
+            self._array = np.concatenate([self._array[:start], room])
+        self._array[start:stop] = step.own_ids
         if self.prompt:
             given = isinstance(completion_ids, list)
             self.prompt += completion_ids if given else step.completion_ids.tolist()
@@ -455,61 +400,51 @@ class _Newest:
             self.experts_run = last_run([*runs, (step.own_experts.start, step.own_experts.stop)])
         del self.messages[step.messages_keep :]
         self.messages.extend(step.new_messages)
-        self._show(step.own_media)
-        self.step._sequence = None
+        if step.own_media:
+            added = MultiModalData.of((span.range, span.item) for span in step.own_media)
+            self._sidecar = self._sidecar.merged(added)
+        self.step._sequence = self.step._sidecar = None
         self.step = step
-        step._sequence = array[:stop]
+        step._sequence, step._sidecar = self._array[:stop], self._sidecar
         step._sequence.flags.writeable = False
 
-    def _whole(self) -> Int32Array:
-        """Return the tokens. The buffers are filled when the first prompt extends the step."""
-        if self._array is None:
-            step = self.step
-            self._array = step.token_ids
-            self._show(step.media)
-            self.messages, self.experts_run = step.messages, step.experts_run(len(step))
-        return self._array
-
-    def _show(self, media: Iterable[MediaSpan]) -> None:
-        for span in media:
-            hashes, ranges, items = self._media.setdefault(span.modality, _Shown([], [], []))
-            hashes.append(span.item.identity)
-            ranges.append(span.range)
-            items.append(span.item)
-
     def _begins(self, prompt_ids: Any, length: int) -> Any:
-        own = self.step.own_ids
-        if isinstance(prompt_ids, list | tuple):
-            prompt_ids = list(prompt_ids) if isinstance(prompt_ids, tuple) else prompt_ids
-            if prompt_ids[length - len(own) : length] != own.tolist():
-                return False
-            # The list shares its numbers with earlier prompts, so it compares by address, and without a
-            # slice that would touch each number.
-            is_new = not self.prompt
-            known = self._whole()[:length].tolist() if is_new else self.prompt
-            del known[length:]
-            known += prompt_ids[length:]
-            is_same = known == prompt_ids
-            if is_new and is_same:
-                self.prompt = prompt_ids.copy()
-            return is_same
-        self.prompt = []
-        if isinstance(prompt_ids, np.ndarray) and prompt_ids.ndim == 1 and prompt_ids.dtype.kind in "iu":
-            return np.array_equal(prompt_ids[:length], self._whole()[:length])
-        return False
+        """Whether a prompt begins with the tokens of this step."""
+        step, own, is_list = self.step, self.step.own_ids, isinstance(prompt_ids, list | tuple)
+        if is_list and list(prompt_ids[length - len(own) : length]) != own.tolist():
+            return False
+        if not is_list and not (isinstance(prompt_ids, np.ndarray) and prompt_ids.dtype.kind in "iu"):
+            return False
+        if not len(self._array):  # no prompt has come so far
+            self._array, self._sidecar = step.token_ids, step.multi_modal_data
+            self.messages, self.experts_run = step.messages, step.experts_run(length)
+        if not is_list:
+            self.prompt = []
+            return prompt_ids.ndim == 1 and np.array_equal(prompt_ids[:length], self._array[:length])
+        prompt_ids = list(prompt_ids) if isinstance(prompt_ids, tuple) else prompt_ids
+        # The list shares its numbers with earlier prompts, so it compares by address, and without a slice
+        # that would touch each number.
+        is_new = not self.prompt
+        known = self._array[:length].tolist() if is_new else self.prompt
+        del known[length:]
+        known += prompt_ids[length:]
+        is_same = known == prompt_ids
+        if is_new and is_same:
+            self.prompt = prompt_ids.copy()
+        return is_same
 
     def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
         """Return the media after this step's, or None if these differ or the others do not fit."""
         columns = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
-        for modality, known in self._media.items():
-            count = len(known.items)
+        counts: dict[str, int] = {}
+        for modality, known in self._sidecar.mm_items.items():
+            count = counts[modality] = len(known)
             hashes, ranges, items = ([*column.get(modality, ())[:count]] for column in columns)
-            if (hashes, ranges, len(items)) != (known.hashes, known.ranges, count):
+            expected = self._sidecar.mm_hashes[modality], self._sidecar.mm_placeholders[modality], count
+            if (hashes, ranges, len(items)) != expected:
                 return None
-            is_same = all(map(is_, items, known.items))
-            if not is_same and [item.identity for item in items] != known.hashes:
+            if not all(map(is_, items, known)) and [item.identity for item in items] != hashes:
                 return None
-        counts = {modality: len(known.items) for modality, known in self._media.items()}
         added: list[Any] = [
             {modality: entries[counts.get(modality, 0) :] for modality, entries in column.items()}
             for column in columns

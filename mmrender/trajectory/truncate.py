@@ -10,7 +10,7 @@ from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.prefix import media_before
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, TrainingSample
 
 Prompt = TypeVar("Prompt", RenderedTokens, TrainingSample)
 
@@ -34,9 +34,9 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     """Return a prompt or sample of at most `max_tokens` tokens, with whole images.
 
     All values that are aligned to the tokens are cut with them: attribution, masks, router choices, the
-    sidecar. Rewards beyond the cut move to the last token left to train on, as the reward of a whole step
-    lies on its end, so their sum stays. A prompt that fits is returned as it is. `text` and `roles` of a
-    rendered prompt stay whole.
+    sidecar, the spans of restricted completions. Rewards beyond the cut move to the last token left to train
+    on, as the reward of a whole step lies on its end, so their sum stays. A prompt that fits is returned as
+    it is. `text` and `roles` of a rendered prompt stay whole.
 
     Raises:
         TrajectoryError: `max_tokens` is negative, or rewards are cut and no token is left to train on.
@@ -49,7 +49,12 @@ def truncate(prompt: Prompt, max_tokens: int) -> Prompt:
     if isinstance(prompt, TrainingSample):
         fields = prompt.aligned.cut(0, length).fields() | {"rewards": _moved_rewards(prompt, length)}
         prompt_length = None if prompt.prompt_length is None else min(prompt.prompt_length, length)
-        return replace(prompt, multi_modal_data=sidecar, prompt_length=prompt_length, rendered=None, **fields)
+        extra = {name: value for name, value in prompt.extra.items() if name != RESTRICTED}
+        left = [span for span in prompt.extra.get(RESTRICTED, ()) if span[0] < length]
+        if left:
+            extra[RESTRICTED] = tuple((start, min(stop, length), *kinds) for start, stop, *kinds in left)
+        fields |= {"multi_modal_data": sidecar, "prompt_length": prompt_length, "extra": extra}
+        return replace(prompt, rendered=None, **fields)
     spans = tuple(span._replace(stop=min(span.stop, length)) for span in prompt.spans if span.start < length)
     return replace(prompt, token_ids=prompt.token_ids[:length], spans=spans, multi_modal_data=sidecar)
 

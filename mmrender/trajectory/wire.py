@@ -52,7 +52,6 @@ _MAX_TOKENS: Final = 1 << 26
 """Maximum number of tokens of all steps together. On the wire, roots may share tokens."""
 _CODED: Final = 1
 """Type of the extension for messages that msgpack cannot keep."""
-_SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 
@@ -260,9 +259,9 @@ class Writer:
         known = self._known_messages.get(id(message))
         if known is not None:
             return known[1]
-        record = isinstance(message, Message), plain_message(message, self.media_sources, where)
+        plain, is_exact = plain_message(message, self.media_sources, where)
         try:
-            encoded = _encoded(record)
+            encoded = _encoded((isinstance(message, Message), plain), is_exact)
         except mmcodecs.CodecError as error:
             raise TrajectoryError(
                 "a message cannot be encoded",
@@ -275,20 +274,12 @@ class Writer:
         return row
 
 
-def _encoded(record: tuple[bool, Any]) -> bytes:
+def _encoded(record: tuple[bool, Any], is_exact: bool) -> bytes:
     """Return msgpack of a plain message, or of an extension with a message of the codec."""
-    if _is_plain(record[1]):
+    if is_exact:
         with suppress(OverflowError, UnicodeEncodeError):  # for which the codec's error names the place
             return msgspec.msgpack.encode(record)
     return msgspec.msgpack.encode(msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(record))))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether msgpack keeps a value as it is."""
-    kind = type(value)
-    if kind is dict:
-        return all(type(key) is str and _is_plain(entry) for key, entry in value.items())
-    return kind in _SCALARS or (kind is list and all(map(_is_plain, value)))
 
 
 def _unpacked(kind: int, data: memoryview) -> Any:

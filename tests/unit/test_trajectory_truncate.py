@@ -7,6 +7,7 @@ from mmrender.errors import TrajectoryError
 from mmrender.sidecar import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import AllowedTokens, RoutedExperts, TrainingSample, WeightVersionSpan
+from mmrender.trajectory.sample import RESTRICTED
 from mmrender.trajectory.truncate import truncate, whole_media_length
 from tree_cases import A, B, sidecar
 
@@ -60,6 +61,7 @@ def test_samples_are_cut_in_everything():
         ),
         allowed=(AllowedTokens(1, 3, (1, 2)), AllowedTokens(9, 14, (3,), True)),
         sample_id="t/0",
+        extra={RESTRICTED: ((2, 4, "json"), (9, 14, "regex", "choice"), (12, 18, "json")), "group": 7},
     )
     cut = truncate(sample, 12)
     assert (len(cut), cut.sample_id, cut.advantages) == (10, "t/0", None)
@@ -68,7 +70,9 @@ def test_samples_are_cut_in_everything():
     assert (cut.routed_experts.start, cut.routed_experts.stop) == (2, 10)
     assert cut.weight_versions == (("a", 0, 9), ("b", 9, 10))
     assert cut.allowed == ((1, 3, (1, 2), False), (9, 10, (3,), True))
+    assert cut.extra == {RESTRICTED: ((2, 4, "json"), (9, 10, "regex", "choice")), "group": 7}
     assert truncate(sample, 2).routed_experts is None
+    assert truncate(sample, 2).extra == {"group": 7}
 
 
 def rewarded(rewards, trained):
