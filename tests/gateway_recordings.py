@@ -1,29 +1,20 @@
-"""Recorded calls of real agents, replayed: bodies with texts, tools and pictures filled in, and ids of this run.
+"""Recorded runs of real agents, replayed: the model says what the script said, and ids are those of the replay.
 
-A recording holds the requests of one run and the scripted replies that the agent got. In a replay the model says
-what the script said, and each later request shows the call ids of the replay in place of the script's.
+A recording holds the requests of one run and the scripted replies that the agent got.
 """
 
-import asyncio
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agent_cases import recorded
 from gateway_cases import Recording
-from kit import blocks, data_url
 from mmrender.gateway.call import Answer, Call, ProtocolName
-from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.messages import Message, ToolCall
 from mmrender.trajectory.step import Step
-
-_FILLER = re.compile(r"TEXT of (\d+) characters, sha (\w+)")
-_PROTOCOL: dict[str, ProtocolName] = {
-    "completions": "chat",
-    "responses": "responses",
-    "messages": "messages",
-}
 
 
 @dataclass(frozen=True)
@@ -34,13 +25,33 @@ class Said:
     content: str
     calls: tuple[tuple[str, str, str], ...]
 
-    def as_text(self) -> str:
-        """The reply as Qwen3-VL writes it. Arguments that are empty are an empty object."""
+    @property
+    def sound_calls(self) -> list[tuple[str, str, str]]:
+        """The calls whose arguments are an object, or empty."""
+        return [call for call in self.calls if _is_object(call[2] or "{}")]
+
+    def text(self) -> str:
+        """The reply as Qwen3-VL writes it, arguments as the script spelled them."""
         calls = [
             f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
             for _, name, arguments in self.calls
         ]
         return "\n".join([*([self.content] if self.content else []), *calls])
+
+    def token_ids(self, renderer: Any) -> list[int]:
+        """The reply as the model's own template writes it, without calls that cannot be read."""
+        calls = tuple(ToolCall(name, json.loads(text or "{}"), made) for made, name, text in self.sound_calls)
+        reasoning = self.reasoning or "Hm."
+        message = Message(
+            role="assistant", content=self.content, reasoning_content=reasoning, tool_calls=calls
+        )
+        tools = [{"type": "function", "function": {"name": call.name}} for call in calls]
+        rendered = renderer.render([Message(role="user", content="x"), message], tools=tools or None)
+        marked = zip(rendered.token_ids, rendered.sampled_mask.tolist(), strict=True)
+        ids = [token for token, is_sampled in marked if is_sampled]
+        while ids and ids[-1] in renderer.get_stop_token_ids():
+            ids.pop()
+        return ids
 
 
 @dataclass
@@ -49,45 +60,41 @@ class Replay:
 
     path: Path
     renderer: Any
+    is_spelled: bool
     taken: list[tuple[Call, Step, Answer]] = field(default_factory=list)
     ids: dict[str, dict[str, str]] = field(default_factory=dict)
 
     async def run(self) -> Recording:
         """Answer all calls that the script answered, in order."""
         said: list[Said] = []
-        session = Recording(self.renderer, lambda request: said[-1].as_text())
-        for row in map(json.loads, self.path.read_text().splitlines()):
-            if row["method"] != "POST" or row["reply"] is None:
+
+        def say(request: Any) -> Any:
+            return said[-1].text() if self.is_spelled else said[-1].token_ids(self.renderer)
+
+        session = Recording(self.renderer, say)
+        for _, protocol, body, headers, reply in recorded(self.path):
+            if reply is None:
                 continue
-            protocol = _PROTOCOL[row["path"].partition("?")[0].rpartition("/")[2]]
-            body = _filled(self._with_own_ids(row["body"]), protocol)
-            call = PROTOCOLS[protocol].read(body, row["headers"])
-            said.append(_read_reply(row["reply"], protocol))
+            call = protocol.read(self._with_own_ids(body), headers)
+            said.append(_read_reply(reply, protocol.name))
             step, answer = await session.take(call)
-            own = [call for call in said[-1].calls if _is_object(call[2] or "{}")]
-            made = {each[0]: call.id for each, call in zip(own, answer.calls, strict=True)}
-            self._ids_for(row["body"]).update(made)
+            made = zip(said[-1].sound_calls, answer.calls, strict=True)
+            self._ids_for(body).update({scripted[0]: own.id for scripted, own in made})
             self.taken.append((call, step, answer))
         return session
 
-    def _ids_for(self, body: dict[str, Any]) -> dict[str, str]:
+    def _ids_for(self, body: Mapping[str, Any]) -> dict[str, str]:
         """Ids of this run by the script's. The script uses an id once for each set of tools."""
         return self.ids.setdefault(json.dumps(body.get("tools")), {})
 
-    def _with_own_ids(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_own_ids(self, body: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: own for ids in self.ids.values() for name, own in ids.items()} | self._ids_for(body)
-        names = sorted(known, key=len, reverse=True)
-        pattern = "|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in names) or r"\Z(?!\Z)"
-        replaced: dict[str, Any] = json.loads(
-            re.sub(pattern, lambda match: known[match[0]], json.dumps(body))
-        )
+        text = json.dumps(body)
+        if known:
+            names = "|".join(sorted(map(re.escape, known), key=len, reverse=True))
+            text = re.sub(rf"(?<!\w)({names})(?!\w)", lambda match: known[match[0]], text)
+        replaced: dict[str, Any] = json.loads(text)
         return replaced
-
-
-def replayed(path: Path, renderer: Any) -> tuple[Replay, Recording]:
-    """Replay a recording."""
-    replay = Replay(path, renderer)
-    return replay, asyncio.run(replay.run())
 
 
 def _is_object(text: str) -> bool:
@@ -98,13 +105,11 @@ def _is_object(text: str) -> bool:
 
 
 def _read_reply(reply: Any, protocol: ProtocolName) -> Said:
-    reasoning, texts, calls = [], [], []
     if protocol == "chat":
-        reasoning.append(reply.get("reasoning_content") or "")
-        texts.append(reply.get("content") or "")
         made = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
-        calls += [(name, function["name"], function["arguments"]) for name, function in made]
-        return Said("".join(reasoning), "".join(texts), tuple(calls))
+        calls = [(name, function["name"], function["arguments"]) for name, function in made]
+        return Said(reply.get("reasoning_content") or "", reply.get("content") or "", tuple(calls))
+    reasoning, texts, calls = [], [], []
     for item in reply:
         match item["type"]:
             case "thinking":
@@ -120,47 +125,3 @@ def _read_reply(reply: Any, protocol: ProtocolName) -> Said:
             case "function_call":
                 calls.append((item["call_id"], item["name"], item["arguments"]))
     return Said("".join(reasoning), "".join(texts), tuple(calls))
-
-
-def _filled(value: Any, protocol: ProtocolName) -> Any:
-    """Fill in texts, tools and pictures, equal ones for equal digests."""
-    if isinstance(value, dict):
-        filled = {key: _filled(entry, protocol) for key, entry in value.items()}
-        if isinstance(filled.get("tools"), list):
-            filled["tools"] = [_tool(name, protocol) for name in filled["tools"]]
-        if filled.get("type") == "json_schema" and not filled.keys() & {"json_schema", "schema"}:
-            filled["json_schema"] = {"name": "answer", "schema": {"type": "object"}}
-        if filled.get("type") == "base64":
-            filled |= {"media_type": "image/png", "data": filled["data"].partition(",")[2]}
-        return filled
-    if isinstance(value, list):
-        return [_filled(entry, protocol) for entry in value]
-    if isinstance(value, str):
-        if value.startswith("IMAGE "):
-            return _picture(value)
-        return _FILLER.sub(
-            lambda match: f"Words {match[2]}." + " and more" * min(int(match[1]) // 400, 40), value
-        )
-    return value
-
-
-@cache
-def _picture(name: str) -> str:
-    return data_url(blocks(int(name.split()[1][:6], 16), 96, 64))
-
-
-def _tool(name: Any, protocol: ProtocolName) -> Any:
-    if not isinstance(name, str):
-        return name
-    schema = {"type": "object", "properties": {}}
-    match protocol, name:
-        case "responses", "web_search":
-            return {"type": "web_search"}
-        case "responses", "multi_agent_v1":
-            inner = {"type": "function", "name": "spawn", "parameters": schema, "strict": False}
-            return {"type": "namespace", "name": name, "description": "", "tools": [inner]}
-        case "responses", _:
-            return {"type": "function", "name": name, "parameters": schema, "strict": False}
-        case "messages", _:
-            return {"name": name, "description": "", "input_schema": schema}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}

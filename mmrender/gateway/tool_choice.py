@@ -1,30 +1,72 @@
 """A call that the model must make, as a grammar for the engine in the model's own spelling of calls.
 
-It is possible for models that write a call as a JSON object between two delimiters. The spelling is proved by
-reading it back before it is used.
+The grammar is a structural tag of xgrammar, which vLLM and SGLang take. It is used only if the model's
+own template writes a call in this spelling.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from mmrender.client.types import Prompt
 from mmrender.errors import InputError
 from mmrender.gateway.call import Call
-from mmrender.parsing.grammars import Field
+from mmrender.messages import Message, ToolCall
 from mmrender.parsing.schema import tool_schemas
 from mmrender.renderer import Renderer
+
+
+class Spelling(NamedTuple):
+    """A spelling of calls that structural tags can enforce.
+
+    Attributes:
+        begin: Text before the arguments, with `{name}` for the name of the tool.
+        style: xgrammar's name for the spelling of the arguments.
+        end: Text after the arguments.
+        probe: The arguments `{"at": "1"}`.
+        name_in_json: Whether the name is written as a JSON string.
+    """
+
+    begin: str
+    style: str
+    end: str
+    probe: str
+    name_in_json: bool = False
+
+
+SPELLINGS: Final[Mapping[str, Spelling]] = {
+    "json_tags": Spelling(
+        '<tool_call>\n{{"name": {name}, "arguments": ', "json", "}\n</tool_call>", '{"at": "1"}', True
+    ),
+    "xml_function": Spelling(
+        "<tool_call>\n<function={name}>\n",
+        "qwen_xml",
+        "\n</function>\n</tool_call>",
+        "<parameter=at>\n1\n</parameter>",
+    ),
+    "arg_key_value": Spelling(
+        "<tool_call>{name}\n",
+        "glm_xml",
+        "\n</tool_call>",
+        "<arg_key>at</arg_key>\n<arg_value>1</arg_value>",
+    ),
+}
+"""Spellings by name of the grammar that reads them. Calls are separated by a line break."""
+
+_PROBE: Final = "look"
 
 
 def forced_call(
     renderer: Any, call: Call, prompt: Prompt, template_arguments: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return `structured_outputs` that make the model call a tool. None if the call asks for nothing of that.
+    """Return `structured_outputs` that make the model call a tool, or None if the model may answer freely.
+
+    If the prompt leaves a reasoning block open, the model reasons first. Otherwise the call comes at once.
 
     Args:
         renderer: Its template decides the spelling.
         call: The call, with `tool_choice` and `forced_tool`.
-        prompt: The prompt, which decides whether the completion begins inside reasoning.
+        prompt: The prompt.
         template_arguments: Template variables in force.
 
     Raises:
@@ -35,11 +77,18 @@ def forced_call(
         return None
     schemas = tool_schemas(call.offered or ())
     names = list(schemas) if call.forced_tool is None else [call.forced_tool]
-    if not names or names[0] not in schemas:
+    if not schemas.keys() >= {*names} or not names:
         expected = f"one of {', '.join(schemas)}" if schemas else "tools"
-        raise InputError("the tool is not offered", where="tool_choice", expected=expected, got=str(names))
+        raise InputError(
+            "the tool is not offered", where="tool_choice", expected=expected, got=", ".join(names)
+        )
     if "structured_outputs" in call.sampling_params:
-        raise InputError("an answer of a given form cannot be a call of a tool", where="tool_choice")
+        raise InputError(
+            "an answer of a given form cannot be a call of a tool",
+            where="tool_choice",
+            expected="auto or none",
+            got=call.forced_tool or call.tool_choice,
+        )
     spelling = _spelling(renderer, template_arguments)
     if spelling is None:
         raise InputError(
@@ -48,50 +97,64 @@ def forced_call(
             expected="auto or none",
             got=call.forced_tool or call.tool_choice,
         )
-    begin, end = spelling
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'{begin}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": dict(schemas[name]) or {"type": "object"}},
-            "end": f"}}\n{end}",
-        }
-        for name in names
-    ]
-    calls = {
+    calls: dict[str, Any] = {
         "type": "tags_with_separator",
-        "tags": tags,
+        "tags": [_tag(spelling, name, schemas[name]) for name in names],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not call.parallel_tool_calls,
     }
-    reasoning = _open_reasoning(renderer, prompt, template_arguments)
-    if reasoning is not None:
-        thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": reasoning}
+    end = _end_of_reasoning(renderer, prompt, template_arguments)
+    if end is not None:
+        thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
         calls = {"type": "sequence", "elements": [thought, calls]}
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": calls}, ensure_ascii=False)}
 
 
-def _spelling(renderer: Any, template_arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the delimiters around the JSON object of a call, if a call between them is read back."""
+def _tag(spelling: Spelling, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the structural tag of one tool's calls."""
+    content = {"type": "json_schema", "json_schema": dict(schema) or {"type": "object"}}
+    if spelling.style != "json":  # the default, which earlier releases of xgrammar do not name
+        content["style"] = spelling.style
+    return {"type": "tag", "begin": _begin(spelling, name), "content": content, "end": spelling.end}
+
+
+def _begin(spelling: Spelling, name: str) -> str:
+    spelled = json.dumps(name, ensure_ascii=False) if spelling.name_in_json else name
+    return spelling.begin.format(name=spelled)
+
+
+def _spelling(renderer: Any, template_arguments: Mapping[str, Any]) -> Spelling | None:
+    """Return the spelling of calls, if the template writes a probe in exactly this one."""
     if not isinstance(renderer, Renderer):
         return None
     parser = renderer.response_parser(has_tools=True, chat_template_kwargs=template_arguments)
-    grammar = parser.choice.grammar
-    match None if grammar is None else grammar.call:
-        case (str(begin), Field.OBJECT, str(end)):
-            text = f'{begin}\n{{"name": "look", "arguments": {{"at": 1}}}}\n{end}'
-            ids = renderer.tokenizer.encode(text)
-            read = renderer.parse_response(ids, chat_template_kwargs=template_arguments).tool_calls
-            made = [(attempt.status, attempt.name, attempt.arguments) for attempt in read]
-            return (begin, end) if made == [("ok", "look", {"at": 1})] else None
-    return None
+    spelling = SPELLINGS.get(parser.choice.grammar.name) if parser.choice.grammar is not None else None
+    if spelling is None:
+        return None
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": _PROBE, "parameters": parameters}}
+    made = Message(role="assistant", content="", tool_calls=(ToolCall(_PROBE, {"at": "1"}, "call_1"),))
+    text = renderer.render_text(
+        [Message(role="user", content="x"), made], tools=[tool], chat_template_kwargs=template_arguments
+    )
+    written = str(text)
+    close = parser.profile.closes.get("end", "")
+    expected = _begin(spelling, _PROBE) + spelling.probe + spelling.end
+    return spelling if written.removesuffix(close).endswith(expected) else None
 
 
-def _open_reasoning(renderer: Renderer, prompt: Prompt, template_arguments: Mapping[str, Any]) -> str | None:
+def _end_of_reasoning(
+    renderer: Renderer, prompt: Prompt, template_arguments: Mapping[str, Any]
+) -> str | None:
     """Return the text that ends reasoning, with the blanks after it, if a prompt ends inside reasoning."""
     profile = renderer.template_profile(has_tools=True, **template_arguments)
-    format_ = profile.reasoning
-    if format_ is None or not format_.is_open(renderer.decode(prompt.ids[-64:])):
+    reasoning = profile.reasoning
+    opening = profile.generation_prompt_of(renderer.decode(prompt.ids[-_TAIL:]))
+    if reasoning is None or not reasoning.is_open(opening):
         return None
-    return format_.end + format_.after_end
+    return reasoning.end + reasoning.after_end
+
+
+_TAIL: Final = 64
+"""Tokens at the end of a prompt that hold its generation prompt."""

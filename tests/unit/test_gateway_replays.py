@@ -1,5 +1,6 @@
 """Recorded runs of real agents, replayed: their histories bridge, and nothing sampled is encoded again."""
 
+import asyncio
 from collections import Counter
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from conftest import SHARED
 from gateway_cases import gateway
-from gateway_recordings import replayed
+from gateway_recordings import Replay
 from mmrender.gateway.kinds import select_samples
 from mmrender.gateway.matching import Index
 
@@ -39,11 +40,28 @@ if not PATHS:
     pytest.skip(f"needs agents/requests in {SHARED}", allow_module_level=True)
 
 
-@pytest.fixture(scope="module", params=PATHS, ids=lambda path: path.stem)
+MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")
+ON_ALL_MODELS = (
+    "claude",
+    "claude_haiku",
+    "codex",
+    "langgraph_responses",
+    "opencode_task",
+    "pyd_chat",
+    "smol_tool",
+)
+RUNS = [
+    (path, model) for path in PATHS for model in MODELS if model == MODELS[0] or path.stem in ON_ALL_MODELS
+]
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0].stem}-{run[1]}")
 def run(request, renderers):
     """A recording's name, its calls with steps and answers, and the session."""
-    replay, session = replayed(request.param, renderers("qwen3_vl"))
-    return request.param.stem, replay.taken, session
+    path, model = request.param
+    replay = Replay(path, renderers(model), is_spelled=model == MODELS[0])
+    session = asyncio.run(replay.run())
+    return path.stem, replay.taken, session
 
 
 def test_later_calls_are_bridged(run):
