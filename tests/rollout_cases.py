@@ -30,7 +30,8 @@ def call(at: int) -> str:
 class ScriptedBackend:
     """Answers with what `say(request)` gives: text or token ids, an exception to raise, or None to hang.
 
-    Text ends in a stop token unless it is cut off (`cut`), as by a length limit.
+    Text ends in a stop token unless it is cut off (`cut`), as by a length limit, or by a stop string
+    (`stop_reason`). `streams` tells the tokens one by one.
     """
 
     renderer: Any
@@ -39,6 +40,8 @@ class ScriptedBackend:
     limit: int | None = None
     hidden_limit: int | None = None
     delays: Any = None
+    stop_reason: str | None = None
+    streams: bool = False
     requests: list[Any] = field(default_factory=list)
     busy: int = 0
     busiest: int = 0
@@ -56,7 +59,11 @@ class ScriptedBackend:
         try:
             for _ in range(next(self.delays) if self.delays is not None else 0):
                 await asyncio.sleep(0)
-            return await self._answered(request)
+            response = await self._answered(request)
+            for token, logprob in zip(response.completion_ids, response.logprobs, strict=True):
+                if self.streams and on_tokens is not None:
+                    on_tokens([token], [logprob], None)
+            return response
         finally:
             self.busy -= 1
 
@@ -70,11 +77,12 @@ class ScriptedBackend:
             raise said
         stop = self.renderer.get_stop_token_ids()[0]
         ids = list(said) if not isinstance(said, str) else self.renderer.tokenizer.encode(said)
-        if not self.cut:
+        if not self.cut and self.stop_reason is None:
             ids = [*ids, stop]
         logprobs = [-0.5 - 0.001 * (token % 100) for token in ids]
         reason = "length" if self.cut else "stop"
-        return EngineResponse(ids, logprobs, reason, Usage(len(request.prompt_ids), len(ids)))
+        usage = Usage(len(request.prompt_ids), len(ids))
+        return EngineResponse(ids, logprobs, reason, usage, stop_reason=self.stop_reason)
 
     async def resolve_max_prompt_len(self, model, transport):
         return self.limit

@@ -70,18 +70,13 @@ def forced_call(
         template_arguments: Template variables in force.
 
     Raises:
-        InputError: The named tool is not offered, the answer must have another form as well, or the model's
-            spelling of calls cannot be enforced.
+        InputError: The answer must have another form as well, or the model's spelling of calls cannot be
+            enforced.
     """
     if call.tool_choice != "required" and call.forced_tool is None:
         return None
     schemas = tool_schemas(call.offered or ())
     names = list(schemas) if call.forced_tool is None else [call.forced_tool]
-    if not schemas.keys() >= {*names} or not names:
-        expected = f"one of {', '.join(schemas)}" if schemas else "tools"
-        raise InputError(
-            "the tool is not offered", where="tool_choice", expected=expected, got=", ".join(names)
-        )
     if "structured_outputs" in call.sampling_params:
         raise InputError(
             "an answer of a given form cannot be a call of a tool",
