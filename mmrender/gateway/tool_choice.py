@@ -143,13 +143,6 @@ def _end_of_reasoning(
     renderer: Renderer, prompt: Prompt, template_arguments: Mapping[str, Any]
 ) -> str | None:
     """Return the text that ends reasoning, with the blanks after it, if a prompt ends inside reasoning."""
-    profile = renderer.template_profile(has_tools=True, **template_arguments)
-    reasoning = profile.reasoning
-    opening = profile.generation_prompt_of(renderer.decode(prompt.ids[-_TAIL:]))
-    if reasoning is None or not reasoning.is_open(opening):
-        return None
-    return reasoning.end + reasoning.after_end
-
-
-_TAIL: Final = 64
-"""Tokens at the end of a prompt that hold its generation prompt."""
+    nothing = renderer.parse_response([], prompt_ids=prompt.ids, chat_template_kwargs=template_arguments)
+    reasoning = renderer.template_profile(has_tools=True, **template_arguments).reasoning
+    return None if nothing.reasoning_closed or reasoning is None else reasoning.end + reasoning.after_end
