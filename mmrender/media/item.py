@@ -402,7 +402,8 @@ def expand_into(item: MediaItem, out: Mapping[str, npt.NDArray[Any]], dtype: Ten
 
     Args:
         item: Any media item with tensors.
-        out: For each name of `tensor_specs(item, dtype)` a C-contiguous array of that shape and dtype.
+        out: For each name of `tensor_specs(item, dtype)` a C-contiguous array of that shape and dtype. Items
+            of the classes here may be written in part.
         dtype: Of the floating-point tensors; bfloat16 is written to uint16 arrays.
 
     Raises:

@@ -3,7 +3,6 @@
 import os
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Self, Unpack
 
 from mmrender.errors import ShippingClosedError, ShippingError, TrajectoryError
@@ -62,9 +61,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         try:
             self.close()
         except Exception:

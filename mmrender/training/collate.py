@@ -81,7 +81,9 @@ def collate(
     if not rows:
         raise BatchError("a batch has one row or more", where="samples", got="none")
     segments, full = _layout(samples, rows, width, multiple, padding_side)
-    samples = _of_one_kind(samples, family)
+    sidecars = [sample.multi_modal_data.mm_hashes for sample in samples]
+    if len({kind for hashes in sidecars for kind in hashes if hashes[kind]}) > 1:
+        samples = _of_one_kind(samples, family)
     places = [
         (row, segment, samples[index])
         for row, members in enumerate(rows)
@@ -194,14 +196,11 @@ def _layout(
 
 
 def _of_one_kind(samples: Sequence[TrainingSample], family: ModelFamily) -> Sequence[TrainingSample]:
-    """Return samples with videos as images, one a time step, if the model finds both by one token.
+    """Return samples with images and videos as images, one a time step, if the model finds both by one token.
 
     Such a model takes either images or videos in one forward, with the same result. See `PatchItem.steps`.
     """
-    kinds = {
-        kind for sample in samples for kind, hashes in sample.multi_modal_data.mm_hashes.items() if hashes
-    }
-    if len(kinds) < 2 or not any(_has_videos_of_image_tokens(sample, family) for sample in samples):
+    if not any(_has_videos_of_image_tokens(sample, family) for sample in samples):
         return samples
     converted = []
     for index, sample in enumerate(samples):

@@ -24,7 +24,6 @@ from mmrender.media.item import (
     PatchItem,
     ProcessedItem,
     ReferenceItem,
-    TensorItem,
     TensorSpec,
     expand_into,
     tensor_specs,
@@ -246,10 +245,8 @@ def _expand(buffers: Mapping[str, _Buffer], dtype: Any, pin: bool, expansion: _E
         else:
             targets[name] = np.empty(spec.shape, spec.dtype)
             moved.append((place, name))
-    if targets.keys() == expansion.specs.keys():
+    if targets:
         expand_into(item, targets, _DTYPES[dtype])
-    elif targets and isinstance(item, TensorItem):
-        item.write(targets, _DTYPES[dtype])
     for place, name in moved:
         array, on_device = targets[name], buffers[name].on_device
         values = torch.from_numpy(array).view(dtype).to(place.device) if on_device else array
@@ -270,14 +267,14 @@ def _expand_on_device(item: MediaItem, name: str, out: Any, pin: bool) -> None:
     """Write a tensor that is kept as levels into `out`, of its shape, on the device of `out`."""
     if isinstance(item, PatchItem):
         levels = _moved(item.frames, out.device, pin)
-        out.copy_(_values(_patches(levels, item), item.arithmetic, out.dtype).reshape(out.shape))
+        out.copy_(values_of_levels(_patches(levels, item), item.arithmetic, out.dtype).reshape(out.shape))
         return
     part: Any = item.parts[name] if isinstance(item, ProcessedItem) else None
     tiles = out.view(-1, *part.shape[-3:])
     tiles.zero_()
     if part.held:
         levels = _moved(part.values, out.device, pin)
-        values = _values(levels.reshape(*levels.shape[:2], -1), part.arithmetic, out.dtype)
+        values = values_of_levels(levels.reshape(*levels.shape[:2], -1), part.arithmetic, out.dtype)
         filled = torch.tensor(part.held, dtype=torch.int64, device=out.device)
         tiles.index_copy_(0, filled, values.view(levels.shape))
 
@@ -301,7 +298,7 @@ def _patches(frames: Any, item: PatchItem) -> Any:
     return whole.reshape(steps * height * width, 3, temporal * patch**2)
 
 
-def _values(levels: Any, arithmetic: PixelArithmetic, dtype: Any) -> Any:
+def values_of_levels(levels: Any, arithmetic: PixelArithmetic, dtype: Any) -> Any:
     """Return the values of levels `(n, 3, m)` by the table of their channel."""
     table = torch.from_numpy(arithmetic.table().copy()).to(dtype).reshape(-1).to(levels.device)
     first = torch.arange(0, 3 * _LEVELS, _LEVELS, dtype=torch.int32, device=levels.device)

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-import numpy as np
-
 from mmcodecs import CodecError
 from mmrender.errors import BatchError
 from mmrender.media.item import ReferenceItem
@@ -15,7 +13,7 @@ from mmrender.media.processor import MediaProcessor
 from mmrender.media.vllm_items import FieldElem, FlatField, decode_mm_kwargs_item, join_items
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, Repeat
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import ExpandOptions, collate_fields, media_of
+from mmrender.training.fields import ExpandOptions, collate_fields, media_of, values_of_levels
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 
@@ -186,11 +184,8 @@ def _normalised(name: str, value: Any, arithmetic: PixelArithmetic | None) -> An
             remedy="Pass the arithmetic of the model's processor, or run vLLM with "
             "--no-mm-device-do-normalize",
         )
-    levels = value.numpy().reshape(len(value), 3, -1)
-    out = np.empty(levels.shape, np.float32)
-    for channel, table in enumerate(arithmetic.table()):
-        np.take(table, levels[:, channel], out=out[:, channel], mode="clip")
-    return torch.from_numpy(out.reshape(value.shape))
+    levels = value.reshape(len(value), 3, -1)
+    return values_of_levels(levels, arithmetic, torch.float32).reshape(value.shape)
 
 
 def _cast(value: Any, dtype: Any) -> Any:
