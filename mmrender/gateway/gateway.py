@@ -34,6 +34,8 @@ from mmrender.trajectory.tree import Trajectory
 _log = logging.getLogger("mmrender.gateway")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
+_REST_SECONDS: Final = 2.0
+"""Seconds without a call after which a session drops buffers that make the next call cheaper."""
 _LOOK_SECONDS: Final = 1.0
 """Seconds between looks for sessions that may leave memory or have expired."""
 
@@ -51,7 +53,8 @@ class Gateway:
         out: File of finished trajectories. Open sessions are on disk in the folder of this name with `.open`
             appended, and a gateway that is started again goes on with them. None keeps open sessions in a
             temporary folder, and finished ones until `finished` yields them.
-        sender: Ships finished trajectories to the trainer.
+        sender: Ships finished trajectories to the trainer. A trajectory that is shipped when the process is
+            killed may be shipped again, under the same id.
         settings: Address, keys and limits.
         backend: The servers' wire, if `engines` are URLs.
         aliases: Models of other servers, by name: URLs to which calls of these models go unrecorded.
@@ -91,6 +94,7 @@ class Gateway:
         self.base_url: str | None = None
         """Root of the server, once it listens."""
         self._sender = sender
+        self._shipped: set[str] = set()
         self._store = SessionStore(out)
         self._has_file = out is not None
         self._host = SessionHost(self.engine, self.settings, self._leave, self._root)
@@ -270,9 +274,10 @@ class Gateway:
         return self.base_url
 
     async def _leave(self, session: Session, trajectory: Trajectory | None) -> None:
-        """Let the trajectory of an ended session leave. If the process ends in between, this is repeated."""
-        if trajectory is not None and self._sender is not None:
+        """Let the trajectory of an ended session leave. If it fails or the process ends, this is repeated."""
+        if trajectory is not None and self._sender is not None and session.name not in self._shipped:
             await (await self._sender.send(trajectory))
+            self._shipped.add(session.name)
         await self._store.leave(session.file, session.name, trajectory)
         self._sessions.pop(session.name, None)
         has_other_way = self._has_file or self._sender is not None
@@ -311,3 +316,5 @@ class Gateway:
             if now - session.used > limits.idle_seconds or total > limits.memory_bytes:
                 total -= session.nbytes
                 await session.spill()
+            elif now - session.used > _REST_SECONDS:
+                session.rest()

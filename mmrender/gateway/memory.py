@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from mmrender.errors import InputError
 from mmrender.gateway.call import ID_LENGTH, Answer
@@ -28,7 +28,7 @@ class SessionMemory:
     Attributes:
         runs: Calls whose answers have not been delivered, by digest of the request.
         lost: Why calls have no answer on the tree, by digest of the request.
-        undelivered: Steps whose answers no caller has received in full.
+        delivered: Steps whose answers a caller has received in full.
         tokens: Number of sampled tokens.
         nbytes: Distinct bytes of the session.
     """
@@ -38,7 +38,7 @@ class SessionMemory:
         self.index = index
         self.runs: dict[bytes, list[Run]] = {}
         self.lost: dict[bytes, str] = {}
-        self.undelivered: set[int] = set()
+        self.delivered: set[int] = set()
         self.tokens = 0
         self.nbytes = 0
         self._kept: dict[str, Run] = {}
@@ -61,7 +61,7 @@ class SessionMemory:
             memory.nbytes += 0 if piece is None else piece["table"].nbytes
             memory._replay(event)
         for run in memory.undelivered_runs():
-            if memory.undelivered.isdisjoint(answer.step for answer in run.answers):
+            if all(answer.step in memory.delivered for answer in run.answers):
                 run.delivered = True
                 memory.drop(run)
         return memory
@@ -84,6 +84,14 @@ class SessionMemory:
                 self.reward(event)
             case _:
                 pass
+
+    def next_piece(self) -> dict[str, Any]:
+        """Return the steps that are not on disk, as a piece for the session's file."""
+        new = self.trajectory.steps[self.pieces.written :]
+        piece = self.pieces.next()
+        items = sum(item.nbytes for step in new for item in step.new_items)
+        self.nbytes += piece["table"].nbytes + items
+        return piece
 
     @property
     def trajectory(self) -> Trajectory:
@@ -130,10 +138,9 @@ class SessionMemory:
         for answer in run.answers:
             self._steps[answer.id] = answer.step
             self.tokens += len(answer.token_ids)
-            self.undelivered.add(answer.step)
             before = self.trajectory.steps[answer.step].previous
             if before is not None:  # an agent that goes on from an answer has received it
-                self.undelivered.discard(before.index)
+                self.delivered.add(before.index)
 
     def note_failure(self, key: bytes, lost: str | None) -> None:
         """Take in that a call failed, and why it is lost if it was not refused."""
@@ -143,7 +150,7 @@ class SessionMemory:
 
     def note_delivery(self, answer_ids: Iterable[str]) -> None:
         """Take in that a caller has received answers."""
-        self.undelivered -= {self._steps[each] for each in answer_ids if each in self._steps}
+        self.delivered |= {self._steps[each] for each in answer_ids if each in self._steps}
 
     def step_of(self, response_id: str) -> int:
         """Return the step of a response, whose id may have a protocol's prefix.

@@ -272,6 +272,11 @@ class Session:
 
     # --- memory ---
 
+    def rest(self) -> None:
+        """Drop buffers that make the next call cheaper."""
+        if self._memory is not None:
+            self._memory.trajectory.rest()
+
     async def spill(self) -> None:
         """Leave memory until the next call. A session with running calls stays."""
         if not self.is_busy:
@@ -283,6 +288,9 @@ class Session:
         """Abort running calls. The session stays open on disk."""
         await self._abort()
         await asyncio.gather(*self._flushes, return_exceptions=True)
+        if self._end is not None and not self._end.done():
+            await asyncio.wait({self._end}, timeout=self._host.settings.stop_seconds)
+            self._end.cancel()
         with contextlib.suppress(OSError):
             await self.file.flush()
 
@@ -391,11 +399,8 @@ class Session:
             self._note()
         run.answers = tuple(answer for _, answer in turns)
         memory.note_answers(run)
-        piece = memory.pieces.next()
-        items = (item for step, _ in turns for item in step.new_items)
-        memory.nbytes += piece["table"].nbytes + sum(item.nbytes for item in items)
         stored = [replace(answer, token_ids=(), logprobs=()) for answer in run.answers]
-        self.file.put(Answered(run.key, stored, run.idempotency_key), piece)
+        self.file.put(Answered(run.key, stored, run.idempotency_key), memory.next_piece())
         self._note()
         return await self._written(run)
 
@@ -447,7 +452,6 @@ class Session:
     async def _close(self, closed: Closed) -> Trajectory | None:
         if self._end is None:
             self._check_open()
-            self.file.put(closed)
             self._end = self.resume(closed)
         elif self.has_failed_to_end:
             self._end = self.resume()
@@ -467,7 +471,7 @@ class Session:
             trajectory = await self._whole(closed)
         else:
             await self._abort()
-        await asyncio.gather(*self._flushes)
+        self.file.put(closed)
         await self.file.flush()
         await self._host.leave(self, trajectory)
         self._note()
@@ -496,8 +500,10 @@ class Session:
         trajectory.extra = {name: value for name, value in known.items() if value}
         if self.incomplete is not None:
             trajectory.error = f"the session is incomplete: {self.incomplete}"
-        for index in memory.undelivered:
-            trajectory.steps[index].extra[EXTRA]["undelivered"] = True
+        for step in trajectory.steps:
+            step.extra[EXTRA].pop("matching", None)  # of use to the session alone
+            if step.index not in memory.delivered:
+                step.extra[EXTRA]["undelivered"] = True
         return trajectory
 
 

@@ -9,6 +9,7 @@ between, the name in the file shows that the trajectory has left.
 
 import asyncio
 import contextlib
+import logging
 import os
 import tempfile
 from collections import OrderedDict, deque
@@ -25,6 +26,8 @@ from mmrender.errors import TrajectoryError
 from mmrender.gateway.call import Answer
 from mmrender.trajectory.files import TrajectoryWriter, received_ids
 from mmrender.trajectory.tree import Trajectory
+
+_log = logging.getLogger("mmrender.gateway")
 
 Result = TypeVar("Result")
 
@@ -114,10 +117,16 @@ class SessionFile:
         self._store = store
         self.path = path
         self._waiting: deque[Entry] = deque()
+        self._is_closed = False
 
     def put(self, event: Event, piece: dict[str, Any] | None = None) -> None:
-        """Add a record, which the next `flush` writes. Arrays of the piece must not change until then."""
-        self._waiting.append(Entry(event, piece))
+        """Add a record, which the next `flush` writes. Arrays of the piece must not change until then.
+
+        `Closed` is the last one. Deliveries that are reported later are left out.
+        """
+        if not self._is_closed:
+            self._waiting.append(Entry(event, piece))
+            self._is_closed = isinstance(event, Closed)
 
     async def flush(self) -> None:
         """Return when all records so far are written. A caller that is cancelled leaves the write going on.
@@ -135,7 +144,7 @@ class SessionFile:
             OSError: It cannot be read.
         """
         await self.flush()
-        return await self._store.run(lambda: list(read_entries(self.path)))
+        return await asyncio.to_thread(lambda: list(read_entries(self.path)))
 
     async def close(self) -> None:
         """Close the file until the next write."""
@@ -157,7 +166,7 @@ class SessionFile:
 
 
 class SessionStore:
-    """The files of a gateway's sessions. One thread writes them, so that records keep their order.
+    """The files of a gateway's sessions. One thread writes them, and another one the file of trajectories.
 
     Args:
         out: The file of finished trajectories. Open sessions are in the folder of the same name with `.open`
@@ -177,6 +186,7 @@ class SessionStore:
         self.folder = Path(f"{os.fspath(out)}.open" if out is not None else self._temporary.name)  # type: ignore[union-attr]
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmrender-store")
+        self._out_thread = ThreadPoolExecutor(1, thread_name_prefix="mmrender-out")
 
     def file(self, name: str) -> SessionFile:
         """Return the file of a session, which its first record makes. Names need not be file names."""
@@ -185,13 +195,18 @@ class SessionStore:
     def opened(self) -> Iterator[tuple[Opened, Closed | None]]:
         """Yield the sessions on disk: how each was opened and, if it was, closed.
 
-        Files without a whole record are removed. So are the files of sessions that have left.
+        Files without a whole record are removed. So are the files of sessions that have left. A damaged file
+        stays, and is logged.
         """
         for path in sorted(self.folder.glob(f"*{_SUFFIX}")):
-            reader = mmcodecs.RecordReader(path)
-            first, last = (
-                (_entry(reader, number).event for number in (0, -1)) if len(reader) else (None, None)
-            )
+            try:
+                reader = mmcodecs.RecordReader(path)
+                first, last = (
+                    (_entry(reader, number).event for number in (0, -1)) if len(reader) else (None, None)
+                )
+            except (TrajectoryError, mmcodecs.CodecError) as error:
+                _log.error("a session is left out: %s", error)
+                continue
             if isinstance(first, Opened) and first.name not in self.left:
                 yield first, last if isinstance(last, Closed) else None
             else:
@@ -206,13 +221,16 @@ class SessionStore:
             TrajectoryError: It cannot be stored.
             OSError: Writing failed. The session's file stays.
         """
-        await asyncio.shield(asyncio.ensure_future(self.run(lambda: self._leave(file, name, trajectory))))
-
-    def _leave(self, file: SessionFile, name: str, trajectory: Trajectory | None) -> None:
-        if trajectory is not None and self._out is not None and name not in self.left:
-            self._out.append(trajectory, id=name)
+        loop = asyncio.get_running_loop()
+        if trajectory is not None:
+            await asyncio.shield(loop.run_in_executor(self._out_thread, self._append, name, trajectory))
         self.left.add(name)
-        file.remove_now()
+        await asyncio.shield(loop.run_in_executor(self._thread, file.remove_now))
+
+    def _append(self, name: str, trajectory: Trajectory) -> None:
+        if self._out is not None and name not in self.left:
+            self._out.append(trajectory, id=name)
+            self.left.add(name)
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run work on the store's thread."""
@@ -233,6 +251,7 @@ class SessionStore:
 
     def close(self) -> None:
         """Write what is waiting, and close all files."""
+        self._out_thread.shutdown()
         self._thread.shutdown()
         for writer in self._writers.values():
             writer.close()

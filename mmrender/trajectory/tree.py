@@ -338,6 +338,12 @@ class Trajectory(Drawn):
         checked = check_tools(tools, where)
         return checked and self._tools.setdefault(msgspec.msgpack.encode(checked), checked)
 
+    def rest(self) -> None:
+        """Drop the buffers that make the next call cheap, which may be larger than the tokens."""
+        if self._newest is not None:
+            self._newest.step._sequence = None
+            self._newest = None
+
     def _settle(self) -> None:
         """Drop the list that makes the next call cheap, since a rollout that is read has mostly ended."""
         if self._newest is not None:

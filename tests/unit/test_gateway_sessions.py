@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from gateway_cases import gateway
 from kit import until
 from mmrender.errors import (
     EngineConnectionError,
@@ -18,7 +19,7 @@ from mmrender.errors import (
 )
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, read_entries
-from mmrender.trajectory.files import TrajectoryReader, received_ids
+from mmrender.trajectory.files import TrajectoryReader, load_trajectories, received_ids
 from session_cases import Agent, Script, ask, said, user
 from tree_cases import assert_same
 
@@ -226,6 +227,96 @@ async def test_an_answer_that_nobody_received_is_marked(renderer):
         await session.finish()
         tree = await anext(here.finished())
         assert [step.extra["gateway"].get("undelivered") for step in tree.steps] == [None, True]
+
+
+async def test_a_step_without_an_answer_is_marked(renderer):
+    script = Script(renderer)
+    async with script.gateway(settings=GatewaySettings(stop_seconds=0.05)) as here:
+        session = await here.open_session("a")
+        script.fault = EngineConnectionError("the connection broke")
+        script.asked = 1
+        first = asyncio.ensure_future(session.answer(ask(user("hello"), n=2)))
+        with pytest.raises(EngineConnectionError):
+            await first
+        await session.answer(ask(user("other")))
+        tree = await session.finish()
+        marks = {step.new_messages[0]["content"]: gateway(step).get("undelivered") for step in tree.steps}
+        assert marks.pop("other") is None
+        assert set(marks.values()) <= {True}
+        assert tree.error == "the session is incomplete: a call failed: the connection broke"
+
+
+async def test_a_session_without_calls_leaves_too(renderer, tmp_path):
+    async with Script(renderer).gateway(tmp_path / "out.mmr") as here:
+        await (await here.open_session("a")).finish(reward=0.0)
+    [tree] = load_trajectories(tmp_path / "out.mmr")
+    assert (len(tree), tree.reward, tree.error) == (0, 0.0, None)
+
+
+async def test_a_full_disk_delays_the_end(renderer, tmp_path, monkeypatch):
+    out = tmp_path / "out.mmr"
+    async with Script(renderer).gateway(out) as here:
+        session = await here.open_session("a")
+        await Agent(session).turn("hello")
+        append, full = here._store._out.append, [True]
+
+        def refusing(*arguments, **options):
+            if full:
+                raise OSError("no space left on device")
+            return append(*arguments, **options)
+
+        monkeypatch.setattr(here._store._out, "append", refusing)
+        with pytest.raises(OSError, match="no space"):
+            await session.finish(reward=1.0)
+        assert (session.state, session.has_failed_to_end) == ("closing", True)
+        full.clear()
+        await here._look()
+        assert await session.wait() == "finished"
+    assert received_ids(out) == ["a"]
+
+
+async def test_a_damaged_session_does_not_keep_others_from_going_on(renderer, tmp_path, caplog):
+    out = tmp_path / "out.mmr"
+    async with Script(renderer).gateway(out) as here:
+        for name in "ab":
+            await Agent(await here.open_session(name)).turn("hello")
+        path = here.sessions()[0].file.path
+    damaged = bytearray(path.read_bytes())
+    damaged[80:100] = bytes(20)
+    path.write_bytes(damaged)
+    async with Script(renderer).gateway(out) as here:
+        assert [each.name for each in here.sessions()] == ["b"]
+    assert path.exists()
+    assert "a session is left out" in caplog.text
+
+
+class Trainer:
+    """Takes trajectories as a `Sender` does."""
+
+    def __init__(self):
+        self.shipped = []
+
+    async def send(self, trajectory):
+        self.shipped.append(trajectory.trajectory_id)
+        return asyncio.sleep(0)
+
+
+async def test_trajectories_are_shipped_once(renderer, tmp_path, monkeypatch):
+    trainer = Trainer()
+    async with Script(renderer).gateway(tmp_path / "out.mmr", sender=trainer) as here:
+        leave = here._store.leave
+
+        async def failing(*arguments):
+            monkeypatch.setattr(here._store, "leave", leave)
+            raise OSError("no space left on device")
+
+        monkeypatch.setattr(here._store, "leave", failing)
+        session = await here.open_session("a")
+        await Agent(session).turn("hello")
+        with pytest.raises(OSError, match="no space"):
+            await session.finish()
+        await session.finish()
+    assert trainer.shipped == received_ids(tmp_path / "out.mmr") == ["a"]
 
 
 async def test_an_abandoned_session_leaves_nothing(renderer, tmp_path):
