@@ -1,9 +1,11 @@
 """The command line. Needs the `cli` extra."""
 
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -355,12 +357,16 @@ def demo(
 
 
 @app.command()
-def serve(
+def gateway(
     urls: Annotated[
         list[str], typer.Argument(help="Base URLs of running inference servers.", metavar="URL...")
     ],
     model: ModelOption,
     *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File of finished trajectories. Sessions are kept beside it until they finish."),
+    ] = None,
     engine_model: Annotated[
         str | None, typer.Option(help="The servers' name of the model. Default: --model.")
     ] = None,
@@ -370,24 +376,36 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port, or 0 for any free port.")] = 8080,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MMRENDER_API_KEY", help="Key that requests must carry.", show_default=False),
+        list[str] | None,
+        typer.Option(envvar="MMRENDER_API_KEY", help="Key of a caller. May be repeated.", show_default=False),
     ] = None,
-    render: Annotated[bool, typer.Option(help="Render chat here, or pass it on to the servers.")] = True,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=URL: calls of this model go to that server, unrecorded.", metavar="NAME=URL"),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Branch if an answer comes back changed, instead of keeping its tokens.")
+    ] = False,
 ) -> None:
-    """Serve OpenAI's routes over several inference servers."""
-    from mmrender.engines import ServerSettings
-    from mmrender.engines import serve as serve_engines
+    """Answer agents over inference servers, and record what they sample."""
+    from mmrender.gateway import Gateway, GatewaySettings
 
-    settings = ServerSettings(model=model, host=host, port=port, api_key=api_key)
-    serve_engines(
+    aliases = dict(each.partition("=")[::2] for each in alias or ())
+    running = Gateway(
         urls,
-        engine_model=engine_model or model,
-        settings=settings,
+        _load(model, "torch", files=False),
+        model=engine_model or model,
+        out=out,
+        settings=GatewaySettings(host=host, port=port, api_key=api_key or None, strict=strict),
         backend=_engine(backend),
-        renderer=_load(model, "torch", files=False) if render else None,
-        started=lambda url: _log.print(f"serving {model} at {url}", markup=False),
+        aliases=aliases,
     )
+
+    async def run() -> None:
+        await running.serve(started=lambda url: _log.print(f"{model} at {url}/s/NAME/v1", markup=False))
+
+    with suppress(KeyboardInterrupt):
+        asyncio.run(run())
 
 
 def _engine(name: str) -> "BackendName":

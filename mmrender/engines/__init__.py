@@ -1,4 +1,4 @@
-"""One client over many inference servers: routing, failover, exact pauses, and an OpenAI endpoint."""
+"""One client over many inference servers: routing, failover, and exact pauses."""
 
 import lazy_loader
 

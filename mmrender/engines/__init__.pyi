@@ -1,7 +1,4 @@
 from .client import InferenceEngineClient as InferenceEngineClient
-from .endpoint import EngineServer as EngineServer
-from .endpoint import ServerSettings as ServerSettings
-from .endpoint import serve as serve
 from .http_engine import HTTPEngine as HTTPEngine
 from .interface import InferenceEngineInput as InferenceEngineInput
 from .interface import InferenceEngineInterface as InferenceEngineInterface

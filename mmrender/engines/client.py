@@ -23,7 +23,6 @@ from mmrender.engines.interface import (
     gather_all,
     one_each,
 )
-from mmrender.engines.openai import TokenAPI
 from mmrender.engines.replicas import HEALTH_TIMEOUT, Action, Replica, ReplicaPool, Work
 from mmrender.errors import (
     EngineConnectionError,
@@ -54,7 +53,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         engines: Engines with different names, which get requests and control calls.
         router: Target of all requests in their place: the URL of a router in front of `engines`, asked as
             they are, or an engine of its own. Control calls go to `engines`.
-        renderer: Renders conversations and decodes completions. Without one, only token ids are sampled from,
+        renderer: Renders conversations and decodes completions. Without one, only token ids are sampled from.
             OpenAI requests go to the engines' own routes, and an abort is returned to their callers.
         retries: How often and how soon failed requests are repeated.
         attempt_timeout: Seconds for one request, pauses not counted. None for no limit.
@@ -91,7 +90,6 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
         self._tokens = ModelTokens(renderer)
-        self._api = None if renderer is None else TokenAPI(self.as_backend(), renderer)
         retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
         self._pool = ReplicaPool(engines, router, retries, attempt_timeout, pause_timeout)
         for engine in (*engines, router):
@@ -215,21 +213,14 @@ class InferenceEngineClient(InferenceEngineInterface):
     # --- OpenAI requests ---
 
     async def openai(self, call: OpenAICall, request_payload: RequestPayload) -> Chunk:
-        """Answer an OpenAI request in tokens if there is a renderer and the prompt is not text.
-
-        Other requests go to an engine's own route.
-        """
+        """Answer an OpenAI request on an engine's own route."""
         body = _body_of(request_payload)
-        if self._api is not None and self._api.takes(call, body):
-            return await self._api.answer(call, body)
         reply: Chunk = await self._pass_on(body, lambda engine: engine.openai(call, request_payload))
         return reply
 
     def stream_openai(self, call: OpenAICall, request_payload: RequestPayload) -> AsyncGenerator[Chunk, None]:
         """Answer an OpenAI request as chunks. A failure after the first one is raised, not repeated."""
-        body, api = _body_of(request_payload), self._api
-        if api is not None and api.takes(call, body):
-            return emitted(lambda emit: api.answer(call, body, emit))
+        body = _body_of(request_payload)
 
         async def pass_on(emit: Callable[[Chunk], None]) -> None:
             begun = False

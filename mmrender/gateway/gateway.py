@@ -7,9 +7,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
 
+import aiohttp
 import msgspec
 
 from mmrender.client.engine import Engine
@@ -18,12 +19,17 @@ from mmrender.client.types import RendererBackend
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
-    EngineStateError,
+    EngineConnectionError,
     InputError,
     SessionClosedError,
     SessionLimitError,
     SessionUnknownError,
 )
+from mmrender.gateway.app import App, build
+from mmrender.gateway.call import Call
+from mmrender.gateway.matching import Index
+from mmrender.gateway.prompts import make_prompt
+from mmrender.gateway.server import Server
 from mmrender.gateway.session import Session, SessionHost
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Closed, Opened, SessionStore
@@ -32,6 +38,8 @@ from mmrender.shipping.sender import Sender
 from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
+
+Result = TypeVar("Result")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 _REST_SECONDS: Final = 2.0
@@ -81,23 +89,27 @@ class Gateway:
         self.renderer = renderer
         self.model = model
         self.aliases = dict(aliases or {})
-        self._own_client: InferenceEngineClient | None = None
+        self._client: InferenceEngineClient | None = None
+        self._owns_client = isinstance(engines, str | Sequence)
         if isinstance(engines, str | Sequence):
             urls = [engines] if isinstance(engines, str) else engines
-            servers = [HTTPEngine(backend, url, model=model) for url in urls]
-            engines = self._own_client = InferenceEngineClient(servers, renderer=renderer)
+            engines = InferenceEngineClient(
+                [HTTPEngine(backend, url, model=model) for url in urls], renderer=renderer
+            )
         if isinstance(engines, InferenceEngineClient):
+            self._client = engines
             engines = engines.as_backend()
         if not isinstance(engines, Engine):
             engines = Engine(engines, model=model, renderer=renderer)
         self.engine = engines
-        self.base_url: str | None = None
-        """Root of the server, once it listens."""
+        self.app: App = build(self)
+        self._server = Server(self.app, self.settings)
+        self._forwarding: aiohttp.ClientSession | None = None
         self._sender = sender
         self._shipped: set[str] = set()
         self._store = SessionStore(out)
         self._has_file = out is not None
-        self._host = SessionHost(self.engine, self.settings, self._leave, self._root)
+        self._host = SessionHost(self.engine, self.settings, self._leave, lambda: self.url)
         self._sessions: dict[str, Session] = {}
         self._names: dict[str, str] = {}  # by key, also of sessions that have left
         self._finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
@@ -248,8 +260,102 @@ class Gateway:
         await asyncio.gather(*(session.stop() for session in self.sessions()))
         await asyncio.to_thread(self._store.close)
         self._finished.put_nowait(None)
-        if self._own_client is not None:
-            await self._own_client.teardown()
+        if self._client is not None and self._owns_client:
+            await self._client.teardown()
+        if self._forwarding is not None:
+            await self._forwarding.close()
+
+    # --- server ---
+
+    @property
+    def url(self) -> str:
+        """Root of the running server.
+
+        Raises:
+            EngineStateError: It does not run.
+        """
+        return self._server.url
+
+    async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
+        """Serve on this event loop until cancelled, or until a signal ends the process's main thread.
+
+        Args:
+            started: Called with the URL once it listens.
+
+        Raises:
+            EngineStateError: It cannot listen.
+        """
+        await self._server.serve(started=started)
+
+    def start(self) -> str:
+        """Serve on a thread of its own, and return the URL. Its event loop uses the gateway then; see `run`.
+
+        Raises:
+            EngineStateError: It runs already, or cannot listen.
+        """
+        return self._server.start()
+
+    def stop(self) -> None:
+        """Stop a server that `start` began, and close the gateway. Idempotent."""
+        self._server.stop()
+
+    def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Run a call, such as `gateway.open_session()`, on the server's event loop from another thread.
+
+        Raises:
+            EngineStateError: The server does not run, or stops before the call ends.
+        """
+        return self._server.run(call)
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the maximum number of tokens of a prompt, or None if unknown."""
+        return await self.engine.max_prompt_len()
+
+    async def count_tokens(self, call: Call) -> int:
+        """Return the number of tokens of a call's prompt, rendered in full.
+
+        Raises:
+            MMRenderError: The conversation cannot be rendered.
+        """
+        prompt = await make_prompt(
+            self.engine, (), Index().place(call, call.template_arguments), call, call.template_arguments
+        )
+        return len(prompt.prompt.ids)
+
+    async def check_health(self) -> None:
+        """Return if an engine serves, and raise an `EngineError` if none does."""
+        if self._client is not None:
+            await self._client.check_health()
+
+    async def startup(self) -> None:
+        """Begin to look after sessions, on the event loop of the server."""
+        self._begin()
+
+    async def shutdown(self) -> None:
+        """Close the gateway with its server."""
+        await self.aclose()
+
+    async def forward(
+        self, url: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], AsyncIterator[bytes]]:
+        """Pass a request on to another server, unrecorded. Return status, headers and body.
+
+        Raises:
+            EngineConnectionError: The server was not reached.
+        """
+        if self._forwarding is None:
+            self._forwarding = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            reply = await self._forwarding.post(url.rstrip("/") + path, data=body, headers=headers)
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineConnectionError("the server of an alias was not reached", where=url) from error
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async with reply:
+                async for piece in reply.content.iter_any():
+                    yield piece
+
+        return reply.status, reply.headers, pieces()
 
     # --- parts ---
 
@@ -267,11 +373,6 @@ class Gateway:
     def _check_left(self, name: str) -> None:
         if name in self._store.left:
             raise SessionClosedError("the session has ended", where=name, remedy="Open another session")
-
-    def _root(self) -> str:
-        if self.base_url is None:
-            raise EngineStateError("the gateway does not listen")
-        return self.base_url
 
     async def _leave(self, session: Session, trajectory: Trajectory | None) -> None:
         """Let the trajectory of an ended session leave. If it fails or the process ends, this is repeated."""

@@ -8,8 +8,6 @@ than that for every token sampled here; prompts and pictures are drawn from fixe
 import asyncio
 import itertools
 import random
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from PIL import Image, ImageDraw
 
@@ -27,7 +24,7 @@ from integration.engine_server import needs_tier, start_vllm
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.vllm import VLLMBackend
-from mmrender.engines import EngineServer, HTTPEngine, InferenceEngineClient, ServerSettings
+from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.renderer import Renderer
 from mmrender.testing.tiny_model import build_tiny_model
 
@@ -260,52 +257,6 @@ def test_weights_are_read_anew(servers, renderer, tmp_path, tiny_model, batch, u
     assert {span.version for each in changed["engine_responses"] for span in each.weight_versions} == {
         "other"
     }
-
-
-@pytest.mark.parametrize("in_tokens", [True, False], ids=["tokens", "passed-on"])
-def test_openais_client_talks_to_the_endpoint(servers, renderer, in_tokens):
-    parts = [
-        {"type": "image_url", "image_url": {"url": data_url(picture(3))}},
-        {"type": "text", "text": "Describe it."},
-    ]
-    asked = {
-        "model": "tiny-vlm",
-        "messages": [{"role": "user", "content": parts}],
-        "max_tokens": 24,
-        "temperature": 0.0,
-        "logprobs": True,
-        "extra_body": {"ignore_eos": True},
-    }
-    client = client_of(servers, renderer if in_tokens else None)
-    settings = ServerSettings(model="tiny-vlm", api_key="secret")
-    with (
-        EngineServer(client, settings) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as caller,
-    ):
-        assert caller.models.retrieve("tiny-vlm").id == "tiny-vlm"
-        whole = caller.chat.completions.create(**asked)
-        arrived, content, tokens = [], "", 0
-        for chunk in caller.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
-        ):
-            arrived.append(time.monotonic())
-            for choice in chunk.choices:
-                content += choice.delta.content or ""
-                tokens += len(choice.logprobs.content) if choice.logprobs else 0
-        with pytest.raises(openai.BadRequestError) as too_long:
-            caller.chat.completions.create(
-                **{**asked, "messages": [{"role": "user", "content": "word " * 4000}]}
-            )
-    choice = whole.choices[0]
-    assert content == choice.message.content
-    assert choice.finish_reason == "length"
-    assert whole.usage.completion_tokens == len(choice.logprobs.content) == tokens == 24
-    assert len(arrived) > 12  # as they come, not in one piece
-    assert too_long.value.status_code == 400
-    asyncio.run(client.teardown())
-    # The threads of the renderer are its own: whoever opened it closes them.
-    left = [each.name for each in threading.enumerate() if each.name.startswith("mmrender")]
-    assert [name for name in left if not name.startswith("mmrender-pool")] == []
 
 
 def test_both_ways_of_chat_sample_the_same(servers, renderer):

@@ -1,4 +1,4 @@
-"""The endpoint answers for its own failures only: whatever a caller sends is an answer or a refusal of 4xx."""
+"""The gateway answers for its own failures only: each request over any protocol is answered or refused by 4xx."""
 
 import http.client
 import json
@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrender.engines import EngineServer, InferenceEngineClient, ServerSettings
+from mmrender.engines import InferenceEngineClient
+from mmrender.gateway import Gateway, GatewaySettings
 from mmrender.renderer import Renderer
 from mmrender.testing.scripted_engine import ScriptedEngine
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, RESPONSES, MESSAGES = "/s/a/v1/chat/completions", "/s/a/v1/responses", "/s/a/v1/messages"
 DEEP = '{"a":' * 5_000 + "1" + "}" * 5_000
 
 names = st.sampled_from(
@@ -36,22 +37,15 @@ fields = st.sampled_from(
 )  # fmt: skip
 
 
-class WithText(ScriptedEngine):
-    """Tokenizes text, too."""
-
-    async def openai(self, call, request_payload):
-        return {"choices": []}
-
-    async def stream_openai(self, call, request_payload):
-        yield {"choices": []}
-
-
 @pytest.fixture(scope="module")
 def server(tiny_model):
     renderer = Renderer.from_pretrained(tiny_model)
-    client = InferenceEngineClient([WithText("one", limit=64)], renderer=renderer)
-    with EngineServer(client, ServerSettings(model="m", max_body_bytes=1 << 16)) as running:
-        yield running
+    client = InferenceEngineClient([ScriptedEngine("one", limit=64)], renderer=renderer)
+    settings = GatewaySettings(max_body_bytes=1 << 16, max_messages=64, models=["m"])
+    gateway = Gateway(client, renderer, model="m", settings=settings)
+    gateway.start()
+    yield gateway
+    gateway.stop()
 
 
 def status_of(server, path, body, method="POST"):
@@ -64,33 +58,31 @@ def status_of(server, path, body, method="POST"):
         text = answer.read()
     finally:
         connection.close()
-    if answer.status != 200:
+    if answer.status >= 400:
         assert json.loads(text)["error"]["message"]
     assert b"server_error" not in text, text
     return answer.status
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(messages, st.dictionaries(fields, values, max_size=3))
-def test_no_chat_makes_the_endpoint_fail(server, said, more):
-    body = json.dumps({"model": "m", "messages": said, "max_tokens": 3, **more})
-    assert status_of(server, CHAT, body) < 500
-
-
-@settings(max_examples=100, deadline=None)
-@given(values, st.dictionaries(fields, values, max_size=3))
-def test_no_prompt_makes_the_endpoint_fail(server, prompt, more):
-    assert status_of(server, COMPLETIONS, json.dumps({"model": "m", "prompt": prompt, **more})) < 500
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from([(CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")]), messages,
+       st.dictionaries(fields, values, max_size=3))  # fmt: skip
+def test_no_request_makes_the_gateway_fail(server, protocol, said, more):
+    path, field = protocol
+    body = json.dumps({"model": "m", field: said, "max_tokens": 3, **more})
+    assert status_of(server, path, body) < 500
 
 
 @pytest.mark.parametrize(
-    "path", [CHAT, COMPLETIONS, "/v1/models", "/v1/models/..%2f..", "/%00", "/metrics?a=1"]
-)
+    "path",
+    [CHAT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/v1/models", "/v1/models/..%2f..", "/%00",
+     "/metrics?a=1", "/sessions", "/sessions/a/reward", "/sessions/a/finish/..", "/s/%2e%2e/v1/responses"],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", b"[]", b"null", DEEP.encode(), b'{"model":"m"}', b"{" * 99, None]
 )
 @pytest.mark.parametrize("method", ["POST", "GET", "PUT"])
-def test_no_bytes_make_the_endpoint_fail(server, path, body, method):
+def test_no_bytes_make_the_gateway_fail(server, path, body, method):
     assert status_of(server, path, body, method) < 500
     assert status_of(server, "/health", None, "GET") == 200
 

@@ -453,7 +453,7 @@ def test_every_module_with_locks_or_threads_renews_them():
     """A new lock is renewed after a fork, or its module is named here with the reason."""
     exempt = {
         "mmrender/engines/calls.py": "conditions of a pool, which renews them",
-        "mmrender/engines/endpoint.py": "a thread that a child only joins, and that Python has marked as ended",
+        "mmrender/gateway/server.py": "a thread that a child only joins, and that Python has marked as ended",
         "mmrender/integrations/trl.py": "a thread of one call",
         "mmrender/media/fetch.py": "a thread and a future of one call",
         "mmrender/media/resolve.py": "futures of one call",

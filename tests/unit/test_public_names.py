@@ -11,7 +11,10 @@ import mmrender
 PACKAGES = [
     "mmcodecs",
     "mmrender",
-    *[f"mmrender.{name}" for name in ("audit", "client", "content", "engines", "media", "parsing")],
+    *[
+        f"mmrender.{name}"
+        for name in ("audit", "client", "content", "engines", "gateway", "media", "parsing")
+    ],
     *[f"mmrender.{name}" for name in ("rollout", "shipping", "training", "trajectory", "view")],
 ]
 

@@ -1,0 +1,491 @@
+"""Routes of a gateway: three protocols of agents, and the sessions that record them."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
+from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
+from mmrender.gateway.limits import (
+    CallerLeftError,
+    Failure,
+    RateLimit,
+    RequestError,
+    answers_of,
+    check_charge,
+    check_page,
+    failure_of,
+    is_one_of,
+    key_of,
+    read_body,
+    while_connected,
+)
+from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.gateway.replies import AnswerStream, Reply, once
+from mmrender.gateway.session import Session
+from mmrender.gateway.settings import GatewaySettings
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
+
+_log = logging.getLogger("mmrender.gateway")
+
+Wish = TypeVar("Wish", bound=msgspec.Struct)
+
+_IN_THREAD_BYTES: Final = 1 << 17
+"""A larger request is read into a call in a thread."""
+_SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id", "session-id")
+_FORWARDED_HEADERS: Final = ("content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent")
+_WAIT_SECONDS: Final = 60.0
+"""Seconds after which a request that waits for a session's end is answered anyway."""
+
+
+class Host(Protocol):
+    """The gateway, as its routes use it."""
+
+    settings: GatewaySettings
+    model: str
+    aliases: dict[str, str]
+
+    async def open_session(
+        self,
+        name: str | None = None,
+        *,
+        group: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        owner: str = "",
+    ) -> Session:
+        """Open a session."""
+        ...
+
+    async def session(self, name: str, owner: str | None = None, *, open: bool = False) -> Session:
+        """Return a session of an owner, which may be opened if its name is new."""
+        ...
+
+    def session_of_key(self, key: str) -> Session | None:
+        """Return the session whose key this is."""
+        ...
+
+    def sessions(self, owner: str | None = None) -> list[Session]:
+        """Return the sessions that have not left, or an owner's."""
+        ...
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the maximum number of tokens of a prompt, or None if unknown."""
+        ...
+
+    async def count_tokens(self, call: Call) -> int:
+        """Return the number of tokens of a call's prompt."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise an `EngineError` if no engine answers."""
+        ...
+
+    async def startup(self) -> None:
+        """Begin work on the serving event loop."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End it."""
+        ...
+
+    async def forward(
+        self, url: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], AsyncIterator[bytes]]:
+        """Pass a request on to another server, unrecorded. Return status, headers and body."""
+        ...
+
+
+App: TypeAlias = Starlette
+
+
+def build(host: Host) -> App:
+    """Return the ASGI application of a gateway."""
+    return _Routes(host).app()
+
+
+class _Routes:
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.settings = host.settings
+        self._created = int(time.time())
+        self._rate = RateLimit(host.settings.max_requests)
+        to = self._registry = CollectorRegistry()
+        self._requests = Counter("mmrender_requests", "Requests answered.", ["route", "status"], registry=to)
+        self._seconds = Histogram(
+            "mmrender_request_seconds",
+            "Seconds from request to end of answer.",
+            ["route"],
+            buckets=(0.005, 0.02, 0.1, 0.5, 2, 10, 60, 300, 1800),
+            registry=to,
+        )
+        open_sessions = Gauge("mmrender_sessions_open", "Open sessions.", registry=to)
+        open_sessions.set_function(lambda: float(len(host.sessions())))
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/", _alive, methods=["GET"]),  # with HEAD
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._answered(self._metrics), methods=["GET"]),
+            Route("/sessions", self._answered(self._open), methods=["POST"]),
+            Route("/sessions", self._answered(self._list), methods=["GET"]),
+            Route("/sessions/{session}", self._answered(self._describe), methods=["GET"]),
+            Route("/sessions/{session}", self._answered(self._abandon), methods=["DELETE"]),
+            Route("/sessions/{session}/reward", self._answered(self._reward), methods=["POST"]),
+            Route("/sessions/{session}/finish", self._answered(self._finish), methods=["POST"]),
+            Route("/sessions/{session}/wait", self._answered(self._wait), methods=["GET"]),
+            Route("/sessions/{session}/trajectory", self._answered(self._trajectory), methods=["GET"]),
+        ]
+        calls: list[tuple[str, ProtocolName]] = [
+            ("chat/completions", "chat"),
+            ("responses", "responses"),
+            ("messages", "messages"),
+        ]
+        counts: list[tuple[str, ProtocolName]] = [
+            ("messages/count_tokens", "messages"),
+            ("responses/input_tokens", "responses"),
+        ]
+        for root in ("/s/{session}/v1", "/v1"):
+            routes += [
+                Route(f"{root}/models", self._answered(self._models), methods=["GET"]),
+                Route(f"{root}/models/{{name:path}}", self._answered(self._models), methods=["GET"]),
+                *(
+                    Route(f"{root}/{path}", self._answered(self._call(name), name), methods=["POST"])
+                    for path, name in calls
+                ),
+                *(
+                    Route(f"{root}/{path}", self._answered(self._count(name), name), methods=["POST"])
+                    for path, name in counts
+                ),
+            ]
+        routes.append(Route("/s/{session}", _alive, methods=["GET"]))
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            await self.host.startup()
+            try:
+                yield
+            finally:
+                await self.host.shutdown()
+
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
+
+    def _answered(
+        self, handler: Callable[[Request], Awaitable[Response]], protocol: ProtocolName = "chat"
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Answer errors in the protocol's form, and count."""
+
+        async def answer(request: Request) -> Response:
+            begun = time.monotonic()
+            try:
+                if not self.settings.keys:
+                    check_page(request)
+                response = await handler(request)
+            except Exception as error:  # noqa: BLE001 - every error is answered
+                if not isinstance(error, MMRenderError | RequestError):
+                    _log.exception("a request failed", exc_info=error)
+                response = _failed(PROTOCOLS[protocol], failure_of(error))
+            if not isinstance(response, Reply):
+                self._record(request, response.status_code, begun)
+            return response
+
+        return answer
+
+    def _record(self, request: Request, status: int, begun: float) -> None:
+        route = request.scope["route"].path
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(time.monotonic() - begun)
+
+    # --- callers ---
+
+    def _owner(self, request: Request) -> str:
+        """Return the owner of sessions that a caller's key names. Session keys open no sessions.
+
+        Raises:
+            RequestError: The key is missing or wrong.
+        """
+        key = key_of(request)
+        if not self.settings.keys:
+            return ""
+        if not is_one_of(key, self.settings.keys):
+            raise RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
+        return _digest(key)
+
+    async def _session(self, request: Request) -> Session:
+        """Return the session of a call: named by its path, else by its key, else by a header."""
+        key, name = key_of(request), request.path_params.get("session")
+        session = self.host.session_of_key(key) if key else None
+        if session is not None:
+            if name not in (None, session.name):
+                message = f"this key belongs to another session than {name!r}"
+                raise RequestError(403, message, code="wrong_session", param="session")
+            return session
+        owner = self._owner(request)
+        if name is None:
+            name = next(filter(None, map(request.headers.get, _SESSION_HEADERS)), None)
+        if name is None:
+            if self.settings.keys or not key:
+                message = "the request names no session: put /s/NAME before /v1 in the base URL"
+                raise RequestError(400, message, code="no_session")
+            name = f"key-{_digest(key)}"
+        return await self.host.session(name, owner, open=self.settings.open_sessions)
+
+    async def _named(self, request: Request) -> Session:
+        """Return the session of a control request, which needs a caller's key."""
+        return await self.host.session(request.path_params["session"], owner=self._owner(request))
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_body(request, self.settings.max_body_bytes, self.settings.read_seconds)
+
+    # --- calls ---
+
+    def _call(self, name: ProtocolName) -> Callable[[Request], Awaitable[Response]]:
+        protocol = PROTOCOLS[name]
+
+        async def answer(request: Request) -> Response:
+            begun = time.monotonic()
+            session = await self._session(request)
+            body = await self._body(request)
+            if (url := self.host.aliases.get(str(body.get("model")))) is not None:
+                return await self._forwarded(request, url, body)
+            check_charge(body, self.settings.max_messages)
+            with ExitStack() as stack:
+                stack.enter_context(self._rate.charged(key_of(request), answers_of(body)))
+                call = await self._read(protocol, body, request)
+                pending = await session.begin(call)
+                stack.callback(pending.leave)
+                pieces: AsyncIterator[bytes]
+                if call.stream:
+                    stream = AnswerStream(pending, self.settings.keep_alive_seconds)
+                    stack.callback(stream.close)
+                    await while_connected(request, stream.begin())
+                    pieces = stream.events(protocol.events(call, pending.answer_ids))
+                    headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+                else:
+                    answers = await while_connected(request, pending.answers())
+                    pieces = once(msgspec.json.encode(protocol.reply(call, answers)))
+                    headers = {"content-type": "application/json"}
+                # The response closes what is open so far, once it is sent or its caller has left.
+                closing = stack.pop_all()
+
+            def close(error: BaseException | None) -> None:
+                self._record(request, 200 if error is None else CallerLeftError().status, begun)
+                if error is None:
+                    pending.delivered()
+                closing.close()
+
+            return Reply(request, pieces, headers, close)
+
+        return answer
+
+    async def _read(self, protocol: AgentProtocol, body: Mapping[str, Any], request: Request) -> Call:
+        """Read a body into a call, in a thread if it is large."""
+        headers = dict(request.headers)
+        if int(request.headers.get("content-length") or 0) > _IN_THREAD_BYTES:
+            call = await asyncio.to_thread(protocol.read, body, headers)
+        else:
+            call = protocol.read(body, headers)
+        if self.settings.models and call.model not in self.settings.models:
+            served = ", ".join(self.settings.models)
+            message = f"the model {call.model!r} is not served here, only {served}"
+            raise RequestError(404, message, code="model_not_found", param="model")
+        return call
+
+    async def _forwarded(self, request: Request, url: str, body: Mapping[str, Any]) -> Response:
+        """Pass a call for another model on, unrecorded. The caller's key stays here."""
+        path = "/v1/" + request.url.path.partition("/v1/")[2]
+        kept = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
+        status, headers, pieces = await while_connected(
+            request, self.host.forward(url, path, kept, msgspec.json.encode(body))
+        )
+        kept = {"content-type": headers.get("content-type", "application/json")}
+        return Reply(request, pieces, kept, lambda error: None, status)
+
+    def _count(self, name: ProtocolName) -> Callable[[Request], Awaitable[Response]]:
+        protocol = PROTOCOLS[name]
+
+        async def answer(request: Request) -> Response:
+            await self._session(request)
+            body = await self._body(request)
+            check_charge(body, self.settings.max_messages)
+            count = await self.host.count_tokens(await self._read(protocol, body, request))
+            return _json({"input_tokens": count})
+
+        return answer
+
+    async def _models(self, request: Request) -> Response:
+        """Return a model, or the list of them if the request names none."""
+        key = key_of(request)
+        if not (key and self.host.session_of_key(key)):
+            self._owner(request)
+        limit = await self.host.max_prompt_len()
+        more = {} if limit is None else {"max_model_len": limit + 1}
+
+        def card(name: str) -> dict[str, Any]:
+            return {
+                "id": name,
+                "object": "model",
+                "type": "model",
+                "display_name": name,
+                "created": self._created,
+                "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+                "owned_by": "mmrender",
+                **more,
+            }
+
+        names = [*(self.settings.models or [self.host.model]), *self.host.aliases]
+        named = request.path_params.get("name")
+        if named is None:
+            return _json({"object": "list", "data": list(map(card, names)), "has_more": False})
+        if self.settings.models and named not in names:
+            raise RequestError(404, f"the model {named!r} is not served here", code="model_not_found")
+        return _json(card(named))
+
+    # --- sessions ---
+
+    async def _open(self, request: Request) -> Response:
+        wish = await self._wish(request, _Opening)
+        options = {name: value for name, value in msgspec.structs.asdict(wish).items() if value is not None}
+        session = await self.host.open_session(owner=self._owner(request), **options)
+        root = str(request.base_url).rstrip("/")
+        return _json(
+            {
+                **session.describe(),
+                "base_url": f"{root}/s/{session.name}/v1",
+                "anthropic_base_url": f"{root}/s/{session.name}",
+                "api_key": session.api_key,
+            },
+            201,
+        )
+
+    async def _list(self, request: Request) -> Response:
+        return _json({"data": [each.describe() for each in self.host.sessions(self._owner(request))]})
+
+    async def _describe(self, request: Request) -> Response:
+        return _json((await self._named(request)).describe())
+
+    async def _reward(self, request: Request) -> Response:
+        session, wish = await self._named(request), await self._wish(request, _Reward)
+        await session.reward(wish.value, step=wish.step, response_id=wish.response_id)
+        return _json(session.describe())
+
+    async def _finish(self, request: Request) -> Response:
+        session, wish = await self._named(request), await self._wish(request, _Finish)
+        await session.finish(reward=wish.reward)
+        return _json(session.describe())
+
+    async def _abandon(self, request: Request) -> Response:
+        session = await self._named(request)
+        await session.abandon()
+        return _json(session.describe())
+
+    async def _wait(self, request: Request) -> Response:
+        """Answer once the session has ended, or after a minute."""
+        session = await self._named(request)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_WAIT_SECONDS):
+                await while_connected(request, session.wait())
+        return _json(session.describe())
+
+    async def _trajectory(self, request: Request) -> Response:
+        session = await self._named(request)
+        data = await asyncio.to_thread((await session.trajectory()).to_bytes)
+        return Response(bytes(data), media_type="application/octet-stream")
+
+    async def _wish(self, request: Request, kind: type[Wish]) -> Wish:
+        self._owner(request)  # before the body is read
+        body = await self._body(request) if request.headers.get("content-length") != "0" else {}
+        try:
+            return msgspec.convert(body, kind)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at ")
+            raise RequestError(400, problem, code="invalid_value", param=path.strip("`$.") or None) from error
+
+    # --- the gateway itself ---
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            await self.host.check_health()
+        except EngineError:
+            return _json({"status": "unavailable"}, 503)
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        self._owner(request)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+class _Opening(msgspec.Struct, forbid_unknown_fields=True):
+    """Body that opens a session. See `Gateway.open_session`."""
+
+    name: str | None = None
+    group: str | None = None
+    metadata: dict[str, Any] | None = None
+    sampling_params: dict[str, Any] | None = None
+    template_arguments: dict[str, Any] | None = None
+    max_turns: int | None = None
+    max_tokens: int | None = None
+
+
+class _Reward(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a reward: of a step, of a response, or of the session."""
+
+    value: float
+    step: int | None = None
+    response_id: str | None = None
+
+
+class _Finish(msgspec.Struct, forbid_unknown_fields=True):
+    """Body that finishes a session."""
+
+    reward: float | None = None
+
+
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _failed(protocol: AgentProtocol, failure: Failure) -> Response:
+    headers = {
+        503: {"retry-after": "1"},
+        429: {"retry-after": "1"},
+        401: {"www-authenticate": "Bearer"},
+    }
+    body = protocol.error(failure.status, failure.code, failure.message, failure.param)
+    return _json(body, failure.status, headers.get(failure.status))
+
+
+def _digest(key: str) -> str:
+    return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=8).hexdigest()
+
+
+async def _alive(request: Request) -> Response:
+    return _json({"status": "ok"})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+    message = f"there is no route {request.method} {request.url.path}"
+    name: ProtocolName = "messages" if "/v1/messages" in request.url.path else "chat"
+    return _failed(PROTOCOLS[name], Failure(status, code, message, None))
