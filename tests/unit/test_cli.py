@@ -296,10 +296,15 @@ def test_without_arguments_it_prints_help(run):
 
 
 def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, monkeypatch):
-    served = {}
-    monkeypatch.setattr("mmrender.engines.serve", lambda urls, **options: served.update(options))
-    assert run("serve", "http://127.0.0.1:1", "--model", str(tiny_model))[0] == 0
-    policy = served["renderer"].media.policy
+    served = []
+
+    async def serve(gateway, **options):
+        served.append(gateway)
+
+    monkeypatch.setattr("mmrender.gateway.gateway.Gateway.serve", serve)
+    assert run("gateway", "http://127.0.0.1:1", "--model", str(tiny_model), "--alias", "s=http://x")[0] == 0
+    assert served[0].aliases == {"s": "http://x"}
+    policy = served[0].renderer.media.policy
     assert (policy.processes is not None) == (sys.platform == "linux")
     assert policy.schemes == {"data", "http", "https"}
 
