@@ -402,7 +402,8 @@ def gateway(
     )
 
     async def run() -> None:
-        await running.serve(started=lambda url: _log.print(f"{model} at {url}/s/NAME/v1", markup=False))
+        async with running:
+            await running.serve(started=lambda url: _log.print(f"{model} at {url}/s/NAME/v1", markup=False))
 
     with suppress(KeyboardInterrupt):
         asyncio.run(run())

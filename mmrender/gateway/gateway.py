@@ -114,6 +114,7 @@ class Gateway:
         self._names: dict[str, str] = {}  # by key, also of sessions that have left
         self._finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()
         self._is_read = False
+        self._is_closed = False
         self._keeper: asyncio.Task[None] | None = None
         self._interrupted: list[tuple[Session, Closed]] = []
         for opened, closed in self._store.opened():
@@ -253,7 +254,13 @@ class Gateway:
         self._finished.put_nowait(None)  # for other iterators
 
     async def aclose(self) -> None:
-        """Abort running calls and close all files. Open sessions stay on disk if the gateway has a file."""
+        """Abort running calls and close all files. Open sessions stay on disk if the gateway has a file.
+
+        Idempotent.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -317,10 +324,9 @@ class Gateway:
         Raises:
             MMRenderError: The conversation cannot be rendered.
         """
-        prompt = await make_prompt(
-            self.engine, (), Index().place(call, call.template_arguments), call, call.template_arguments
-        )
-        return len(prompt.prompt.ids)
+        arguments = call.template_arguments
+        place = Index().place(call, arguments)
+        return len((await make_prompt(self.engine, self.renderer, (), place, call, arguments)).prompt.ids)
 
     async def check_health(self) -> None:
         """Return if an engine serves, and raise an `EngineError` if none does."""
