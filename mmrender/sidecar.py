@@ -241,7 +241,8 @@ class MultiModalData:
         spans.sort(key=attrgetter("range.offset"))
         stop, next_position = 0, dict.fromkeys(self.mm_items, 0)
         for span in spans:
-            start, end = span.start, span.stop
+            start = span.range.offset
+            end = start + span.range.length
             if span.position != next_position[span.modality]:
                 before = self.mm_placeholders[span.modality][span.position - 1]
                 raise PlaceholderError(

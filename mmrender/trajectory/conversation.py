@@ -182,10 +182,8 @@ def _is_exact(value: Any) -> bool:
 
 def _without_source(part: Any) -> Any:
     """Return a content part without its image or video. Other parts are returned as they are."""
-    if _is_pixels(part):
-        return {"type": "image"}
     if not isinstance(part, dict):
-        return part
+        return {"type": "image"} if _is_pixels(part) else part
     kind = part.get("type")
     media = kind in MEDIA_TYPES if kind is not None else not MEDIA_TYPES.isdisjoint(part)
     return {key: _blanked(value, key) for key, value in part.items()} if media else part

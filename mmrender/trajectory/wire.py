@@ -260,8 +260,13 @@ class Writer:
         if known is not None:
             return known[1]
         plain, is_exact = plain_message(message, self.media_sources, where)
+        record, encoded = (isinstance(message, Message), plain), None
+        if is_exact:
+            with suppress(OverflowError, UnicodeEncodeError):  # for which the codec's error names the place
+                encoded = msgspec.msgpack.encode(record)
         try:
-            encoded = _encoded((isinstance(message, Message), plain), is_exact)
+            if encoded is None:
+                encoded = msgspec.msgpack.encode(msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(record))))
         except mmcodecs.CodecError as error:
             raise TrajectoryError(
                 "a message cannot be encoded",
@@ -272,14 +277,6 @@ class Writer:
         row = self.messages.setdefault(encoded, len(self.messages))
         self._known_messages[id(message)] = message, row
         return row
-
-
-def _encoded(record: tuple[bool, Any], is_exact: bool) -> bytes:
-    """Return msgpack of a plain message, or of an extension with a message of the codec."""
-    if is_exact:
-        with suppress(OverflowError, UnicodeEncodeError):  # for which the codec's error names the place
-            return msgspec.msgpack.encode(record)
-    return msgspec.msgpack.encode(msgspec.msgpack.Ext(_CODED, bytes(mmcodecs.encode(record))))
 
 
 def _unpacked(kind: int, data: memoryview) -> Any:
@@ -432,7 +429,7 @@ class Reader:
         """Return the media that a step adds, for a root with the media from another tree."""
         known = [] if row.base is None else self._media[row.base]
         known = [span for span in known if span.range.offset < row.keep]
-        if known and known[-1].stop > row.keep:
+        if known and known[-1].range.offset + known[-1].range.length > row.keep:
             expected = "no position within the range of a medium"
             raise _damaged("a medium is kept in part", f"{where}.keep", expected, row.keep)
         spans: list[MediaSpan] = []
@@ -447,9 +444,9 @@ class Reader:
                 for medium in row.media
             )
             spans = added.spans(prompt_length, where=where)
-            if spans[0].start < row.keep:
+            if (first := spans[0].range.offset) < row.keep:
                 problem = "a medium begins before the step's own tokens"
-                raise _damaged(problem, where, f"{row.keep} or more", spans[0].start)
+                raise _damaged(problem, where, f"{row.keep} or more", first)
             counts = Counter(each.modality for each in known)
             spans = [span._replace(position=span.position + counts[span.modality]) for span in spans]
         self._media.append([*known, *spans])
