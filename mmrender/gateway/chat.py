@@ -11,7 +11,6 @@ from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, Delta, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
     MAX_ANSWERS,
-    Effort,
     Function,
     JSONSchema,
     Strict,
@@ -65,8 +64,9 @@ class _ResponseFormat(Strict, kw_only=True):
     json_schema: JSONSchema | None = None
 
 
-class _Thinking(msgspec.Struct):
+class _Thinking(Strict, kw_only=True):
     type: Literal["enabled", "disabled", "auto"]
+    budget_tokens: int | None = None
 
 
 class _Request(Strict, kw_only=True):
@@ -86,7 +86,7 @@ class _Request(Strict, kw_only=True):
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     enable_thinking: bool | None = None
     thinking: _Thinking | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: str | None = None
     verbosity: Any = None
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Literal[True] = True
@@ -94,7 +94,7 @@ class _Request(Strict, kw_only=True):
 
 
 class _ToolCall(Strict, kw_only=True):
-    function: Function
+    function: Any
     id: str | None = None
     type: Literal["function"] = "function"
     index: Any = None
@@ -109,7 +109,8 @@ class _Message(Strict, kw_only=True):
     content: str | list[Any] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    thinking: str | None = None
+    tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     function_call: None = None
@@ -160,8 +161,11 @@ class Chat:
         if any(tool["function"].get("strict") for tool in tools or ()):
             notes.append("tools.strict")
         thinking = request.enable_thinking
-        if thinking is None and request.thinking is not None and request.thinking.type != "auto":
-            thinking = request.thinking.type == "enabled"
+        if request.thinking is not None:
+            if thinking is None and request.thinking.type != "auto":
+                thinking = request.thinking.type == "enabled"
+            if request.thinking.budget_tokens is not None:
+                notes.append("thinking.budget_tokens")
         if request.reasoning_effort == "none" and thinking is None:
             thinking = False
         elif request.reasoning_effort is not None:
@@ -272,16 +276,16 @@ def _message(value: Any, where: str) -> Message:
             name=read.name,
             tool_call_id=read.tool_call_id,
         )
-    calls = [
-        ToolCall(
-            call.function.name,
-            read_arguments(call.function.arguments, f"{where}.tool_calls[{index}].function.arguments"),
-            call.id,
-        )
-        for index, call in enumerate(read.tool_calls or ())
-    ]
+    calls = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(read.tool_calls or ())]
     text = joined_text(read_content(read.content, f"{where}.content", _TEXTS))
-    return assistant([text], read.reasoning_content or read.reasoning, calls)
+    return assistant([text], read.reasoning_content or read.reasoning or read.thinking, calls)
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    call = convert(value, _ToolCall, where, error=MessageError)
+    function = convert(call.function, Function, f"{where}.function", error=MessageError)
+    arguments = read_arguments(function.arguments, f"{where}.function.arguments")
+    return ToolCall(function.name, arguments, call.id)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:

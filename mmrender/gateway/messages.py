@@ -10,7 +10,6 @@ from mmrender.client.types import Usage
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
-    Effort,
     Strict,
     assistant,
     check_choice,
@@ -68,7 +67,7 @@ class _Format(Strict, kw_only=True):
 
 
 class _OutputConfig(Strict, kw_only=True):
-    effort: Effort | None = None
+    effort: str | None = None
     format: _Format | None = None
 
 

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from mmrender.client.sampling import PARAMETERS
 from mmrender.content.parts import normalize_part
@@ -48,14 +49,19 @@ class Function(Strict, kw_only=True):
 
     name: str
     arguments: Any = None
+    parsed_arguments: Any = None
 
 
 def convert(value: Any, form: type[FormT], where: str = "", *, error: type[InputError] = InputError) -> FormT:
-    """Convert a decoded JSON value into its form.
+    """Convert a decoded JSON object into its form. A member that is null counts as absent.
+
+    Clients that write whole models write null for every member that they know and do not use.
 
     Raises:
         InputError: It does not have this form. `where` names the field. `error` is the class.
     """
+    if isinstance(value, dict):
+        value = {name: item for name, item in value.items() if item is not None}
     try:
         return msgspec.convert(value, form)
     except msgspec.ValidationError as failure:
@@ -64,7 +70,27 @@ def convert(value: Any, form: type[FormT], where: str = "", *, error: type[Input
         if match := _FIELD_PROBLEM.fullmatch(problem):
             problem = "unknown field" if match[1] == "contains unknown" else "is missing"
             raise error(problem, where=member(where + path, match[2]).removeprefix(".")) from failure
-        raise error(problem, where=where + path or None) from failure
+        expected = None
+        if problem.startswith("Invalid enum value"):
+            problem, expected = problem.replace("Invalid enum value", "unknown value"), _choices(form, path)
+        raise error(problem, where=where + path or None, expected=expected) from failure
+
+
+def _choices(form: type[Strict], path: str) -> str | None:
+    """The values that a field may have, if they can be listed. `path` is as in errors of msgspec."""
+
+    def alternatives(kind: Any) -> Sequence[Any]:
+        return getattr(kind, "types", (kind,))
+
+    kinds: Sequence[Any] = [inspect.type_info(form)]
+    for name, bracket in re.findall(r"([a-z_]+)(\[)?", path):
+        fields = [field for kind in kinds for field in getattr(kind, "fields", ()) if field.name == name]
+        kinds = [kind for field in fields for kind in alternatives(field.type)]
+        if bracket:
+            items = [kind.item_type for kind in kinds if hasattr(kind, "item_type")]
+            kinds = [kind for item in items for kind in alternatives(item)]
+    values = [value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
+    return one_of([str(value) for value in values]) if values else None
 
 
 def read_fields(
@@ -149,7 +175,7 @@ def _part(value: Any, where: str, types: Sequence[str]) -> Part:
     return part
 
 
-_PART_FIELDS: Final = frozenset({"citations", "parsed", "prompt_cache_breakpoint"})
+_PART_FIELDS: Final = frozenset({"citations", "parsed", "parsed_output", "prompt_cache_breakpoint"})
 """Fields of parts that concern an API. `content` ignores more of them."""
 
 
@@ -234,10 +260,6 @@ def set_structure(params: dict[str, Any], kind: str, schema: Mapping[str, Any] |
         raise InputError("the form of the answer is set twice", where=where)
     if wanted:
         params["structured_outputs"] = wanted
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""Efforts of reasoning. `none` turns it off. No other value says that a model without need must reason."""
 
 
 # --- headers ---

@@ -10,7 +10,6 @@ from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
-    Effort,
     Strict,
     assistant,
     check_choice,
@@ -64,7 +63,7 @@ _PARTS: Final = (*_TEXTS, "input_image")
 
 
 class _Reasoning(Strict, kw_only=True):
-    effort: Effort | None = None
+    effort: str | None = None
     summary: Any = None
     generate_summary: Any = None
     context: Any = None
@@ -156,6 +155,7 @@ class _CallItem(_Item, kw_only=True):
     arguments: Any = None
     namespace: str | None = None
     caller: Any = None
+    parsed_arguments: Any = None
 
 
 class _ResultItem(_Item, kw_only=True):
@@ -276,9 +276,7 @@ class _Conversation:
                 got=repr(kind),
                 remedy=_ITEM_REMEDIES.get(kind) if isinstance(kind, str) else None,
             )
-        read = convert(
-            {key: value for key, value in item.items() if value is not None}, form, where, error=MessageError
-        )
+        read = convert(item, form, where, error=MessageError)
         if isinstance(read, _ReasoningItem):
             self._begin(0, joins=True)
             text = "".join([part.text for part in read.content or ()])

@@ -68,7 +68,8 @@ def test_replies_and_chunks_have_the_forms_of_the_clients_types(name):
 def test_a_repeated_answer_is_its_canonical_message(name):
     with client(Wire(CHAT, [ANSWERS[name]])) as caller:
         said = caller.chat.completions.create(model="m", messages=ASKED).choices[0].message
-    for repeated in (said.model_dump(), said.model_dump(exclude_none=True)):
+        streamed = assembled(caller, tools=[tool("look"), tool("go")]).choices[0].message
+    for repeated in (said.model_dump(), said.model_dump(exclude_none=True), streamed.model_dump()):
         assert read(messages=[*ASKED, repeated, *ASKED]).messages[1] == message_of(ANSWERS[name])
 
 
@@ -164,6 +165,7 @@ def test_thinking_is_read_where_it_is_clearly_on_or_off():
     assert read(reasoning_effort="none").thinking is False
     assert read(enable_thinking=True).thinking is True
     assert read(thinking={"type": "disabled"}).thinking is False
+    assert read(thinking={"type": "enabled", "budget_tokens": 5}).notes == ("thinking.budget_tokens",)
     call = read(reasoning_effort="high", verbosity="low")
     assert (call.thinking, call.notes) == (None, ("verbosity", "reasoning_effort"))
     assert read(chat_template_kwargs={"enable_thinking": False}).template_arguments == {

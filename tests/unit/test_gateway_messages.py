@@ -74,6 +74,16 @@ def test_a_repeated_answer_is_its_canonical_message(name):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_as_the_client_holds_it_is_its_canonical_message(name):
+    with client(Wire(MESSAGES, [ANSWERS[name]])) as caller:
+        with caller.messages.stream(model="m", max_tokens=64, messages=ASKED) as stream:
+            streamed = stream.get_final_message()
+        content = [block.model_dump() for block in streamed.content]
+    repeated = {"role": "assistant", "content": content}
+    assert read(messages=[*ASKED, repeated, *ASKED]).messages[1] == message_of(ANSWERS[name])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
 def test_replies_and_events_have_the_forms_of_the_clients_types(name):
     pytest.importorskip("anthropic")
     from anthropic.types import Message as Reply

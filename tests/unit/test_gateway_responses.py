@@ -16,6 +16,7 @@ from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 
 RESPONSES = PROTOCOLS["responses"]
 ASKED = {"role": "user", "content": "How many?"}
+ENDS = ("response.completed", "response.incomplete")
 
 
 def client(wire):
@@ -61,11 +62,7 @@ def test_a_stream_assembled_by_the_client_equals_the_whole_reply(name, share):
     with client(Wire(RESPONSES, [ANSWERS[name]], share=share)) as caller:
         whole = caller.responses.create(model="m", input="How many?")
         with caller.responses.stream(model="m", input="How many?") as stream:
-            final = [
-                event.response
-                for event in stream
-                if event.type in ("response.completed", "response.incomplete")
-            ]
+            final = [event.response for event in stream if event.type in ENDS]
     dropped = ("created_at", "parsed", "parsed_arguments")
     assert [plain(each.model_dump(), *dropped) for each in final] == [plain(whole.model_dump(), *dropped)]
 
@@ -105,7 +102,15 @@ def test_replies_and_events_have_the_forms_of_the_clients_types(name):
 def test_a_repeated_answer_is_its_canonical_message(name):
     with client(Wire(RESPONSES, [ANSWERS[name]])) as caller:
         output = caller.responses.create(model="m", input="How many?").output
-    for repeated in ([item.model_dump() for item in output], [item.to_dict() for item in output]):
+        with caller.responses.stream(
+            model="m", input="How many?", tools=[tool("look"), tool("go")]
+        ) as stream:
+            final = [event.response for event in stream if event.type in ENDS]
+    for repeated in (
+        [item.model_dump() for item in final[0].output],
+        [item.model_dump() for item in output],
+        [item.to_dict() for item in output],
+    ):
         assert items(ASKED, *repeated, ASKED)[1] == message_of(ANSWERS[name])
 
 
