@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 from blake3 import blake3
@@ -11,9 +12,20 @@ from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, Delta
 from mmrender.shipping.protocol import Notifier
 
+_IN_THREAD_BYTES: Final = 1 << 20
 
-def call_digest(call: Call) -> bytes:
-    """Return the digest by which a repeated request is known. Whether it is streamed does not count."""
+
+async def call_digest(call: Call) -> bytes:
+    """Return the digest by which a repeated request is known. Whether it is streamed does not count.
+
+    The digest of large pictures is taken in a thread.
+    """
+    sources = (part.source for message in call.messages for _, part in message.media())
+    size = sum(len(source) for source in sources if isinstance(source, str | bytes))
+    return _digest(call) if size < _IN_THREAD_BYTES else await asyncio.to_thread(_digest, call)
+
+
+def _digest(call: Call) -> bytes:
     origin = call.origin
     request = (
         (call.protocol, call.model, origin.thread, origin.agent),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.client.engine import Engine
 from mmrender.engines.interface import gather_all
@@ -35,6 +35,9 @@ from mmrender.shipping.protocol import Notifier
 from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
+
+_DELIVERY_SECONDS: Final = 0.05
+"""Seconds in which a delivery may be written together with the next call."""
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
 
@@ -166,9 +169,9 @@ class Session:
         """
         self._check_open()
         self.used = time.monotonic()
+        key = await call_digest(call)
         memory = await self._loaded()
         self._check_open()
-        key = call_digest(call)
         run = memory.repeated(key, call.idempotency_key)
         if run is None:
             self._check_budgets(memory, call.n)
@@ -414,7 +417,7 @@ class Session:
         memory = self._memory
         if is_delivered:
             self.file.put(Delivered(list(run.answer_ids)))
-            self._flush_soon()
+            self._flush_soon(_DELIVERY_SECONDS)
             if memory is not None:
                 memory.note_delivery(run.answer_ids)
                 memory.drop(run)
@@ -434,10 +437,11 @@ class Session:
         loop = asyncio.get_running_loop()
         run.timer = loop.call_later(self._host.settings.retry_seconds, give_up)
 
-    def _flush_soon(self) -> None:
+    def _flush_soon(self, delay: float = 0.0) -> None:
         """Write waiting records while the caller goes on. The next write repeats a failed one."""
 
         async def flush() -> None:
+            await asyncio.sleep(delay)
             try:
                 await self.file.flush()
             except OSError as error:

@@ -134,7 +134,8 @@ class SessionFile:
         Raises:
             OSError: Writing failed. The next `flush` writes the remaining records.
         """
-        await asyncio.shield(asyncio.ensure_future(self._store.run(self._write)))
+        if self._waiting:  # records are waiting until they are written
+            await asyncio.shield(self._store.run(self._write))
 
     async def read(self) -> list[Entry]:
         """Return all records. Arrays are read-only views of the file.
@@ -232,9 +233,9 @@ class SessionStore:
             self._out.append(trajectory, id=name)
             self.left.add(name)
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run work on the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    def run(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
+        """Run work on the thread that writes the files of sessions."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def writer(self, path: Path) -> mmcodecs.RecordWriter:
         """Return the open writer of a file. Called on the store's thread."""

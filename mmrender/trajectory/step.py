@@ -11,7 +11,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
+from mmrender.caching import LRUCache
 from mmrender.content import normalize_tools
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData
@@ -36,6 +38,8 @@ _LARGEST_ID: Final = np.iinfo(np.int32).max
 _LARGEST: Final = 3.0e38
 """Bounds finite numbers. SGLang writes the smallest float32, -3.4e38, in place of minus infinity."""
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
+_TOOLS: Final[LRUCache[bytes, Tools]] = LRUCache(256)
+"""Tool definitions that are shared, by the digest of their msgpack. Agents of one kind have equal ones."""
 
 
 class Part(NamedTuple):
@@ -456,8 +460,20 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
+def shared_tools(encoded: bytes) -> Tools:
+    """Return tool definitions from their msgpack. Equal ones are one object, as long as they are in use."""
+
+    def decode() -> Tools:
+        return msgspec.msgpack.decode(encoded, type=Tools)
+
+    return _TOOLS.get_or_compute(blake3(encoded).digest(), decode)
+
+
 def check_tools(value: Any, where: str) -> Tools | None:
-    """Return tool definitions as a copy in plain data, or None for None.
+    """Return tool definitions as plain data, or None for None.
+
+    Equal definitions with keys in the same order are one object, which trajectories share. It must not be
+    changed.
 
     Args:
         value: As for `Renderer.render`.
@@ -468,8 +484,10 @@ def check_tools(value: Any, where: str) -> Tools | None:
         MessageError: As `normalize_tools`.
     """
     tools = normalize_tools(value, where=where)
+    if tools is None:
+        return None
     try:
-        return msgspec.msgpack.decode(_ENCODE(tools), type=Tools | None)
+        return shared_tools(_ENCODE(tools))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         expected = "null, booleans, numbers, text, lists and objects"
         raise TrajectoryError(

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
@@ -336,12 +337,12 @@ class Trajectory(Drawn):
             if known is tools:
                 return known
         checked = check_tools(tools, where)
-        return checked and self._tools.setdefault(msgspec.msgpack.encode(checked), checked)
+        return checked and self._tools.setdefault(blake3(msgspec.msgpack.encode(checked)).digest(), checked)
 
     def rest(self) -> None:
         """Drop the buffers that make the next call cheap, which may be larger than the tokens."""
         if self._newest is not None:
-            self._newest.step._sequence = None
+            self._newest.step._sequence = self._newest.step._sidecar = None
             self._newest = None
 
     def _settle(self) -> None:

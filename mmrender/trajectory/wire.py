@@ -40,7 +40,7 @@ from mmrender.sidecar import Count, MediaItem, MediaSpan, MultiModalData, Placeh
 from mmrender.trajectory.conversation import MediaSources, plain_message
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, shared_prefix
-from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers
+from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers, shared_tools
 
 FORMAT: Final = "mmrender.trees"
 PIECE_FORMAT: Final = "mmrender.pieces"
@@ -358,7 +358,7 @@ class Reader:
             tuple(_numbers(ids, _IDS, f"wire.token_sets[{index}]").tolist())
             for index, ids in enumerate(table.token_sets)
         ]
-        self.tools += table.tools
+        self.tools += [shared_tools(msgspec.msgpack.encode(tools)) for tools in table.tools]
         return table.trajectories
 
     def check_used(self) -> None:
