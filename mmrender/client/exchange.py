@@ -19,10 +19,10 @@ import numpy.typing as npt
 from mmrender.caching import LRUCache
 from mmrender.client.reply import token_at
 from mmrender.client.server_facts import forget, model_cards
-from mmrender.client.transport import GATEWAY_STATUSES, JSONText, Transport
+from mmrender.client.transport import JSONText, Transport, is_lost
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
-    EngineConnectionError,
+    EngineError,
     EngineStatusError,
     EngineTimeoutError,
     EngineUnsupportedError,
@@ -242,16 +242,13 @@ async def post(
         reply = await transport.request(
             "POST", path, json=body, headers=headers, max_reply_bytes=_max_reply_bytes(request)
         )
-    except (asyncio.CancelledError, EngineTimeoutError):
-        if abort is not None:
+    except (asyncio.CancelledError, EngineError) as error:
+        if is_lost(error):
+            forget(transport)  # the server may come back with other flags
+        if abort is not None and isinstance(error, asyncio.CancelledError | EngineTimeoutError):
             await _send_abort(transport, *abort)
-        raise
-    except EngineConnectionError:
-        forget(transport)  # the server may come back with other flags
-        raise
-    except EngineStatusError as error:
-        if error.status in GATEWAY_STATUSES:
-            forget(transport)
+        if not isinstance(error, EngineStatusError):
+            raise
         overflow = _overflow_error(error, request.sampling_params["max_tokens"], where)
         if overflow is None:
             raise

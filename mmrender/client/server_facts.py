@@ -1,9 +1,8 @@
 """Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has.
 
 Each is asked once and kept with the transport. A server may come back with other flags at the same URL, so
-facts are dropped when a connection breaks, when a gateway answers for the server, and after a minute without
-a call. Facts that would be silently wrong at another server are kept for one process, which the server's
-metrics identify.
+facts are dropped when it may be lost (see `is_lost`), and after a minute without a call. Facts that would be
+silently wrong at another server are kept for one process, which the server's metrics identify.
 """
 
 import time
@@ -17,8 +16,8 @@ import msgspec
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
-from mmrender.client.transport import GATEWAY_STATUSES, Transport
-from mmrender.errors import EngineConnectionError, EngineMismatchError, EngineStatusError
+from mmrender.client.transport import Transport, is_lost
+from mmrender.errors import EngineError, EngineMismatchError, EngineStatusError
 
 _IDLE: Final = 60.0
 """Seconds without a call after which facts are dropped."""
@@ -78,8 +77,9 @@ def forget(transport: Transport) -> None:
 async def _shared(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return await facts_of(transport).asking.run(key, ask)
-    except EngineConnectionError:
-        forget(transport)
+    except EngineError as error:
+        if is_lost(error):
+            forget(transport)
         raise
 
 
@@ -105,7 +105,7 @@ class Process(NamedTuple):
             try:
                 reply = await transport.request("GET", _PROCESS_PATH)
             except EngineStatusError as error:
-                if error.status in GATEWAY_STATUSES:
+                if is_lost(error):
                     raise
                 return ""
             lines = reply.body.decode("utf-8", "replace").splitlines()

@@ -254,6 +254,16 @@ def may_repeat_status(error: EngineStatusError, method: str, idempotent: bool | 
     return may_repeat and error.status in GATEWAY_STATUSES
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether a server may have ended, or another taken its place, after an error of one of its requests.
+
+    Facts about it are then dropped, and its health is asked for.
+    """
+    if isinstance(error, EngineStatusError):
+        return error.status in GATEWAY_STATUSES
+    return isinstance(error, EngineConnectionError | EngineTimeoutError)
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether a completion may succeed at another server, or later, if the request is sent again."""
     if isinstance(error, EngineStatusError):

@@ -11,15 +11,17 @@ from mmrender.client.engine import ModelTokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
-from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine
+from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine, at_router
 from mmrender.engines.interface import (
+    Chunk,
     Control,
     InferenceEngineInterface,
     NamedWeightsUpdate,
     OpenAICall,
     PauseMode,
     RequestPayload,
-    Result,
+    common,
+    emitted,
     gather_all,
     one_each,
 )
@@ -35,8 +37,6 @@ from mmrender.errors import (
     PromptTooLongError,
 )
 from mmrender.protocols import RendererProtocol
-
-Chunk = dict[str, Any]
 
 
 class InferenceEngineClient(InferenceEngineInterface):
@@ -86,7 +86,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.name = name
         self.renderer = renderer
         self.engines = list(engines)
-        self.router = router = _at_router(router, engines) if isinstance(router, str) else router
+        self.router = router = at_router(router, engines) if isinstance(router, str) else router
         self._deadline = deadline
         self._max_idle_aborts = max_idle_aborts
         self._tokens = ModelTokens(renderer)
@@ -415,54 +415,26 @@ class InferenceEngineClient(InferenceEngineInterface):
         self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
         """Let all engines join the trainer's group, with one mapping for all or one for each."""
-        engines = [each.engine for each in await self._all_present()]
+        engines = [each.engine for each in await self._pool.all_present()]
         infos = one_each("engine", len(engines), init_info, where="init_info")
         pairs = zip(engines, infos, strict=True)
         await gather_all([engine.init_weight_update_communicator(info) for engine, info in pairs])
 
     async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
         """Let all engines receive weights at once. All must be up, or the transfer would hang."""
-        await self._all_present()
-        for error in await self._update(
+        await self._pool.all_present()
+        for error in await self._pool.update(
             lambda engine: engine.update_named_weights(request), request.get("weight_version")
         ):
             raise error
 
     async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
         """Let all engines read weights. One that fails gets no requests until it has read them too."""
-        errors = await self._update(
+        errors = await self._pool.update(
             lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
         )
         if len(errors) == len(self._pool.replicas):
             raise errors[0]
-
-    async def _update(self, action: Action, version: str | None) -> list[BaseException]:
-        """Update all weights. An engine that fails gets no requests until a later update succeeds."""
-        pool = self._pool
-        failed = await pool.failures(pool.replicas, action)
-        if len(failed) < len(pool.replicas):
-            pool.version = version
-        for replica in pool.replicas:
-            replica.stale = replica in failed
-            if replica.stale:
-                pool.take_down(replica, f"it missed a weight update: {failed[replica]}")
-        return list(failed.values())
-
-    async def _all_present(self) -> list[Replica]:
-        """Return every engine, after those that are down have answered for their health.
-
-        Raises:
-            EngineUnavailableError: One does not serve.
-        """
-        down = [each for each in self._pool.replicas if each.down is not None]
-        failed = await self._pool.failures(down, lambda engine: engine.check_health(), within=HEALTH_TIMEOUT)
-        if failed:
-            raise EngineUnavailableError(
-                "weights are sent to all engines at once, and some are down",
-                got="; ".join(f"{each.name}: {error}" for each, error in failed.items()),
-                remedy="Bring them back, or make a client without them",
-            )
-        return self._pool.replicas
 
     async def weight_version(self) -> str | None:
         """Return the name of the weights, equal on all engines that serve.
@@ -479,29 +451,6 @@ class InferenceEngineClient(InferenceEngineInterface):
         """Name the weights on all engines."""
         await self.control("set_weight_version", version=version)
         self._pool.version = version
-
-
-def _at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEngine:
-    servers = [engine for engine in engines if isinstance(engine, HTTPEngine)]
-    kinds = {f"{engine.sampler.backend.name} {engine.model}" for engine in servers}
-    others = {type(engine).__name__ for engine in engines} - {type(engine).__name__ for engine in servers}
-    if len(kinds) != 1 or others:
-        raise InputError(
-            "a router's URL does not say how these engines are asked",
-            where="router",
-            expected="HTTPEngine objects of one backend and model",
-            got=", ".join(sorted(kinds | others)),
-            remedy="Give router=HTTPEngine(...)",
-        )
-    return servers[0].behind(url)
-
-
-def common(fact: str, values: Mapping[str, Result]) -> Result:
-    """Return the value of all engines, which `values` has by their names."""
-    if len(set(values.values())) > 1:
-        got = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise EngineStateError(f"engines have different {fact}", got=got)
-    return next(iter(values.values()))
 
 
 class _NoServer:
@@ -545,25 +494,3 @@ def _body_of(payload: RequestPayload) -> Mapping[str, Any]:
             got=f"keys {sorted(payload)}",
         )
     return body
-
-
-async def emitted(
-    produce: Callable[[Callable[[Chunk], None]], Awaitable[object]],
-) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of a coroutine as it emits them. Ending the stream cancels the coroutine."""
-    queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
-
-    async def run() -> None:
-        try:
-            await produce(queue.put_nowait)
-        finally:
-            queue.put_nowait(None)
-
-    task = asyncio.create_task(run())
-    try:
-        while (chunk := await queue.get()) is not None:
-            yield chunk
-        await task
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

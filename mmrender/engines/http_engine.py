@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Hashable, Mapping
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -280,3 +280,23 @@ def _own_transport(server: Server) -> Transport:
         if isinstance(transport, HTTPTransport):
             return HTTPTransport(transport.config)
     return transport
+
+
+def at_router(url: str, engines: Sequence[InferenceEngineInterface]) -> HTTPEngine:
+    """Return an engine at the URL of a router before these servers.
+
+    Raises:
+        InputError: They differ in backend or model, or are not all servers.
+    """
+    servers = [engine for engine in engines if isinstance(engine, HTTPEngine)]
+    kinds = {f"{engine.sampler.backend.name} {engine.model}" for engine in servers}
+    others = {type(engine).__name__ for engine in engines} - {type(engine).__name__ for engine in servers}
+    if len(kinds) != 1 or others:
+        raise InputError(
+            "a router's URL does not say how these engines are asked",
+            where="router",
+            expected="HTTPEngine objects of one backend and model",
+            got=", ".join(sorted(kinds | others)),
+            remedy="Give router=HTTPEngine(...)",
+        )
+    return servers[0].behind(url)

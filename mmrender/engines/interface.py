@@ -6,17 +6,28 @@ Batches are split and merged here.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from mmrender.client.generation import render_prompt
 from mmrender.client.sampling import token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
-from mmrender.errors import EngineUnsupportedError, InputError
+from mmrender.errors import EngineStateError, EngineUnsupportedError, InputError
 from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
 
 Result = TypeVar("Result")
+Chunk: TypeAlias = dict[str, Any]
+"""A reply to an OpenAI request, or a piece of its stream."""
 
 PauseMode: TypeAlias = Literal["abort", "keep", "wait"]
 """How a pause treats running requests: they return their tokens so far, are frozen, or run to their end."""
@@ -388,3 +399,33 @@ async def gather_all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[
     except BaseExceptionGroup as group_error:
         raise group_error.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def common(fact: str, values: Mapping[str, Result]) -> Result:
+    """Return the value of all engines, which `values` has by their names."""
+    if len(set(values.values())) > 1:
+        got = ", ".join(f"{name}: {value}" for name, value in values.items())
+        raise EngineStateError(f"engines have different {fact}", got=got)
+    return next(iter(values.values()))
+
+
+async def emitted(
+    produce: Callable[[Callable[[Chunk], None]], Awaitable[object]],
+) -> AsyncGenerator[Chunk, None]:
+    """Yield the chunks of a coroutine as it emits them. Ending the stream cancels the coroutine."""
+    queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
+
+    async def run() -> None:
+        try:
+            await produce(queue.put_nowait)
+        finally:
+            queue.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (chunk := await queue.get()) is not None:
+            yield chunk
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -15,10 +15,9 @@ from typing import Any, Final, Literal, TypeAlias
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight
-from mmrender.client.transport import RetryPolicy, is_transient
+from mmrender.client.transport import RetryPolicy, is_lost, is_transient
 from mmrender.engines.interface import InferenceEngineInterface, Result
 from mmrender.errors import (
-    EngineConnectionError,
     EngineError,
     EngineStateError,
     EngineTimeoutError,
@@ -300,7 +299,7 @@ class ReplicaPool:
             value = await work.run(ask(replica.engine), replica.name)
         except EngineError as error:
             failed.add(replica)
-            if isinstance(error, EngineConnectionError | EngineTimeoutError) and replica.down is None:
+            if is_lost(error) and replica.down is None:
                 await self.look_at(replica)
             raise
         finally:
@@ -440,6 +439,33 @@ class ReplicaPool:
             await replica.engine.resume_generation()  # it may have missed the end of a pause
         _log.info("engine %s is back", replica.name)
         replica.down = None
+
+    async def all_present(self) -> list[Replica]:
+        """Return every engine, after those that are down have answered for their health.
+
+        Raises:
+            EngineUnavailableError: One does not serve.
+        """
+        down = [each for each in self.replicas if each.down is not None]
+        failed = await self.failures(down, lambda engine: engine.check_health(), within=HEALTH_TIMEOUT)
+        if failed:
+            raise EngineUnavailableError(
+                "weights are sent to all engines at once, and some are down",
+                got="; ".join(f"{each.name}: {error}" for each, error in failed.items()),
+                remedy="Bring them back, or make a client without them",
+            )
+        return self.replicas
+
+    async def update(self, action: Action, version: str | None) -> list[BaseException]:
+        """Update all weights. An engine that fails gets no requests until a later update succeeds."""
+        failed = await self.failures(self.replicas, action)
+        if len(failed) < len(self.replicas):
+            self.version = version
+        for replica in self.replicas:
+            replica.stale = replica in failed
+            if replica.stale:
+                self.take_down(replica, f"it missed a weight update: {failed[replica]}")
+        return list(failed.values())
 
     async def reports_pause(self, replica: Replica | None = None) -> bool | None:
         """Return whether any client has paused an engine, or None if no pause is known and one does not say.

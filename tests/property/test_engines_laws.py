@@ -95,7 +95,10 @@ async def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, bu
 
 
 class Letters:
-    """Decodes, which is all of a renderer that stop strings need."""
+    """Decodes, which is all of a renderer that stop strings need, and names no stop tokens."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        return []
 
     def decode(self, ids):
         return letters(ids)
