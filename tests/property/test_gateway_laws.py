@@ -1,0 +1,141 @@
+"""Laws of the gateway over agents that repeat, rewrite, drop, fork and repeat calls at random."""
+
+import asyncio
+import copy
+import json
+
+from hypothesis import given, settings
+
+from gateway_cases import Recording, gateway, results, said
+from kit import data_url, noise, sources
+from mmrender.content import normalize_messages
+from mmrender.gateway.call import Call
+from mmrender.gateway.kinds import select_samples
+from mmrender.gateway.matching import Index
+from mmrender.messages import Message
+from rollout_cases import TOOLS
+
+WORDS = ("I look.", "  Two  blanks.\n", "café 🦵", "", "<|im_end|>", "1 < 2 & <b>", "\n\nSo.", "A" * 40)
+ARGUMENTS = ('{"at": 1}', '{ "at":  1.0}', '{"at":3,"why":"caf\\u00e9"}', "{}", '{"why": "a\\nb", "at": 2}')
+PICTURES = [data_url(noise(seed, 32, 32)) for seed in range(3)]
+OTHER_TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {}}}]
+
+
+def spoken(source):
+    """A completion: text, calls, or both, in a spelling that the template would not write."""
+    calls = [
+        f'<tool_call>\n{{"name": "look", "arguments": {source.choice(ARGUMENTS)}}}\n</tool_call>'
+        for _ in range(source.choice((0, 1, 1, 2)))
+    ]
+    text = source.choice([word for word in WORDS if "<|" not in word])
+    return "\n".join([*([text] if text else []), *calls])
+
+
+def repeated(source, answer):
+    """The answer in the form of some harness."""
+    form = source.choice(("verbatim", "parsed", "folded", "null", "text"))
+    message = said(answer)
+    if form == "parsed":
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = json.dumps(json.loads(function["arguments"]), sort_keys=True, indent=1)
+    elif form == "folded":
+        message["content"] = " ".join((answer.content or "").split())
+    elif form == "null" and not answer.content:
+        message["content"] = source.choice((None, ""))
+    elif form == "text" and answer.calls:
+        ids = ", ".join(f"{{'id': '{call.id}'}}" for call in answer.calls)
+        message = {"role": "assistant", "content": f"{answer.content}\nCalling tools:\n[{ids}]"}
+    return message
+
+
+def asked(source):
+    words = source.choice(WORDS) or "Go on."
+    if source.random() < 0.2:
+        picture = {"type": "image_url", "image_url": {"url": source.choice(PICTURES)}}
+        return {"role": "user", "content": [{"type": "text", "text": words}, picture]}
+    return {"role": "user", "content": words}
+
+
+class Agent:
+    """An agent that makes calls at random, and checks each of them."""
+
+    def __init__(self, source, renderer):
+        self.source = source
+        self.session = Recording(renderer, lambda request: spoken(source))
+        self.histories = [[{"role": "system", "content": "Be brief."}, asked(source)]]
+        self.tools = TOOLS
+
+    async def act(self):
+        """Call once, after a change of the history now and then."""
+        source = self.source
+        history = copy.deepcopy(source.choice(self.histories[-3:]))
+        turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
+        match source.choice(("go on",) * 6 + ("edit", "drop", "insert", "system", "tools")):
+            case "edit" if len(history) > 2:
+                index = source.randrange(1, len(history))
+                if history[index]["role"] in ("user", "tool"):
+                    history[index] = {**history[index], "content": "edited"}
+            case "drop" if turns:
+                del history[source.choice(turns)]
+            case "insert" if turns:
+                index = source.choice(turns)
+                foreign = {"role": "assistant", "content": source.choice(("By hand.", "Not sampled."))}
+                history[index:index] = [foreign, {"role": "user", "content": "Hm."}]
+            case "system":
+                history[0] = {"role": "system", "content": source.choice(("Be kind.", "Be brief."))}
+            case "tools":
+                self.tools = source.choice((TOOLS, OTHER_TOOLS + TOOLS))
+        call = Call("chat", "m", normalize_messages(history), tuple(self.tools))
+        again = Index.of(self.session.trajectory.steps)
+        assert again.place(call) == self.session.index.place(call)
+        step, answer = await self.session.take(call)
+        self.check(call, step)
+        contents = [source.choice(WORDS) or "none" for _ in answer.calls]
+        history += [repeated(source, answer), *results(answer, *contents)]
+        if not answer.calls or source.random() < 0.3:
+            history.append(asked(source))
+        self.histories.append(history)
+
+    def check(self, call, step):
+        """The prompt is the template's text with the sampled tokens of each turn in place of its words."""
+        session, record = self.session, gateway(step)
+        place = Index.of(session.trajectory.steps[: step.index]).place(call)
+        turns = dict(place.borrowed)
+        while place.parent is not None:
+            turns[place.start - 1] = place.parent
+            shorter = Call("chat", "m", call.messages[: place.start - 1], call.tools)
+            place = Index.of(session.trajectory.steps[: step.index]).place(shorter)
+            turns |= place.borrowed
+        if record["prompt"] == "rendered" and turns:
+            assert record["why_rendered"] == "the extension is empty"
+            return
+        messages = [
+            Message(role="assistant", content=f"Turn {turns[index]}.") if index in turns else message
+            for index, message in enumerate(call.messages)
+        ]
+        whole = session.renderer.render(messages, tools=list(step.tools), add_generation_prompt=True)
+        expected, position = [], 0
+        for index in sorted(turns):
+            spans = [span for span in whole.spans if span.sampled and span.message == index]
+            expected += whole.token_ids[position : spans[0].start]
+            expected += session.trajectory.steps[turns[index]].completion_ids.tolist()
+            position = spans[-1].stop
+        assert step.prompt_ids.tolist() == expected + whole.token_ids[position:]
+
+
+@settings(max_examples=40)
+@given(source=sources())
+def test_sampled_tokens_are_never_encoded_again(renderers, source):
+    agent = Agent(source, renderers("qwen3_vl"))
+
+    async def run():
+        for _ in range(source.randrange(2, 10)):
+            await agent.act()
+
+    asyncio.run(run())
+    trajectory = agent.session.trajectory
+    sampled = sum(len(step.completion_ids) for step in trajectory.steps)
+    samples = select_samples(trajectory, ("main", "subagent", "compaction", "side"))
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sampled
+    assert len(trajectory) == len(agent.session.backend.requests)
