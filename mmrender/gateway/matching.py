@@ -17,6 +17,7 @@ step, so equal words that were sampled as other tokens lead to other contexts.
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -38,6 +39,8 @@ Digest: TypeAlias = str
 _CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID_LENGTH}}}(?![0-9A-Za-z])")
 _EXACT: Final = 2**53
 """Integers from here on are not exact in JavaScript, through which many agents send them."""
+_LARGEST: Final = 1 << 1023
+_ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,6 +55,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
         answer: Digest of the answer that the agent got.
         question: Digest of the last message before the answer.
         call_ids: Ids of the answer's calls, in order.
+        speaker: The agent, or the thread, whose call was answered, if its headers say.
     """
 
     tools: Digest
@@ -61,6 +65,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     question: Digest
     parent: int | None = None
     call_ids: tuple[str, ...] = ()
+    speaker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Place:
         tools: Digest of the offered tools.
         arguments: Digest of the template arguments.
         question: Digest of the last message.
+        speaker: The agent, or the thread, that makes the call, if its headers say.
     """
 
     parent: int | None
@@ -90,6 +96,7 @@ class Place:
     tools: Digest
     arguments: Digest
     question: Digest
+    speaker: str | None
 
     def recorded(self, answer: Answer) -> Recorded:
         """Return the record of the step that answers the call."""
@@ -102,6 +109,7 @@ class Place:
             self.question,
             self.parent,
             tuple(call.id for call in answer.calls),
+            self.speaker,
         )
 
 
@@ -114,7 +122,7 @@ class _Node:
         follower: A step whose conversation goes on from here, or None.
     """
 
-    steps: list[int] = field(default_factory=list)
+    steps: tuple[int, ...] = ()
     follower: int | None = None
 
 
@@ -187,7 +195,8 @@ class Index:
                 got="an answer" if call.messages else "no messages",
             )
         arguments = call.template_arguments if template_arguments is None else template_arguments
-        digests = digest_of(call.offered or ()), digest_of(arguments)
+        # Equal digests of all steps are one object.
+        digests = sys.intern(digest_of(call.offered or ())), sys.intern(digest_of(arguments))
         root = digest_of(digests)
         walks = [_Walk([root], None, 0, 0, root)]
         question = root
@@ -199,7 +208,8 @@ class Index:
                 for walk in walks:
                     self._advance(walk, position, own)
             question = own
-        best = max(walks, key=lambda walk: (self._sibling(walk) is not None, walk.start, walk.parent or -1))
+        speaker = call.origin.agent or call.origin.thread
+        best = max(walks, key=lambda walk: self._rank(walk, speaker))
         return Place(
             parent=best.parent,
             start=best.start,
@@ -211,7 +221,14 @@ class Index:
             tools=digests[0],
             arguments=digests[1],
             question=question,
+            speaker=speaker,
         )
+
+    def _rank(self, walk: _Walk, speaker: str | None) -> tuple[bool, int, bool, int]:
+        """Rank a reading: the longest one first, then the speaker's own, then the newest."""
+        parent = -1 if walk.parent is None else walk.parent
+        is_own = parent >= 0 and self._steps[parent].speaker == speaker
+        return self._sibling(walk) is not None, walk.start, is_own, parent
 
     def add(self, number: int, recorded: Recorded) -> None:
         """Take in a step, under its number in the trajectory."""
@@ -220,7 +237,7 @@ class Index:
             self._node(_after_turn(recorded.parent)).follower = number
         for context in recorded.path[:-1]:
             self._node(context).follower = number
-        self._node(recorded.path[-1]).steps.append(number)
+        self._node(recorded.path[-1]).steps += (number,)
         self._node(_after_turn(number))
         self._by_call.update(dict.fromkeys(recorded.call_ids, number))
         self._by_answer[recorded.answer, recorded.question] = number
@@ -230,7 +247,7 @@ class Index:
 
     def _advance(self, walk: _Walk, position: int, own: Digest) -> None:
         """Read a message that is no recorded turn."""
-        context = digest_of((walk.path[-1], own))
+        context = _hash((walk.path[-1] + own).encode())
         walk.path.append(context)
         if walk.known == position and context in self._nodes:
             walk.known, walk.last_known = position + 1, context
@@ -300,31 +317,33 @@ class Index:
 
 
 def _after_turn(step: int) -> Digest:
-    return digest_of(("turn", step))
+    return _hash(b"turn %d" % step)
+
+
+def _hash(data: bytes) -> Digest:
+    return blake3(data).hexdigest(length=16)
 
 
 def digest_of(value: Any) -> Digest:
-    """Digest of plain data, by its canonical JSON."""
-    return blake3(_json(value).encode("ascii")).hexdigest(length=16)
-
-
-def _json(value: Any) -> str:
-    """JSON in ASCII with sorted keys, in which numbers are equal if JavaScript cannot tell them apart."""
+    """Digest of plain data, by its JSON with sorted keys."""
     try:
-        return json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"))
+        return _hash(_ENCODE(value))
     except RecursionError:
         raise InputError("a value is nested too deeply", where="messages or tools") from None
+    except (UnicodeEncodeError, OverflowError):  # half a surrogate pair, or a number beyond 64 bits
+        return _hash(json.dumps(value, sort_keys=True).encode("ascii"))
 
 
-def _canonical(value: Any) -> Any:
+def _as_javascript(value: Any) -> Any:
+    """Return plain data in which numbers are equal if JavaScript cannot tell them apart."""
     if isinstance(value, Mapping):
-        return {str(key): _canonical(entry) for key, entry in value.items()}
+        return {key: _as_javascript(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_canonical(entry) for entry in value]
+        return [_as_javascript(entry) for entry in value]
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _EXACT:
-        return float(value) if abs(value) < 1 << 1000 else str(value)
+    if isinstance(value, int) and _EXACT <= abs(value) < _LARGEST:
+        return float(value)
     return value
 
 
@@ -360,7 +379,7 @@ def _source_digest(source: Any, where: str) -> Digest:
             expected="a data: or http(s) URL, or bytes",
             got=type(source).__name__,
         )
-    return blake3(source).hexdigest(length=16)
+    return _hash(source)
 
 
 def _answer_of(message: Message) -> Digest:
@@ -373,14 +392,17 @@ def _answer_digest(text: str, calls: Iterable[tuple[str, Any]]) -> Digest:
 
 
 def _arguments(value: Any) -> Any:
-    """Arguments of a call. Of arguments that are not JSON, which agents wrap, the raw text."""
+    """Arguments of a call to compare. Of arguments that are not JSON, which agents wrap, the raw text."""
     if isinstance(value, Mapping) and len(value) == 1:
         [(key, inner)] = value.items()
         if key == "__unparsedToolInput" and isinstance(inner, Mapping):
             inner = inner.get("raw")
         if key.startswith("__unparsed") and isinstance(inner, str):
             return inner
-    return value
+    try:
+        return _as_javascript(value)
+    except RecursionError:
+        raise InputError("a value is nested too deeply", where="messages or tools") from None
 
 
 def texts_of(message: Message) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from mmrender.client.types import Usage
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError
-from mmrender.gateway.call import Answer, AnswerCall, Call, new_id
+from mmrender.gateway.call import Answer, AnswerCall, Call, Origin, new_id
 from mmrender.gateway.matching import Index
 from rollout_cases import TOOLS
 
@@ -235,6 +235,18 @@ def test_equal_answers_to_one_prompt_are_told_apart_by_what_follows(session):
     assert session.index.place(call_of(continued)).parent == 3
     place = session.index.place(call_of([*session.messages[:-1], {"role": "user", "content": "New."}]))
     assert place.parent in (1, 2)
+
+
+def test_equal_answers_belong_to_the_agent_that_got_them():
+    """Two subagents with one task get the same words."""
+    session = Session()
+    asked = [{"role": "user", "content": "Look."}]
+    for name in ("a", "b"):
+        place = session.index.place(call_of(asked, origin=Origin(agent=name)))
+        session.index.add(len(session.index), place.recorded(answer("So.")))
+    continued = [*asked, repeated(answer("So.")), {"role": "user", "content": "And?"}]
+    for name, parent in (("a", 0), ("b", 1), ("c", 1)):
+        assert session.index.place(call_of(continued, origin=Origin(agent=name))).parent == parent
 
 
 def test_an_index_of_the_steps_records_finds_the_same_places(session):

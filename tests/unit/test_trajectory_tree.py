@@ -276,3 +276,20 @@ def test_a_turn_is_appended_with_everything_that_its_engine_said():
     step = whole.append_turn(turn, extra={"note": 2})
     assert step.extra == {"restricted": ["json"], "note": 2}
     assert step_sample(step).extra["restricted"] == ((9, 11, "json"),)
+
+
+def test_samples_that_train_on_some_steps():
+    """The tokens of the other steps stay in the sequence, and train nothing, also where branches share them."""
+    trajectory = Trajectory()
+    first = trajectory.append([1, 2], [3, 4], logprobs=[-1, -1])
+    trajectory.append([1, 2, 3, 4, 5], [6], logprobs=[-1], parent=first)
+    trajectory.append([1, 2, 3, 4, 7], [8], logprobs=[-1], parent=first)
+    samples = trajectory.samples(trains=lambda step: step.index != 1)
+    masks = [sample.loss_mask.tolist() for sample in samples]
+    assert masks == [
+        [False, False, True, True, False, False],
+        [False, False, False, False, False, True],
+    ]
+    assert [sample.loss_mask.sum() for sample in trajectory.samples(trains=lambda step: step.index == 2)] == [
+        1
+    ]
