@@ -34,6 +34,7 @@ from mmrender.errors import (
 )
 
 try:
+    import h11
     from starlette.requests import ClientDisconnect, Request
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 except ImportError as error:
@@ -41,9 +42,9 @@ except ImportError as error:
 
 Result = TypeVar("Result")
 
-_MAX_PIECES: Final = 4096
-"""Pieces of a body that may be small. Further ones hold `_MIN_PIECE_BYTES` on average."""
-_MIN_PIECE_BYTES: Final = 256
+_MAX_CHUNKS: Final = 4096
+"""Chunks of a body that may be small. Further ones hold `_MIN_CHUNK_BYTES` on average."""
+_MIN_CHUNK_BYTES: Final = 256
 _IN_THREAD_BYTES: Final = 1 << 18
 """A larger body is decoded in a thread, since that takes milliseconds."""
 _MAX_STOPS: Final = 64
@@ -116,7 +117,8 @@ def failure_of(error: BaseException) -> Failure:
 def key_of(request: Request) -> str:
     """Return the key of a request, as OpenAI's or Anthropic's clients send it. Empty without one."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
+    key = token.strip() if scheme.lower() == "bearer" else ""
+    return key or request.headers.get("x-api-key", "").strip()
 
 
 def is_one_of(key: str, keys: Sequence[str]) -> bool:
@@ -157,8 +159,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
     """Read the JSON object of a request.
 
     Raises:
-        RequestError: It is longer than `limit` bytes, late by `seconds`, in too many pieces, or not a JSON
-            object.
+        RequestError: It is longer than `limit` bytes, late by `seconds`, or not a JSON object.
         CallerLeftError: The caller left before it was read.
     """
     too_long = RequestError(
@@ -170,16 +171,13 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise too_long
-    body, pieces = bytearray(), 0
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for piece in request.stream():
                 body += piece
-                pieces += 1
                 if len(body) > limit:
                     raise too_long
-                if pieces > _MAX_PIECES + len(body) // _MIN_PIECE_BYTES:
-                    raise RequestError(400, "the body comes in too many pieces", code="too_many_pieces")
         if len(body) > _IN_THREAD_BYTES:
             return await asyncio.to_thread(msgspec.json.decode, bytes(body), type=dict[str, Any])
         return msgspec.json.decode(body, type=dict[str, Any])
@@ -282,11 +280,30 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
+class _ChargedConnection(h11.Connection):
+    """Refuses bodies in many tiny chunks, since each costs as much as a large one."""
+
+    _chunks = 0
+    _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > _MAX_CHUNKS + self._bytes // _MIN_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many chunks")
+        elif isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        return event
+
+
 class TimedProtocol(H11Protocol):
-    """h11 with a timeout for request heads, which uvicorn lacks."""
+    """h11 with a timeout for request heads and a bound on chunks, which uvicorn lacks."""
 
     def __init__(self, *arguments: Any, head_seconds: float, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.conn = _ChargedConnection(h11.SERVER, self.config.h11_max_incomplete_event_size or 1 << 16)
         self._head_seconds = head_seconds
         self._late: asyncio.TimerHandle | None = None
 
