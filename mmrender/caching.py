@@ -237,6 +237,16 @@ def digest_of_code(patterns: tuple[str, ...]) -> str:
     return digest.hexdigest(length=16)
 
 
+def release_of(package: str) -> str:
+    """Return the release of an installed package, empty without it."""
+    from importlib.metadata import PackageNotFoundError, version  # costs more than the rest of this module
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
 class _Entry(msgspec.Struct):
     digest: str
     value: msgspec.Raw

@@ -33,6 +33,7 @@ from msgspec import Meta
 
 from mmcodecs import BufferPool
 from mmcodecs.buffers import ALIGNMENT
+from mmcodecs.values import DEFAULT_LIMITS
 from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
@@ -47,8 +48,8 @@ VERSION: Final = 4
 MAGIC: Final = b"mmsp"
 PREFIX: Final = struct.Struct("<4sI")
 MAX_HEADER_BYTES: Final = 256 << 10
-MAX_FRAMES: Final = 4096 + 1
-"""Maximum frames of a message of the codec: 4,096 payloads and a head."""
+MAX_FRAMES: Final = DEFAULT_LIMITS.max_frames + 1
+"""Maximum frames of a message of the codec: its payloads and a head."""
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
 _LONG_BYTES: Final = 64 << 10
 """Frames from this size on have a buffer of their own, so that they keep no others alive."""

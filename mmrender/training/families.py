@@ -8,14 +8,13 @@ concatenated is an error, never padded by guess.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
 from blake3 import blake3
 
-from mmrender.caching import FileCache, cache_folder, digest_of_code
+from mmrender.caching import FileCache, cache_folder, digest_of_code, release_of
 from mmrender.errors import BatchError, ModelError
 from mmrender.messages import MODALITIES
 from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
@@ -322,16 +321,9 @@ def _digest(settings: Mapping[str, Any]) -> str:
     except Exception:  # noqa: BLE001 - a configuration that Transformers cannot read is taken as it is
         settings = dict(settings)
     kept = {name: value for name, value in settings.items() if name not in _VOLATILE}
-    releases = [_release(name) for name in ("transformers", "torch")]
+    releases = [release_of(name) for name in ("transformers", "torch")]
     facts = [kept, *releases, digest_of_code(_CODE)]
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest(length=16)
-
-
-def _release(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def read_settings(config: Any) -> Mapping[str, Any]:

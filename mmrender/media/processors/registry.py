@@ -10,12 +10,11 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mmcodecs.forks import watch_forks
-from mmrender.caching import cached_property, digest_of_code
+from mmrender.caching import cached_property, digest_of_code, release_of
 from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
@@ -222,13 +221,9 @@ class DeferredProcessor(MediaProcessor):
     def _text_affixes(self) -> Mapping[BosPlace, Affixes]:
         if self._template is None:
             return {}
-        try:
-            release = version("transformers")
-        except PackageNotFoundError:
-            release = ""
         files = self._files
         settings = (files.processor_class, files.image, files.processor, files.model.tokenizer_config)
-        about = digest_settings({"settings": settings, "transformers": release}).hex()
+        about = digest_settings({"settings": settings, "transformers": release_of("transformers")}).hex()
         key = ("affixes", about, digest_of_code(("media/processors/*.py",)))
         try:
             return self._template.findings.get_or_find(key, dict[BosPlace, Affixes], self._learn_text_affixes)
