@@ -155,6 +155,7 @@ class Receiver(End):
         timing: Time limits.
 
     Attributes:
+        url: The address, once it is open with the port that was chosen.
         errors: The last hundred errors that closed a connection.
 
     Raises:
@@ -178,6 +179,7 @@ class Receiver(End):
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.address = Address.parse(url)
+        self.url = str(self.address)
         check_tls(self.address, ssl)
         if ack not in ("taken", "explicit"):
             expected = "'taken' or 'explicit'"
@@ -205,16 +207,10 @@ class Receiver(End):
         self._turn = asyncio.Lock()
         self._pool = BufferPool(max_idle_bytes=window_bytes)
         self._changed = Notifier()
-        self._url = str(self.address)
         self._stop_listening: Callable[[], None] | None = None
         self._sessions: set[_Session] = set()
         self._stats = ReceiverStats()
         self._closed = False
-
-    @property
-    def url(self) -> str:
-        """The address, with the port that was chosen."""
-        return self._url
 
     @property
     def stats(self) -> ReceiverStats:
@@ -234,7 +230,7 @@ class Receiver(End):
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         if self._stop_listening is None:
-            self._url, self._stop_listening = await listen(self.address, self._ssl, self._accept)
+            self.url, self._stop_listening = await listen(self.address, self._ssl, self._accept)
 
     async def receive(self, timeout: float | None = None) -> Received:
         """Wait for the next message.
