@@ -5,7 +5,7 @@ import base64
 import io
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image
+
+Kind = type[BaseException] | tuple[type[BaseException], ...]
 
 
 def noise(seed: int = 0, width: int = 96, height: int = 64) -> Image.Image:
@@ -70,11 +72,23 @@ def conversations(*arguments: Any, **options: Any) -> st.SearchStrategy[Any]:
     return sources().map(ConversationMaker(*arguments, **options).make)
 
 
-def error_of(kind: type[BaseException], call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """The sentence of the error that a call raises."""
+def raised(kind: Kind, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+    """The error that a call raises."""
     with pytest.raises(kind) as caught:
         call(*arguments, **options)
-    return str(caught.value)
+    return caught.value
+
+
+def error_of(kind: Kind, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> str:
+    """The sentence of the error that a call raises."""
+    return str(raised(kind, call, *arguments, **options))
+
+
+async def raised_by(kind: Kind, awaitable: Awaitable[Any]) -> Any:
+    """The error that an awaitable raises."""
+    with pytest.raises(kind) as caught:
+        await awaitable
+    return caught.value
 
 
 async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import audit_faults  # noqa: F401 - registers them
 from audit_cases import FAULTS, judge, scene
-from kit import blocks
+from kit import blocks, shown
 from mmrender.audit import TrainerModel, audit, inspect_sample
 from mmrender.audit.causes import GROUPS
 from mmrender.audit.computed import whole_in
@@ -37,8 +37,8 @@ def samples(tiny_model, renderer):
     backend = LocalBackend(tiny_model)
 
     async def rollout(seed):
-        user = {"role": "user", "content": [{"type": "image", "image": blocks(seed)}, "What is it?"]}
-        more = {"role": "user", "content": [{"type": "image", "image": blocks(seed + 50)}, "And this?"]}
+        user = {"role": "user", "content": [shown(blocks(seed)), "What is it?"]}
+        more = {"role": "user", "content": [shown(blocks(seed + 50)), "And this?"]}
         first = renderer.render([user], add_generation_prompt=True)
         one = await complete(backend, first, 2 * seed)
         bridged = renderer.bridge_to_next_turn(
@@ -108,16 +108,21 @@ def second_image(change):
     return changed
 
 
-def test_one_patch_off(samples, trainer):
+def test_one_patch_off_is_named_and_the_text_says_where(samples, trainer, renderer):
     moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
     report = planted(samples, trainer, moved)
     (finding,) = report.findings
-    assert finding.cause == "pixels"
-    assert finding.image == 1
+    assert (finding.cause, finding.image) == ("pixels", 1)
     assert finding.statement.startswith("the sampler saw every patch 1 place(s) earlier in image 1 (tokens ")
     ((departing, first),) = report.departing
     assert first == 12  # the second completion's first token; the first never saw that image
     assert [place.position for place in departing.suspects(first)] == [1]
+    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
+    report = planted(samples, trainer, moved, decode=renderer.decode)
+    text = report.text()
+    assert "1 of 3 samples depart" in text
+    assert "rollout-0: first at token" in text
+    assert "sampled token 13 of 24, after image 1 (tokens" in text
 
 
 def test_tokens_that_could_be_no_others_do_not_clear_an_image(samples, trainer):
@@ -220,15 +225,6 @@ def test_other_weights_are_not_blamed_on_an_image(samples, trainer):
     assert (finding.cause, finding.variation) == ("unknown", "")
     assert finding.token == np.flatnonzero(wrong[0].loss_mask)[0]
     assert "attended padding" in finding.evidence  # what was excluded
-
-
-def test_the_text_says_where(samples, trainer, renderer):
-    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
-    report = planted(samples, trainer, moved, decode=renderer.decode)
-    text = report.text()
-    assert "1 of 3 samples depart" in text
-    assert "rollout-0: first at token" in text
-    assert "sampled token 13 of 24, after image 1 (tokens" in text
 
 
 def test_a_sampler_restricted_by_a_grammar(samples, trainer):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from syrupy.assertion import SnapshotAssertion
 
+from kit import assistant, error_of, shown, user
 from mmrender.errors import InputError, MessageError, PlaceholderError, SpecialTokenError
 from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData
@@ -39,7 +39,7 @@ STOPS_IN_USER_TURNS = (
     "{{ '<|endoftext|>' if m.role == 'user' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 
-USER = [{"role": "user", "content": "And now?"}]
+USER = [user("And now?")]
 TOOL = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00001"}]
 
 
@@ -74,7 +74,7 @@ def chatml(tiny_model: Path) -> Renderer:
 
 
 def first_prompt(renderer: Renderer, **options: Any) -> list[int]:
-    return renderer.render_ids([{"role": "user", "content": "Hi"}], add_generation_prompt=True, **options)
+    return renderer.render_ids([user("Hi")], add_generation_prompt=True, **options)
 
 
 NEXT = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
@@ -153,7 +153,7 @@ CLOSES = {
 
 
 @pytest.mark.parametrize("name", CLOSES)
-def test_close_of_a_completion(tiny_model: Path, name: str) -> None:
+def test_close_of_a_completion(tiny_model, name):
     source, options, extension, cases = CLOSES[name]
     renderer = load(tiny_model, source)
     prompt = first_prompt(renderer, **options)
@@ -178,16 +178,14 @@ CLOSED_WITH_CONTENT = (
 @pytest.mark.parametrize("after", ["", "\n"])
 @pytest.mark.parametrize("before", ["", "\n\n"])
 @pytest.mark.parametrize("space", ["", "\n"])
-def test_reasoning_alone_is_closed_as_the_template_closes_it(
-    tiny_model: Path, space: str, before: str, after: str
-) -> None:
+def test_reasoning_alone_is_closed_as_the_template_closes_it(tiny_model, space, before, after):
     """Cut off anywhere in its reasoning or right after it, a turn goes on as in the whole rendering."""
     source = CLOSED_WITH_CONTENT
     for name, text in {"HEAD": "\n", "IN": space, "OUT": space, "BEFORE": before, "AFTER": after}.items():
         source = source.replace(f"@{name}@", f"{{{{ {text!r} }}}}")
     renderer = load(tiny_model, source)
     prompt = first_prompt(renderer)
-    asked = [{"role": "user", "content": "Hi"}]
+    asked = [user("Hi")]
     for reasoning in ("b", "because", "because it is"):
         for content in ("", "Fine."):
             answer = {"role": "assistant", "content": content, "reasoning_content": reasoning}
@@ -203,14 +201,12 @@ def test_reasoning_alone_is_closed_as_the_template_closes_it(
                 assert bridge.decode() == renderer.decode(full), text
 
 
-def test_a_turn_is_continued_where_nothing_but_its_place_opens_it(tiny_model: Path) -> None:
+def test_a_turn_is_continued_where_nothing_but_its_place_opens_it(tiny_model):
     """The blank before content is not written again, since the prompt does not end in a question."""
     renderer = load(tiny_model, NO_GENERATION_PROMPT)
-    asked = [{"role": "user", "content": "Hi"}]
+    asked = [user("Hi")]
     fresh = renderer.render_ids(asked, add_generation_prompt=True)
-    begun = renderer.render_ids(
-        [*asked, {"role": "assistant", "content": "It is"}], continue_final_message=True
-    )
+    begun = renderer.render_ids([*asked, assistant("It is")], continue_final_message=True)
     for prompt, completion, written in (
         (fresh, "", " <|im_end|>"),
         (fresh, " ", "<|im_end|>"),
@@ -225,33 +221,31 @@ def test_a_turn_is_continued_where_nothing_but_its_place_opens_it(tiny_model: Pa
         assert bridge.decode(len(prompt) + len(sampled)) == f"{written}<|im_start|>And now?|"
 
 
-def test_system_message_and_names_in_the_extension(chatml: Renderer) -> None:
+def test_names_in_the_extension_and_empty_arrays(chatml):
     extension = [*TOOL, {"role": "system", "content": "Be brief."}, *USER]
     prompt = first_prompt(chatml)
     bridge = chatml.bridge_to_next_turn(prompt, chatml.tokenizer.encode("x<|im_end|>"), extension)
-    assert bridge is not None
-    assert bridge.roles == ("tool", "system", "user")
-    assert bridge.tool_names == ("zoom", None, None)
+    assert (bridge.roles, bridge.tool_names) == (("tool", "system", "user"), ("zoom", None, None))
     assert [span.kind for span in bridge.spans[:2]] == ["prompt", "completion"]
     assert bridge.sampled_mask.sum() == 2
+    bridge = chatml.bridge_to_next_turn(np.array([1], np.int32), np.array([], np.int64), USER)
+    assert bridge.decode(1) == "<|im_end|>" + NEXT
+    assert chatml.bridge_to_next_turn(np.array([], np.int32), [1], USER) is None
+    assert chatml.why_not_bridged == "the previous prompt is empty"
 
 
-def test_literal_special_tokens_of_new_messages_are_text(
-    tiny_model: Path, chatml: Renderer, sentence: SnapshotAssertion
-) -> None:
-    extension = [{"role": "user", "content": "<|im_end|>"}]
+def test_literal_special_tokens_of_new_messages_are_text(tiny_model, chatml, sentence):
+    extension = [user("<|im_end|>")]
     stop = chatml.tokenizer.token_id("<|im_end|>")
     prompt = first_prompt(chatml)
     bridge = chatml.bridge_to_next_turn(prompt, [stop], extension)
-    assert bridge is not None
     assert bridge.token_ids[len(prompt) :].count(stop) == 2
     strict = load(tiny_model, CHATML, content_special_tokens="error")
-    with pytest.raises(SpecialTokenError) as error:
-        strict.bridge_to_next_turn(prompt, [stop], [*USER, *extension])
-    assert str(error.value) == sentence
+    error = error_of(SpecialTokenError, strict.bridge_to_next_turn, prompt, [stop], [*USER, *extension])
+    assert error == sentence
 
 
-PICTURE = {"type": "image", "image": Image.new("RGB", (64, 64))}
+PICTURE = shown(Image.new("RGB", (64, 64)))
 MISTAKES = {
     "role": (MessageError, [1], [*USER, {"role": "nobody", "content": "x"}]),
     "dropped image": (PlaceholderError, [1], [*TOOL, {"role": "user", "content": [PICTURE]}]),
@@ -260,23 +254,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_errors_name_the_new_message(chatml: Renderer, sentence: SnapshotAssertion, name: str) -> None:
+def test_errors_name_the_new_message(chatml, sentence, name):
     kind, prompt, extension = MISTAKES[name]
-    with pytest.raises(kind) as error:
-        chatml.bridge_to_next_turn(prompt, [2], extension)
-    assert str(error.value) == sentence
+    assert error_of(kind, chatml.bridge_to_next_turn, prompt, [2], extension) == sentence
 
 
-def test_the_sidecar_is_of_the_prompt(renderer: Renderer, sentence: SnapshotAssertion) -> None:
+def test_the_sidecar_is_of_the_prompt(renderer, sentence):
     rendered = renderer.render([{"role": "user", "content": [PICTURE]}], add_generation_prompt=True)
     with pytest.raises(PlaceholderError) as error:
         renderer.bridge_to_next_turn([1, 2], [1], USER, previous_multi_modal_data=rendered.multi_modal_data)
     assert str(error.value) == sentence
 
 
-def test_reason_is_that_of_the_thread_and_of_the_last_call(
-    chatml: Renderer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reason_is_that_of_the_thread_and_of_the_last_call(chatml, caplog):
     stop = chatml.get_stop_token_ids()[-1]
     with caplog.at_level(logging.DEBUG, "mmrender.bridge.bridge"):
         assert chatml.bridge_to_next_turn([1], [stop], []) is None
@@ -293,11 +283,3 @@ def test_reason_is_that_of_the_thread_and_of_the_last_call(
     sidecar = MultiModalData()
     assert chatml.bridge_to_next_turn([1], [stop], USER, previous_multi_modal_data=sidecar) is not None
     assert chatml.why_not_bridged is None
-
-
-def test_empty_arrays(chatml: Renderer) -> None:
-    bridge = chatml.bridge_to_next_turn(np.array([1], np.int32), np.array([], np.int64), USER)
-    assert bridge is not None
-    assert bridge.decode(1) == "<|im_end|>" + NEXT
-    assert chatml.bridge_to_next_turn(np.array([], np.int32), [1], USER) is None
-    assert chatml.why_not_bridged == "the previous prompt is empty"

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from syrupy.assertion import SnapshotAssertion
 
 from bridge_cases import Messages
+from kit import assistant, shown, user
 from mmrender.errors import TemplateLimitError
 from mmrender.renderer import Renderer
 from mmrender.template.known import KnownTemplate
 
-HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
-USER = [{"role": "user", "content": "And now?"}]
+HI, HELLO = user("Hi"), assistant("Hello.")
+USER = [user("And now?")]
 TOOL = [{"role": "tool", "content": "42"}]
 NAMED_TOOL = [{"role": "tool", "content": "42", "name": "zoom", "tool_call_id": "call00007"}]
 
@@ -141,9 +141,7 @@ COUNTEREXAMPLES = {
 
 
 @pytest.mark.parametrize("name", COUNTEREXAMPLES)
-def test_template_that_looks_back_gives_no_bridge(
-    tiny_model: Path, sentence: SnapshotAssertion, name: str
-) -> None:
+def test_template_that_looks_back_gives_no_bridge(tiny_model, sentence, name):
     extension, source = COUNTEREXAMPLES[name]
     renderer = load(tiny_model, source)
     assert reason(renderer, extension, open_to_all=True) == sentence
@@ -153,12 +151,11 @@ def test_template_that_looks_back_gives_no_bridge(
         full = renderer.render_ids([HI, HELLO, *extension], add_generation_prompt=True)
         completion = [*renderer.tokenizer.encode("Hello."), renderer.get_stop_token_ids()[-1]]
         bridge = renderer.bridge_to_next_turn(prompt, completion, extension)
-        assert bridge is not None
         sampled = prompt + completion
         assert bridge.token_ids == full or full[: len(sampled)] != sampled
 
 
-def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model: Path) -> None:
+def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model):
     quoted = CALLS.replace(
         "</tool_call>", "{% for v in c.function.arguments.values() %}<think>{{ v }}{% endfor %}</tool_call>"
     )
@@ -174,7 +171,7 @@ def test_tokens_that_only_some_arguments_write_rule_no_call_out(tiny_model: Path
         assert reason(renderer, extension, says=says) is not None
 
 
-def test_a_history_whose_prompt_is_rewritten_is_not_ruled_out_by_how_a_turn_begins(tiny_model: Path) -> None:
+def test_a_history_whose_prompt_is_rewritten_is_not_ruled_out_by_how_a_turn_begins(tiny_model):
     extension, source = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(
         tiny_model, source.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\n ", 1)
@@ -185,7 +182,7 @@ def test_a_history_whose_prompt_is_rewritten_is_not_ruled_out_by_how_a_turn_begi
         assert "the system prompt" in (renderer.why_not_bridged or "")
 
 
-def test_stated_roles_rule_histories_out(tiny_model: Path) -> None:
+def test_stated_roles_rule_histories_out(tiny_model):
     extension, source = COUNTEREXAMPLES["system-in-last-user"]
     renderer = load(tiny_model, source)
     assert reason(renderer, extension, previous_roles=("user",)) is None
@@ -197,14 +194,10 @@ STARTED = "{% set ns = namespace(seen=0) %}"
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])
-def test_stated_roles_choose_the_history(tiny_model: Path, rounds: int) -> None:
+def test_stated_roles_choose_the_history(tiny_model, rounds):
     """A template that writes the first result of a conversation in its own way."""
     renderer = load(tiny_model, template(before=STARTED, head=FIRST_RESULT))
-    calling = {
-        "role": "assistant",
-        "content": "Hm.",
-        "tool_calls": [{"function": {"name": "zoom", "arguments": {}}}],
-    }
+    calling = assistant("Hm.", tool_calls=[{"function": {"name": "zoom", "arguments": {}}}])
     before = [HI, *[calling, *TOOL, HELLO, *USER] * rounds]
     prompt = renderer.render(before, add_generation_prompt=True)
     full = renderer.render_ids([*before, calling, *TOOL], add_generation_prompt=True)
@@ -221,7 +214,7 @@ def test_stated_roles_choose_the_history(tiny_model: Path, rounds: int) -> None:
     assert (counted is None) == (rounds > 0)
 
 
-def test_the_stop_token_that_was_sampled_chooses_the_history(tiny_model: Path) -> None:
+def test_the_stop_token_that_was_sampled_chooses_the_history(tiny_model):
     """A call has a stop token of its own, and says so to a user who answers instead of a tool."""
     head = IF_USER.replace("@", "{{ '(no result)' if loop.previtem and loop.previtem.tool_calls }}")
     renderer = load(
@@ -240,25 +233,25 @@ def test_the_stop_token_that_was_sampled_chooses_the_history(tiny_model: Path) -
         assert bridge.decode(len(prompt) + len(sampled)) == expected
 
 
-def test_without_a_peculiarity_there_is_a_bridge(tiny_model: Path) -> None:
+def test_without_a_peculiarity_there_is_a_bridge(tiny_model):
     renderer = load(tiny_model, template())
     assert [reason(renderer, extension) for extension in (USER, TOOL, NAMED_TOOL)] == [None] * 3
     # The result states the name of the call.
     assert reason(load(tiny_model, template(head=NAME_OF_CALL)), NAMED_TOOL) is None
 
 
-def test_date_in_the_tail_is_that_of_the_clock(tiny_model: Path, sentence: SnapshotAssertion) -> None:
+def test_date_in_the_tail_is_that_of_the_clock(tiny_model, sentence):
     renderer = load(tiny_model, template(head=IF_USER.replace("@", "{{ strftime_now('%Y') }}: ")))
     assert reason(renderer, USER) is None
     assert reason(renderer, USER, history="template") == sentence
 
 
-def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path, sentence: SnapshotAssertion) -> None:
+def test_numbering_of_images_is_known_from_the_sidecar(tiny_model, sentence):
     source = "{% set n = namespace(images=0) %}" + template(
         image="{% set n.images = n.images + 1 %}Picture {{ n.images }}: "
     )
     renderer = load(tiny_model, source)
-    picture = {"type": "image", "image": Image.new("RGB", (64, 64), "teal")}
+    picture = shown(Image.new("RGB", (64, 64), "teal"))
     messages = [{"role": "user", "content": [picture, picture]}]
     prompt = renderer.render(messages, add_generation_prompt=True)
     completion = [*renderer.tokenizer.encode("Two."), renderer.get_stop_token_ids()[-1]]
@@ -266,13 +259,12 @@ def test_numbering_of_images_is_known_from_the_sidecar(tiny_model: Path, sentenc
     bridge = renderer.bridge_to_next_turn(
         prompt.token_ids, completion, extension, previous_multi_modal_data=prompt.multi_modal_data
     )
-    assert bridge is not None
     assert "Picture 3: " in bridge.text
     assert renderer.bridge_to_next_turn(prompt.token_ids, completion, extension) is None
     assert renderer.why_not_bridged == sentence
 
 
-def test_history_policy(tiny_model: Path, sentence: SnapshotAssertion) -> None:
+def test_history_policy(tiny_model, sentence):
     recent = "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     renderer = load(tiny_model, template(before=LAST_USER, head=recent))
     assert reason(renderer, USER) is None
@@ -284,9 +276,7 @@ def test_history_policy(tiny_model: Path, sentence: SnapshotAssertion) -> None:
     assert reason(renderer, USER, history="template", open_to_all=True) is not None
 
 
-def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(
-    tiny_model: Path, sentence: SnapshotAssertion
-) -> None:
+def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(tiny_model, sentence):
     shortened = (
         "{{ m.content[1:] if ns.seen > 1 and m.role == 'assistant' and not loop.last else m.content }}"
     )
@@ -297,18 +287,16 @@ def test_only_a_prompt_with_results_has_turns_that_a_further_result_rewrites(
     assert reason(renderer, NAMED_TOOL, says=called, history="template", open_to_all=True) == sentence
 
 
-def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model: Path) -> None:
+def test_text_of_an_extension_has_a_proof_of_its_own(tiny_model):
     hook = "{% if m.role == 'user' and '/count' in m.content %}{{ messages | length }}{% endif %}"
     renderer = load(tiny_model, template(head=hook))
     assert reason(renderer, USER) is None
-    found = reason(renderer, [{"role": "user", "content": "/count"}])
+    found = reason(renderer, [user("/count")])
     assert "the number of earlier turns" in (found or "")
     assert reason(renderer, USER) is None
 
 
-def test_a_template_that_took_too_long_is_asked_again(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, sentence: SnapshotAssertion
-) -> None:
+def test_a_template_that_took_too_long_is_asked_again(tiny_model, monkeypatch, sentence):
     def too_long(*_: object, **__: object) -> None:
         raise TemplateLimitError("the chat template used too much: time")
 

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from bridge_cases import REAL, assert_tail_equals
+from kit import shown, user
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
 from mmrender.template.chat import ChatTemplate
@@ -58,7 +59,7 @@ def _stop_before_user(renderer: Renderer) -> int:
 
 def _extension(turn: int) -> list[dict[str, Any]]:
     text = {"type": "text", "text": f"Question {turn:02d}."}
-    image = {"type": "image", "image": Image.new("RGB", (64, 48), (40 + turn, 9, 9))}
+    image = shown(Image.new("RGB", (64, 48), (40 + turn, 9, 9)))
     return [{"role": "user", "content": [text] if turn % 2 else [image, text]}]
 
 
@@ -66,7 +67,7 @@ def _extension(turn: int) -> list[dict[str, Any]]:
 def test_long_rollout(renderers: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     renderer = renderers(name)
     sampled = [*renderer.tokenizer.encode(ANSWER), _stop_before_user(renderer)]
-    current = renderer.render([{"role": "user", "content": "Begin."}], add_generation_prompt=True)
+    current = renderer.render([user("Begin.")], add_generation_prompt=True)
     for turn in range(2):  # prove both shapes of extension
         assert renderer.bridge_to_next_turn(current.token_ids, sampled, _extension(turn)) is not None
     works: list[Work] = []
@@ -93,7 +94,7 @@ def test_long_rollout(renderers: Any, monkeypatch: pytest.MonkeyPatch, name: str
         assert sum(map(len, late.encoded)) == sum(map(len, early.encoded))
         assert late.rendered == early.rendered
     # The last tail is that of the whole conversation, rendered at once.
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "Begin."}]
+    messages: list[dict[str, Any]] = [user("Begin.")]
     for turn in range(TURNS):
         messages += [{"role": "assistant", "content": ANSWER}, *_extension(turn)]
     full = renderer.render(messages, add_generation_prompt=True)

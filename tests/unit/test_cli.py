@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import tree_cases
+from kit import assistant, raised, user
 from mmrender import __version__, cli
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
@@ -20,10 +21,7 @@ from mmrender.testing import reference
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory import Trajectory, save_trajectories
 
-MESSAGES = [
-    {"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "What?"}]},
-    {"role": "assistant", "content": "Red."},
-]
+MESSAGES = [user("What?", "red.png"), assistant("Red.")]
 
 
 @pytest.fixture
@@ -39,10 +37,9 @@ def folder(tmp_path, monkeypatch):
 def run(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["mmrender", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exited:
-            cli.main()
+        exited = raised(SystemExit, cli.main)
         captured = capsys.readouterr()
-        return exited.value.code, captured.out, captured.err
+        return exited.code, captured.out, captured.err
 
     return run
 
@@ -59,8 +56,7 @@ def test_render_prints_what_the_library_gives(run, folder, tiny_model, renderer)
     assert document["mm_placeholders"] == {
         "image": [{"offset": place.offset, "length": 24, "embed_spans": None}]
     }
-    assert document["mm_grids"] == {"image": [[1, 8, 12]]}
-    assert document["rewritten"] == []
+    assert (document["mm_grids"], document["rewritten"]) == ({"image": [[1, 8, 12]]}, [])
     assert document["spans"][0] == expected.spans[0]._asdict()
     sampled = sum(span["stop"] - span["start"] for span in document["spans"] if span["sampled"])
     assert sampled == int(expected.sampled_mask.sum())
@@ -79,8 +75,8 @@ def test_options_stand_beside_the_messages(run, folder, tiny_model):
 
 
 def test_a_generation_prompt_follows_a_conversation_that_waits_for_the_model(run, folder, tiny_model):
-    Path("asked.json").write_text(json.dumps([{"role": "user", "content": "What?"}]))
-    Path("answered.json").write_text(json.dumps([{"role": "user", "content": "What?"}, MESSAGES[1]]))
+    Path("asked.json").write_text(json.dumps([user("What?")]))
+    Path("answered.json").write_text(json.dumps([user("What?"), MESSAGES[1]]))
     options = ("-m", tiny_model, "--image-backend", "pil")
     for name, flags, turns in [
         ("asked.json", (), 1),
@@ -124,21 +120,18 @@ def test_without_the_extra_the_command_names_it():
 
 
 def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([{"role": "user", "content": "hi"}])))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([user("hi")])))
     status, out, _ = run("render", "-", "-m", tiny_model, "--image-backend", "pil")
     assert status == 0
     assert json.loads(out)["mm_hashes"] == {}
 
 
-def test_doctor_as_json(run, tiny_model):
+def test_doctor_as_json_and_its_failure_where_there_are_problems(run, tiny_model, tmp_path):
     status, out, _ = run("doctor", tiny_model, "--json")
     findings = json.loads(out)
     assert status == 0
     assert findings["template"]["prefix_stable"] is True
     assert findings["images"]["placeholders"]["image"] == "<|image_pad|>"
-
-
-def test_doctor_fails_where_there_are_problems(run, tiny_model, tmp_path):
     directory = shutil.copytree(tiny_model, tmp_path / "refusing")
     (directory / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
     status, out, _ = run("doctor", directory)
@@ -149,17 +142,14 @@ def test_doctor_fails_where_there_are_problems(run, tiny_model, tmp_path):
     )
 
 
-def test_parity_of_an_honest_model(run, folder, tiny_model):
+def test_parity_of_an_honest_model_also_as_json(run, folder, tiny_model):
     """With photographs from a folder."""
     options = ("--cases", 3, "--image-backend", "pil", "--images", folder)
     status, out, _ = run("parity", tiny_model, *options)
     assert status == 0
     assert "equal" in out
     assert "differ" not in out
-
-
-def test_parity_as_json(run, tiny_model):
-    """Every count, and why both sides refused; nothing else is printed there."""
+    # Every count, and why both sides refused; nothing else is printed there.
     status, out, _ = run("parity", tiny_model, "--cases", 40, "--image-backend", "pil", "--json")
     (counts,) = json.loads(out)
     assert status == 0
@@ -176,8 +166,7 @@ def test_parity_of_bridges(run, tiny_model):
     status, out, _ = run("parity", tiny_model, "--bridge", "--cases", 5, "--json")
     (counts,) = json.loads(out)
     assert status == 0
-    assert counts["model"] == "tiny"
-    assert counts["wrong"] == 0
+    assert (counts["model"], counts["wrong"]) == ("tiny", 0)
     assert counts["equal"] > 0
 
 
@@ -253,15 +242,18 @@ def test_an_error_is_one_line(run, folder, tiny_model, chat, arguments, line):
     assert found.startswith(line)
 
 
-def test_version_and_completion(run):
+def test_version_completion_and_help(run):
     assert run("--version")[:2] == (0, f"mmrender {__version__}\n")
     assert "--show-completion" in run("--help")[1]
+    status, out, _ = run()
+    assert status == 2
+    assert "parity" in out
 
 
 def test_two_renderings_at_their_first_difference(run, folder, tiny_model, renderer):
     """Exit 1 where they differ; ids of another tool are compared as they are."""
     Path("same.json").write_text(json.dumps(MESSAGES))
-    Path("other.json").write_text(json.dumps([MESSAGES[0], {"role": "assistant", "content": "Blue."}]))
+    Path("other.json").write_text(json.dumps([MESSAGES[0], assistant("Blue.")]))
     Path("ids.json").write_text(json.dumps({"token_ids": [1, 2]}))
     options = ("-m", tiny_model, "--image-backend", "pil")
     assert run("diff", "chat.json", "same.json", *options)[0] == 0
@@ -282,17 +274,11 @@ def test_a_page_of_a_conversation_and_of_trajectories(run, folder, tiny_model, r
     assert run("view", "chat.json", *options)[0] == 0
     assert "data:image/jpeg" in Path("page.html").read_text("utf-8")
     trajectory = Trajectory("island")
-    trajectory.append(renderer.render_ids([{"role": "user", "content": "hi"}]), [40])
+    trajectory.append(renderer.render_ids([user("hi")]), [40])
     save_trajectories("rollouts.mmr", [trajectory])
     assert run("view", "rollouts.mmr", *options)[0] == 0
     assert "branch 0" in Path("page.html").read_text("utf-8")
     assert "--html tokens.html" in run("view", "rollouts.mmr", *options[:4])[2]
-
-
-def test_without_arguments_it_prints_help(run):
-    status, out, _ = run()
-    assert status == 2
-    assert "parity" in out
 
 
 def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, monkeypatch):

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
+from kit import error_of
 from mmrender.client import exchange, reply, vllm
 from mmrender.client.reply import check_completion
 from mmrender.client.types import RendererBackend, Usage
@@ -39,17 +40,16 @@ def ask(engine: Engine, answer: Any = None, **fields: Any) -> Any:
 
 def refused(engine: Engine, kind: type[Exception], answer: Any = None, **fields: Any) -> str:
     transport = MemoryTransport({engine.route: Answer(engine.answer() if answer is None else answer)})
-    with pytest.raises(kind) as caught:
-        asyncio.run(engine.backend.generate(asked(**fields), transport))
+    caught = error_of(kind, asyncio.run, engine.backend.generate(asked(**fields), transport))
     if answer is None:
         assert transport.asked == []  # refused before it was sent
-    return str(caught.value)
+    return caught
 
 
 # --- answers ---
 
 
-def test_an_answer(engine: Engine) -> None:
+def test_an_answer(engine):
     response, transport = ask(engine, extra_headers={"x-a": "b"})
     assert (response.completion_ids, response.logprobs) == (IDS, LOGPROBS)
     assert (response.finish_reason, response.request_id) == ("stop", "r")
@@ -57,37 +57,29 @@ def test_an_answer(engine: Engine) -> None:
     assert response.top_logprobs is None
     assert transport.asked[0].headers == {"x-a": "b"}
     assert not transport.asked[0].idempotent
-
-
-def test_an_abort_before_the_first_token(engine: Engine) -> None:
-    answer = engine.reply([], [])
-    engine.change["reason"](answer, "abort")
-    response, _ = ask(engine, answer)
+    aborted = engine.reply([], [])  # before the first token
+    engine.change["reason"](aborted, "abort")
+    response, _ = ask(engine, aborted)
     assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
 
 
 @pytest.mark.parametrize("name", ["sglang", "dynamo"])
-def test_engines_that_do_not_stream_tell_of_all_tokens_at_the_end(name: str) -> None:
+def test_engines_that_do_not_stream_tell_of_all_tokens_at_the_end(name):
     engine, told = ENGINES[name], []
     transport = MemoryTransport({engine.route: engine.answer()})
     asyncio.run(engine.backend.generate(asked(), transport, on_tokens=lambda *seen: told.append(seen)))
     assert told == [(IDS, LOGPROBS, "stop")]
 
 
-def test_a_body_beyond_what_the_request_can_bring_is_not_read(engine: Engine) -> None:
+def test_answers_that_are_too_long_or_to_another_prompt(engine):
     assert "the server's reply is too long" in refused(engine, EngineReplyError, b" " * (5 << 20))
-
-
-def test_another_prompt_is_a_mismatch(engine: Engine) -> None:
     answer = engine.answer()
     engine.change["prompt"](answer, [10, 99, 12])
     refused(engine, EngineMismatchError, answer)
 
 
 @pytest.mark.parametrize(("padding", "main"), [(0, True), (2 << 20, False)])
-def test_large_answers_are_read_off_the_event_loop(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, padding: int, main: bool
-) -> None:
+def test_large_answers_are_read_off_the_event_loop(engine, monkeypatch, padding, main):
     seen = []
 
     def check(*given: Any, **options: Any) -> Any:
@@ -103,18 +95,18 @@ def test_large_answers_are_read_off_the_event_loop(
 
 
 @pytest.mark.parametrize("ids", [[], [-1, 2], [1, 1024], [1.5], "abc"])
-def test_prompts_that_kill_an_engine(engine: Engine, ids: Any) -> None:
+def test_prompts_that_kill_an_engine(engine, ids):
     refused(engine, InputError, prompt_ids=ids)
 
 
-def test_sidecars_that_do_not_fit(engine: Engine) -> None:
+def test_sidecars_that_do_not_fit(engine):
     prompt = PromptMaker().text([1]).framed(qwen_item(4)).text([2])
     refused(engine, PlaceholderError, prompt_ids=prompt.ids[:-3], multi_modal_data=prompt.sidecar)
     refused(engine, PlaceholderError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar.shifted(1))
 
 
 @pytest.mark.parametrize("name", ["sglang", "dynamo"])
-def test_videos_are_refused(name: str, sentence: Any) -> None:
+def test_videos_are_refused(name, sentence):
     prompt = PromptMaker().text([1]).framed(video_item(4)).text([2])
     problem = refused(
         ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
@@ -123,7 +115,7 @@ def test_videos_are_refused(name: str, sentence: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "dynamo"])
-def test_ranges_that_the_engine_would_forget_are_refused(name: str) -> None:
+def test_ranges_that_the_engine_would_forget_are_refused(name):
     prompt = PromptMaker().text([1]).framed(tiled_item(2, 2)).text([2])
     problem = refused(
         ENGINES[name], EngineUnsupportedError, prompt_ids=prompt.ids, multi_modal_data=prompt.sidecar
@@ -142,11 +134,11 @@ def test_ranges_that_the_engine_would_forget_are_refused(name: str) -> None:
     ],
     ids=["no length", "several", "nothing", "misspelt", "contradiction"],
 )
-def test_sampling_parameters_that_are_refused(engine: Engine, sampling: Any, sentence: Any) -> None:
+def test_sampling_parameters_that_are_refused(engine, sampling, sentence):
     assert refused(engine, SamplingParameterError, sampling_params=sampling) == sentence
 
 
-def test_what_this_version_does_not_know_is_sent_by_name(engine: Engine) -> None:
+def test_what_this_version_does_not_know_is_sent_by_name(engine):
     sampling = {"max_tokens": 4, "extra": {"new_parameter": [1]}}
     _, transport = ask(engine, sampling_params=sampling, extra_body={"new_member": {"a": 1}})
     body = transport.asked[0].json
@@ -154,7 +146,7 @@ def test_what_this_version_does_not_know_is_sent_by_name(engine: Engine) -> None
     assert body.get("sampling_params", body)["new_parameter"] == [1]
 
 
-def test_what_is_sent_by_name_cannot_replace_what_the_request_says(engine: Engine, sentence: Any) -> None:
+def test_what_is_sent_by_name_cannot_replace_what_the_request_says(engine, sentence):
     sampling = {"max_tokens": 4, "temperature": 1.0, "extra": {"temperature": 0.5}}
     assert refused(engine, SamplingParameterError, sampling_params=sampling) == sentence
     _, transport = ask(engine)
@@ -187,44 +179,37 @@ def stopped(engine: Engine, times: int = 1) -> MemoryTransport:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_cancelling_aborts_by_the_requests_own_id(engine: Engine, times: int) -> None:
+def test_cancelling_aborts_by_the_requests_own_id(engine, times):
     transport = stopped(engine, times)
     assert [each.path for each in transport.cancelled] == [engine.path]
     aborts = [(each.path, each.json, each.idempotent) for each in transport.asked[1:]]
     assert aborts == ([] if engine.abort is None else [(*engine.abort, True)])
 
 
-def test_cancelling_does_not_wait_for_a_server_that_hangs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelling_does_not_wait_for_a_server_that_hangs(engine, monkeypatch):
     """After some turns of the event loop it has ended; the abort is on its way, and is not waited for."""
     monkeypatch.setattr(exchange, "_ABORT_GRACE", 0.0, raising=False)
     path = engine.abort[0] if engine.abort is not None else "/none"
     transport = MemoryTransport({engine.route: Answer(delay=3600), f"POST {path}": Answer(delay=3600)})
-
-    async def work() -> int:
-        task = asyncio.create_task(engine.backend.generate(asked(), transport))
-        while not transport.asked:
-            await asyncio.sleep(0)
-        task.cancel()
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert task.cancelled()
-        return len(transport.asked)
-
-    assert asyncio.run(work()) == (1 if engine.abort is None else 2)
-
-
-@pytest.mark.parametrize("abort", [Answer(status=500), DROPPED, Answer("")])
-def test_a_timeout_aborts_and_stays_a_timeout(engine: Engine, abort: Answer) -> None:
-    path = engine.abort[0] if engine.abort is not None else "/none"
-    transport = MemoryTransport({engine.route: EngineTimeoutError("late"), f"POST {path}": abort})
-    with pytest.raises(EngineTimeoutError, match="late"):
-        asyncio.run(engine.backend.generate(asked(), transport))
+    task = asyncio.create_task(engine.backend.generate(asked(), transport))
+    while not transport.asked:
+        await asyncio.sleep(0)
+    task.cancel()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert task.cancelled()
     assert len(transport.asked) == (1 if engine.abort is None else 2)
 
 
-def test_a_broken_connection_is_not_aborted(engine: Engine) -> None:
+@pytest.mark.parametrize("abort", [Answer(status=500), DROPPED, Answer("")])
+def test_a_timeout_aborts_and_stays_a_timeout(engine, abort):
+    path = engine.abort[0] if engine.abort is not None else "/none"
+    transport = MemoryTransport({engine.route: EngineTimeoutError("late"), f"POST {path}": abort})
+    assert "late" in error_of(EngineTimeoutError, asyncio.run, engine.backend.generate(asked(), transport))
+    assert len(transport.asked) == (1 if engine.abort is None else 2)
+
+
+def test_a_broken_connection_is_not_aborted(engine):
     transport = MemoryTransport({engine.route: DROPPED})
     with pytest.raises(EngineConnectionError):
         asyncio.run(engine.backend.generate(asked(), transport))
@@ -234,7 +219,7 @@ def test_a_broken_connection_is_not_aborted(engine: Engine) -> None:
 # --- limits, and the backend as a value ---
 
 
-def test_the_longest_prompt(engine: Engine) -> None:
+def test_the_longest_prompt_and_the_backend_as_a_value(engine):
     path, answer, expected = engine.limit
     transport = MemoryTransport({f"GET {path}": Answer(answer)})
     assert asyncio.run(engine.backend.resolve_max_prompt_len("m", transport)) == expected
@@ -242,9 +227,6 @@ def test_the_longest_prompt(engine: Engine) -> None:
         transport = MemoryTransport({f"GET {path}": Answer(malformed)})
         with pytest.raises(EngineReplyError, match=path):
             asyncio.run(engine.backend.resolve_max_prompt_len("m", transport))
-
-
-def test_the_backend_is_a_value(engine: Engine) -> None:
     assert pickle.loads(pickle.dumps(engine.backend)) == engine.backend
     assert isinstance(engine.backend, RendererBackend)
     assert ENGINES[engine.backend.name] is engine
@@ -270,7 +252,7 @@ def stream(*lines: bytes, **answer: Any) -> Any:
     return work, told, transport
 
 
-def test_a_stream_gives_what_the_whole_answer_gives() -> None:
+def test_a_stream_gives_what_the_whole_answer_gives_also_if_it_breaks_behind_the_last_token():
     work, told, transport = stream(chunk([50]), chunk([51, 52], "stop", stop_reason=52), USAGE, DONE)
     response = asyncio.run(work)
     assert (response.completion_ids, response.logprobs) == (IDS, [-1.0] * 3)
@@ -278,18 +260,15 @@ def test_a_stream_gives_what_the_whole_answer_gives() -> None:
     assert told == [([50], [-1.0], None), ([51, 52], [-1.0] * 2, "stop")]
     body = transport.asked[0].json
     assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
-
-
-def test_a_stream_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "decode_as", None)  # which reads whole bodies
-    work, _, _ = stream(chunk([50]), chunk([51, 52], "stop"), USAGE, DONE)
-    assert asyncio.run(work).completion_ids == IDS
-
-
-def test_a_stream_that_breaks_behind_the_last_token_is_complete() -> None:
     work, told, _ = stream(chunk([50]), chunk([52], "stop"), drop=True)
     assert asyncio.run(work).completion_ids == [50, 52]
     assert told[-1][2] == "stop"
+
+
+def test_a_stream_is_decoded_once(monkeypatch):
+    monkeypatch.setattr(vllm, "decode_as", None)  # which reads whole bodies
+    work, _, _ = stream(chunk([50]), chunk([51, 52], "stop"), USAGE, DONE)
+    assert asyncio.run(work).completion_ids == IDS
 
 
 @pytest.mark.parametrize(
@@ -305,7 +284,7 @@ def test_a_stream_that_breaks_behind_the_last_token_is_complete() -> None:
     ],
     ids=["broken off", "error", "no JSON", "no object", "too many", "outside", "no logprob"],
 )
-def test_a_stream_that_fails_keeps_what_it_told(lines: list[bytes], kind: type[Exception]) -> None:
+def test_a_stream_that_fails_keeps_what_it_told(lines, kind):
     work, told, _ = stream(*lines)
     with pytest.raises(kind):
         asyncio.run(work)

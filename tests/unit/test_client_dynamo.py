@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine_replies import GREEDY, PROMPT, ROWS, Replays, an_image, counted, digested, with_image
+from kit import raised
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.types import Usage
 from mmrender.engines.client import InferenceEngineClient
@@ -96,19 +97,16 @@ def test_an_answer_with_every_channel():
     assert response.request_id == WHOLE["id"]
 
 
-def test_the_frontends_ids_where_the_worker_gives_none():
+def test_the_frontends_ids_where_the_worker_gives_none_else_those_of_the_logprobs():
     response = replay("no_engine_data", with_modes("no_engine_data"))
     assert response.completion_ids == COMPLETION
     # The frontend writes single precision.
     np.testing.assert_allclose(response.logprobs, LOGPROBS, rtol=1e-6)
-
-
-def test_ids_of_the_logprobs_where_nothing_else_has_them():
     assert "nvext" not in recorded("only_content").answer
     assert replay("only_content").completion_ids == COMPLETION
 
 
-def test_present_but_empty_is_an_answer_and_comes_before_a_later_channel():
+def test_the_worker_comes_before_the_frontend_and_an_empty_answer_before_a_later_channel():
     response = replay("empty", with_modes("empty"))
     # A completion without its end was cut off, whatever the frontend says.
     assert (response.completion_ids, response.logprobs, response.finish_reason) == ([], [], "abort")
@@ -117,8 +115,6 @@ def test_present_but_empty_is_an_answer_and_comes_before_a_later_channel():
     emptied = recorded("text").changed(lambda answer: answer["nvext"]["engine_data"].update(nothing))
     assert replay(emptied).completion_ids == []
 
-
-def test_the_worker_comes_before_the_frontend():
     def differ(answer):
         answer["nvext"]["completion_token_ids"] = [1, 2, 3, 4]
         for entry in answer["choices"][0]["logprobs"]["content"]:
@@ -164,35 +160,28 @@ def of_another_count(answer):
     answer["usage"]["prompt_tokens"] = 4
 
 
+UNUSABLE = {
+    EngineReplyError: (without_channels, without_names, of_different_lengths, of_other_tokens, unfinished),
+    EngineMismatchError: (of_another_prompt, of_another_count),
+}
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [
-        (without_channels, EngineReplyError),
-        (without_names, EngineReplyError),
-        (of_different_lengths, EngineReplyError),
-        (of_other_tokens, EngineReplyError),
-        (unfinished, EngineReplyError),
-        (of_another_prompt, EngineMismatchError),
-        (of_another_count, EngineMismatchError),
-    ],
+    [(change, kind) for kind, changes in UNUSABLE.items() for change in changes],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_answers_that_cannot_be_trained_on(change, kind, sentence):
     assert refused(kind, recorded("text").changed(change)) == sentence
 
 
-def test_a_stop_string_leaves_the_frontends_channels():
+def test_a_stop_token_belongs_to_the_completion_and_a_stop_string_leaves_the_frontends_channels():
+    response = replay("stop_token", sampling_params={**GREEDY, "stop_token_ids": [COMPLETION[1]]})
+    assert (response.completion_ids, response.finish_reason) == (COMPLETION[:2], "stop")
     recording = recorded("stop_string")
     assert "engine_data" not in recording.answer["nvext"]
-    sampling = {**GREEDY, "stop": ["low"]}
-    response = replay(recording, sampling_params=sampling)
+    response = replay(recording, sampling_params={**GREEDY, "stop": ["low"]})
     assert (response.completion_ids, response.finish_reason) == (COMPLETION[:3], "stop")
-
-
-def test_a_stop_token_belongs_to_the_completion():
-    sampling = {**GREEDY, "stop_token_ids": [COMPLETION[1]]}
-    response = replay("stop_token", sampling_params=sampling)
-    assert (response.completion_ids, response.finish_reason) == (COMPLETION[:2], "stop")
 
 
 @pytest.mark.parametrize(
@@ -273,8 +262,7 @@ def test_router_choices_begin_where_the_caller_asked(name, start):
 
 
 def test_router_choices_that_are_missing(sentence):
-    problem = refused(EngineUnsupportedError, "text", routed_experts=True)
-    assert problem == sentence
+    assert refused(EngineUnsupportedError, "text", routed_experts=True) == sentence
 
 
 # --- images ---
@@ -307,19 +295,13 @@ def test_router_choices_by_vllms_route(one_image, start):
     assert experts.data.reshape(-1)[0] == (start or 0) * 4
 
 
-def test_images_without_known_pixels_are_refused(one_image, sentence):
+def test_images_that_a_worker_would_not_get(one_image, sentence):
     recording = recorded("image")
     assert refused(EngineUnsupportedError, recording, **with_image(one_image)) == sentence
     assert recording.sent is None
-
-
-def test_a_frontend_that_does_not_take_images(one_image, sentence):
     problem = refused(EngineUnsupportedError, "error_closed", LEVELS, **with_image(one_image))
     assert problem == sentence
     assert "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1" in problem
-
-
-def test_bodies_that_a_worker_would_not_get(one_image, sentence):
     image, text = recorded("image"), recorded("text")
     fields = with_image(one_image)
     small = DynamoBackend(pixels="uint8", max_image_bytes=100_000)
@@ -345,31 +327,26 @@ def test_bodies_that_a_worker_would_not_get(one_image, sentence):
     ],
 )
 def test_error_replies_are_flat(name, status, says):
-    with pytest.raises(EngineStatusError) as caught:
-        replay(name)
-    assert caught.value.status == status
-    assert says in caught.value.body
-    assert not DynamoBackend().is_overflow_error(caught.value)
-    assert ("worker's log has it" in str(caught.value)) is (status == 400)
+    caught = raised(EngineStatusError, replay, name)
+    assert caught.status == status
+    assert says in caught.body
+    assert not DynamoBackend().is_overflow_error(caught)
+    assert ("worker's log has it" in str(caught)) is (status == 400)
 
 
 @pytest.mark.parametrize(
     ("name", "status"), [("error_generate", 400), ("generate_abort", 499), ("generate_empty", 500)]
 )
 def test_what_vllms_route_calls_an_error(one_image, name, status):
-    with pytest.raises(EngineStatusError) as caught:
-        replay(name, LEVELS, **with_image(one_image))
-    assert caught.value.status == status
+    caught = raised(EngineStatusError, replay, name, LEVELS, **with_image(one_image))
+    assert caught.status == status
 
 
-def test_the_longest_prompt_leaves_room_for_a_token():
+def test_the_longest_prompt_and_overflows_seen_here():
     recording = recorded("models")
     assert recording.answer["data"][0]["context_window"] == 2048
     assert "max_model_len" not in recording.answer["data"][0]
     assert recording.limit(DynamoBackend()) == 2047
     assert recording.limit(DynamoBackend(), model="other") is None
-
-
-def test_only_an_overflow_seen_here_is_one():
     assert DynamoBackend().is_overflow_error(PromptTooLongError(3, 2))
     assert not DynamoBackend().is_overflow_error(EngineConnectionError("gone"))

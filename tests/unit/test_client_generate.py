@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kit import assistant, error_of, raised, user
 from mmrender import Renderer, generate
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
@@ -28,11 +29,11 @@ from mmrender.renderer import RendererPool
 from mmrender.sidecar import MultiModalData, collapse
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
-from rollout_cases import TOOLS, call, text
+from rollout_cases import TOOLS, call
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
-QUESTION = [{"role": "user", "content": "Which animal says moo?"}]
-WITH_PHOTO = [{"role": "user", "content": [{"type": "image", "image": PHOTO}, text("What is this?")]}]
+QUESTION = [user("Which animal says moo?")]
+WITH_PHOTO = [user("What is this?", PHOTO)]
 
 
 @dataclass
@@ -113,9 +114,7 @@ def saying(renderer, words, reason="stop"):
 
 
 def refused(kind, renderer, engine=None, **options):
-    with pytest.raises(kind) as caught:
-        run(renderer, engine or Scripted(), **options)
-    return caught.value
+    return raised(kind, run, renderer, engine or Scripted(), **options)
 
 
 def test_a_turn_is_rendered_called_and_read(renderer):
@@ -136,8 +135,7 @@ def test_a_turn_is_rendered_called_and_read(renderer):
     assert (turn.content, turn.reasoning_content, turn.tool_calls) == ("A cow.", None, ())
     assert (turn.message.role, turn.message.content) == ("assistant", "A cow.")
     assert (turn.finish_reason, turn.usage) == ("stop", Usage(len(prompt), len(turn.completion_ids), 3))
-    assert turn.logprobs == [-0.5] * len(turn.completion_ids)
-    assert turn.prompt_attribution == prompt
+    assert (turn.logprobs, turn.prompt_attribution) == ([-0.5] * len(turn.completion_ids), prompt)
     assert not turn.multi_modal_data
     # What was given is the caller's, though the renderer remembers what it rendered.
     turn.prompt_ids.append(0)
@@ -190,7 +188,7 @@ DOCUMENTED = """{%- for document in documents or [] %}{{ document.text }}{% endf
 def test_options_of_the_rendering_reach_it(tiny_model):
     """Documents, and a turn that the model goes on with."""
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=DOCUMENTED)
-    answer = {"role": "assistant", "content": "It is a"}
+    answer = assistant("It is a")
     options = {"documents": [{"text": "Cows say moo."}]}
     for messages, flags in (
         (QUESTION, {"add_generation_prompt": True}),
@@ -245,7 +243,6 @@ def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer):
     bridged = renderer.bridge_to_next_turn(
         first.prompt_ids, first.completion_ids, QUESTION, previous_multi_modal_data=first.multi_modal_data
     )
-    assert bridged is not None
     second = run(renderer, engine, messages=None, prompt_attribution=bridged)
     assert second.prompt_ids == bridged.token_ids
     assert second.prompt_attribution is bridged
@@ -257,7 +254,7 @@ def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer):
     assert third.prompt_attribution is None
 
 
-def test_media_tokens_without_a_sidecar_are_refused(renderer, sentence):
+def test_prompts_that_are_refused(renderer, sentence):
     prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
     (found,) = prompt.multi_modal_data.mm_placeholders["image"]
     pad = prompt.token_ids[found.offset]
@@ -266,9 +263,6 @@ def test_media_tokens_without_a_sidecar_are_refused(renderer, sentence):
     assert not engine.requests
     run(renderer, engine, prompt_ids=[1, pad, 2], multi_modal_data=MultiModalData())
     assert engine.requests[0].prompt_ids == [1, pad, 2]
-
-
-def test_prompts_that_are_refused(renderer, sentence):
     prompt = renderer.render(QUESTION, add_generation_prompt=True)
     other = {"prompt_ids": prompt.token_ids[1:], "prompt_attribution": prompt}
     assert str(refused(InputError, renderer, **other)) == sentence
@@ -276,7 +270,7 @@ def test_prompts_that_are_refused(renderer, sentence):
     assert str(refused(InputError, renderer, cache_salts="x")) == sentence
 
 
-def test_a_long_prompt_is_refused_before_it_is_sent(renderer, sentence):
+def test_a_long_prompt_is_refused_before_it_is_sent_by_the_callers_limit_first(renderer, sentence):
     length = len(renderer.render(QUESTION, add_generation_prompt=True))
     engine = Scripted(limit=length - 1)
     error = refused(PromptTooLongError, renderer, engine)
@@ -287,9 +281,6 @@ def test_a_long_prompt_is_refused_before_it_is_sent(renderer, sentence):
     engine.limit = length
     assert run(renderer, engine).prompt_ids
     assert engine.requests[0].sampling_params["max_tokens"] == 1
-
-
-def test_the_callers_limit_goes_before_the_engines(renderer):
     engine = Scripted(limit=5)
     run(renderer, engine, max_prompt_len=500)
     assert engine.asked_limit == 0
@@ -328,31 +319,23 @@ def test_stop_tokens_are_the_models_and_the_callers(renderer):
     assert engine.requests[2].sampling_params["stop_token_ids"] == "abc"  # for the backend to refuse by name
 
 
-def test_cancelling_reaches_the_engine(renderer):
-    async def cancel() -> int:
-        engine = Scripted(gate=asyncio.Event())
-        given = {"messages": QUESTION, "model": "tiny", "backend": engine}
-        task = asyncio.create_task(generate(client=engine.server, renderer=renderer, **given))
-        while not engine.requests:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return engine.cancelled
-
-    assert asyncio.run(cancel()) == 1
+async def test_cancelling_reaches_the_engine(renderer):
+    engine = Scripted(gate=asyncio.Event())
+    given = {"messages": QUESTION, "model": "tiny", "backend": engine}
+    task = asyncio.create_task(generate(client=engine.server, renderer=renderer, **given))
+    while not engine.requests:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert engine.cancelled == 1
 
 
-@pytest.mark.parametrize(("backend", "name"), [(None, "vllm"), ("sglang", "sglang"), ("dynamo", "dynamo")])
-def test_backends_have_names(backend, name):
-    found = resolve_backend(backend, "tiny")
-    assert found.name == name
-    assert resolve_backend(backend, "tiny") is resolve_backend(found, "tiny") is found
-
-
-def test_unknown_names_are_refused(sentence):
-    with pytest.raises(InputError) as caught:
-        resolve_backend("vlm", "tiny")
-    assert str(caught.value) == sentence
+def test_backends_have_names(sentence):
+    for backend, name in ((None, "vllm"), ("sglang", "sglang"), ("dynamo", "dynamo")):
+        found = resolve_backend(backend, "tiny")
+        assert found.name == name
+        assert resolve_backend(backend, "tiny") is resolve_backend(found, "tiny") is found
+    assert error_of(InputError, resolve_backend, "vlm", "tiny") == sentence
 
 
 def test_a_model_in_this_process_needs_no_server(renderer, tiny_model):

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from kit import error_of, raised
 from mmrender.client.http import HTTPTransport
 from mmrender.client.resolve import as_transport, server_root
 from mmrender.client.transport import RetryPolicy, Transport, TransportConfig
@@ -34,21 +35,16 @@ def test_answers_come_by_route_and_requests_are_kept() -> None:
 
 def test_a_status_is_the_error_that_a_server_gives(sentence: Any) -> None:
     transport = MemoryTransport({"POST /generate": Answer({"error": "x"}, 503, headers={"Retry-After": "3"})})
-    with pytest.raises(EngineStatusError) as caught:
-        ask(transport)
-    error = caught.value
+    error = raised(EngineStatusError, ask, transport)
     assert (error.status, error.body, error.retry_after) == (503, '{"error":"x"}', 3.0)
     assert str(error) == sentence
-    with pytest.raises(EngineStatusError) as caught:
-        ask(transport, path="/nowhere")
-    assert caught.value.status == 404
+    caught = raised(EngineStatusError, ask, transport, path="/nowhere")
+    assert caught.status == 404
 
 
 def test_delays_meet_deadlines_and_cancellation(sentence: Any) -> None:
     transport = MemoryTransport({"POST /generate": Answer({}, delay=30)})
-    with pytest.raises(EngineTimeoutError) as caught:
-        ask(transport, timeout=0.01)
-    assert str(caught.value) == sentence
+    assert error_of(EngineTimeoutError, ask, transport, timeout=0.01) == sentence
 
     async def cancel() -> None:
         task = asyncio.create_task(transport.request("POST", "/generate"))
@@ -86,40 +82,30 @@ def test_a_server_is_named_in_many_ways() -> None:
     assert as_transport(TransportConfig("http://127.0.0.1:9", retries=RetryPolicy(attempts=1))) is not first
 
 
-def test_an_openai_client_brings_url_key_and_headers() -> None:
-    client = openai.AsyncOpenAI(
-        base_url="http://127.0.0.1:9/v1", api_key="k", default_headers={"X-Session-ID": "s"}
-    )
-    transport = as_transport(client)
-    assert isinstance(transport, HTTPTransport)
-    assert transport.base_url == "http://127.0.0.1:9"
-    assert transport.config.all_headers == {"Authorization": "Bearer k", "X-Session-ID": "s"}
-    assert as_transport(client) is transport
+def test_an_openai_client_brings_url_key_and_headers_and_an_object_with_url_and_key_is_enough() -> None:
+    url, headers = "http://127.0.0.1:9/v1", {"X-Session-ID": "s"}
+    client = openai.AsyncOpenAI(base_url=url, api_key="k", default_headers=headers)
+    brought = {"Authorization": "Bearer k", "X-Session-ID": "s"}
+    for named, expected in ((client, brought), (SimpleNamespace(base_url=url, api_key=""), {})):
+        transport = as_transport(named)
+        assert isinstance(transport, HTTPTransport)
+        assert transport.base_url == "http://127.0.0.1:9"
+        assert transport.config.all_headers == expected
+    assert as_transport(client) is as_transport(client)
 
 
-def test_an_object_with_url_and_key_is_enough() -> None:
-    transport = as_transport(SimpleNamespace(base_url="http://127.0.0.1:9/v1", api_key=""))
-    assert isinstance(transport, HTTPTransport)
-    assert transport.config.all_headers == {}
+ROOTS = {
+    "http://h:1": ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"),
+    "http://h:1/proxy": ("http://h:1/proxy/v1",),
+    "http://h:1/xv1": ("http://h:1/xv1",),
+}
 
 
-@pytest.mark.parametrize(
-    ("url", "root"),
-    [
-        ("http://h:1", "http://h:1"),
-        ("http://h:1/", "http://h:1"),
-        ("http://h:1/v1", "http://h:1"),
-        ("http://h:1/v1/", "http://h:1"),
-        ("http://h:1/proxy/v1", "http://h:1/proxy"),
-        ("http://h:1/xv1", "http://h:1/xv1"),
-    ],
-)
+@pytest.mark.parametrize(("root", "url"), [(root, url) for root, urls in ROOTS.items() for url in urls])
 def test_the_root_of_a_server(url: str, root: str) -> None:
     assert server_root(url) == root
 
 
 @pytest.mark.parametrize("client", [None, 3])
 def test_what_names_no_server_is_refused(client: Any, sentence: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        as_transport(client)
-    assert str(caught.value) == sentence
+    assert error_of(InputError, as_transport, client) == sentence

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kit import error_of, raised
 from mmrender.client.sampling import (
     PARAMETERS,
     SPELLINGS,
@@ -76,28 +77,24 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
 """By name what is taken, and what is refused."""
 
 
-def test_every_parameter_is_tried() -> None:
+def test_every_parameter_is_tried_and_none_is_one_that_is_not_set():
     assert set(VALUES) == set(PARAMETERS)
+    assert check_sampling_params(dict.fromkeys(PARAMETERS)) == {}
+    with pytest.raises(SamplingParameterError):
+        check_sampling_params({"unheard_of": None})
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_values_are_taken_as_they_are_or_refused_by_name(name: str) -> None:
+def test_values_are_taken_as_they_are_or_refused_by_name(name):
     good, bad = VALUES[name]
     for value in good:
         assert check_sampling_params({name: value}) == {name: value}
         assert translate({name: value}, "vllm") == ({name: value}, {})
     for value in bad:
-        with pytest.raises(SamplingParameterError) as caught:
-            check_sampling_params({name: value})
-        assert caught.value.where == f"sampling_params[{name!r}]"
-        assert caught.value.expected
-        assert caught.value.got == repr(value)
-
-
-def test_none_is_a_parameter_that_is_not_set() -> None:
-    assert check_sampling_params(dict.fromkeys(PARAMETERS)) == {}
-    with pytest.raises(SamplingParameterError):
-        check_sampling_params({"unheard_of": None})
+        caught = raised(SamplingParameterError, check_sampling_params, {name: value})
+        assert caught.where == f"sampling_params[{name!r}]"
+        assert caught.expected
+        assert caught.got == repr(value)
 
 
 UNKNOWN = "unknown sampling parameter"
@@ -116,22 +113,19 @@ OTHER_NAME = f"{UNKNOWN}. Sampling parameters have vLLM's names for every engine
         {"stop": ["x"], "detokenize": False},
     ],
 )  # fmt: skip
-def test_errors_say_what_to_write(params: dict[str, Any], sentence: Any) -> None:
-    with pytest.raises(SamplingParameterError) as caught:
-        check_sampling_params(params)
-    assert str(caught.value) == sentence
+def test_errors_say_what_to_write(params, sentence):
+    assert error_of(SamplingParameterError, check_sampling_params, params) == sentence
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo"])
-def test_a_name_that_the_engine_lacks_is_an_error(engine: EngineName, sentence: Any) -> None:
+def test_a_name_that_the_engine_lacks_is_an_error(engine, sentence):
     lacking = sorted(set(PARAMETERS) - known_to(engine))
     assert lacking or engine == "vllm"
     errors = []
     for name in lacking:
-        with pytest.raises(SamplingParameterError) as caught:
-            translate({name: VALUES[name][0][0]}, engine)
-        assert caught.value.where == f"sampling_params[{name!r}]"
-        errors.append(str(caught.value))
+        caught = raised(SamplingParameterError, translate, {name: VALUES[name][0][0]}, engine)
+        assert caught.where == f"sampling_params[{name!r}]"
+        errors.append(str(caught))
     assert errors[:1] == sentence
 
 
@@ -149,7 +143,7 @@ ONE_BY_ONE = [
 """Parameters, and how SGLang and Dynamo spell them."""
 
 
-def test_engines_spell_differently() -> None:
+def test_engines_spell_differently():
     given = {name: value for params, _, _ in ONE_BY_ONE for name, value in params.items()} | {"logprobs": 2}
     sglang, dynamo = translate(given, "sglang"), translate(given, "dynamo")
     assert sglang[0] == {name: value for _, each, _ in ONE_BY_ONE for name, value in each.items()}
@@ -171,15 +165,13 @@ def test_engines_spell_differently() -> None:
     ],
     ids=["json", "json text", "json object", "regex", "grammar"],
 )  # fmt: skip
-def test_structures_are_spelled(
-    asked: dict[str, Any], sglang: dict[str, Any], dynamo: dict[str, Any]
-) -> None:
+def test_structures_are_spelled(asked, sglang, dynamo):
     params = {"structured_outputs": asked}
     assert translate(params, "sglang")[0] == sglang
     assert translate(params, "dynamo")[0] == dynamo
 
 
-def test_structures_that_an_engine_lacks_are_errors(sentence: Any) -> None:
+def test_structures_that_an_engine_lacks_are_errors(sentence):
     with pytest.raises(SamplingParameterError) as caught:
         translate({"structured_outputs": {"choice": ["a", "b"]}}, "sglang")
     assert str(caught.value) == sentence
@@ -187,7 +179,7 @@ def test_structures_that_an_engine_lacks_are_errors(sentence: Any) -> None:
         translate({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "dynamo")
 
 
-def test_the_callers_parameters_are_not_changed() -> None:
+def test_the_callers_parameters_are_not_changed():
     params = {"stop_token_ids": [1], "temperature": 1, "extra": {"a": 1}}
     translate(params, "sglang")
     complete_sampling(params, room=3, stop_token_ids=[2])

@@ -1,7 +1,6 @@
 """What is known of a server: asked once, by all at once, and again after a failure."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -78,64 +77,52 @@ def test_a_server_is_asked_anew_after_a_minute_without_a_call(monkeypatch: pytes
 # --- the single flight beneath ---
 
 
-def flight(
-    work: Callable[[AsyncSingleFlight[str, int], Callable[[], Awaitable[int]]], Awaitable[Any]],
-) -> Any:
-    """Run `work`; the number of times that its question was asked, and whether the last one was cancelled."""
-    asked: list[str] = []
+class Question:
+    """A question that takes a while; notes that it was asked, and that it was cancelled."""
 
-    async def ask() -> int:
-        asked.append("asked")
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def __call__(self) -> int:
+        self.events.append("asked")
         try:
             await asyncio.sleep(0.01)
         except asyncio.CancelledError:
-            asked.append("cancelled")
+            self.events.append("cancelled")
             raise
         return 7
 
-    asyncio.run(work(AsyncSingleFlight(), ask))  # type: ignore[arg-type]
-    return asked
+
+async def test_one_who_gives_up_takes_the_answer_from_nobody() -> None:
+    single, ask = AsyncSingleFlight(), Question()
+    first, second = (asyncio.create_task(single.run("key", ask)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == 7
+    assert first.cancelled()
+    assert ask.events == ["asked"]
 
 
-def test_one_who_gives_up_takes_the_answer_from_nobody() -> None:
-    async def work(single: Any, ask: Any) -> None:
-        first, second = (asyncio.create_task(single.run("key", ask)) for _ in range(2))
+async def test_when_all_give_up_the_question_is_withdrawn() -> None:
+    single, ask = AsyncSingleFlight(), Question()
+    tasks = [asyncio.create_task(single.run("key", ask)) for _ in range(2)]
+    for _ in range(3):
         await asyncio.sleep(0)
-        first.cancel()
-        assert await second == 7
-        assert first.cancelled()
-
-    assert flight(work) == ["asked"]
-
-
-def test_when_all_give_up_the_question_is_withdrawn() -> None:
-    async def work(single: Any, ask: Any) -> None:
-        tasks = [asyncio.create_task(single.run("key", ask)) for _ in range(2)]
-        for _ in range(3):
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(asyncio.all_tasks()) == 1
-        assert await single.run("key", ask) == 7
-
-    assert flight(work) == ["asked", "cancelled", "asked"]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(asyncio.all_tasks()) == 1
+    assert await single.run("key", ask) == 7
+    assert ask.events == ["asked", "cancelled", "asked"]
 
 
-def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
-    async def work() -> None:
-        single: AsyncSingleFlight[str, int] = AsyncSingleFlight()
-        refusal = EngineStatusError("no", status=500)
+async def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
+    single, refusal = AsyncSingleFlight(), EngineStatusError("no", status=500)
 
-        async def fail() -> int:
-            await asyncio.sleep(0)
-            raise refusal
+    async def fail() -> int:
+        await asyncio.sleep(0)
+        raise refusal
 
-        async def answer() -> int:
-            return 7
-
-        found = await asyncio.gather(*(single.run("key", fail) for _ in range(3)), return_exceptions=True)
-        assert found == [refusal] * 3
-        assert await single.run("key", answer) == 7
-
-    asyncio.run(work())
+    found = await asyncio.gather(*(single.run("key", fail) for _ in range(3)), return_exceptions=True)
+    assert found == [refusal] * 3
+    assert await single.run("key", Question()) == 7

@@ -8,6 +8,7 @@ import pytest
 
 from client_prompts import PAD, PromptMaker, qwen_item
 from engine_replies import GREEDY, ROWS, Replays, an_image, counted, digested, with_image
+from kit import raised
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import Usage
 from mmrender.errors import (
@@ -52,12 +53,6 @@ def test_the_request_is_the_recorded_one(name, fields):
     assert recording.sent == recording.body
 
 
-def test_priorities_keep_their_sign_where_low_values_come_first():
-    recording = recorded("text")
-    replay(recording, SGLangBackend(low_priority_values_first=True), priority=3)
-    assert recording.sent["priority"] == 3
-
-
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
@@ -67,24 +62,24 @@ def test_priorities_keep_their_sign_where_low_values_come_first():
 )
 def test_what_is_set_by_default_may_be_asked_otherwise(given, sent):
     recording = recorded("text")
-    replay(recording, sampling_params={**GREEDY, **given})
+    replay(
+        recording,
+        SGLangBackend(low_priority_values_first=True),
+        priority=3,
+        sampling_params={**GREEDY, **given},
+    )
     assert recording.sent["sampling_params"] == {**recording.body["sampling_params"], **sent}
+    assert recording.sent["priority"] == 3
 
 
-def test_a_seed_is_refused_unless_the_server_heeds_it(sentence):
+def test_what_the_server_would_ignore_is_refused(sentence):
     recording = recorded("text")
-    sampling = {**GREEDY, "seed": 7}
-    assert refused(SamplingParameterError, recording, sampling_params=sampling) == sentence
+    for given in ({"seed": 7}, {"logprobs": -1}):
+        asked = {"sampling_params": {**GREEDY, **given}}
+        assert refused(SamplingParameterError, recording, **asked) == sentence
     assert recording.sent is None
-    replay(recording, SGLangBackend(deterministic=True), sampling_params=sampling)
+    replay(recording, SGLangBackend(deterministic=True), sampling_params={**GREEDY, "seed": 7})
     assert recording.sent["sampling_params"]["sampling_seed"] == 7
-
-
-def test_all_logprobs_cannot_be_asked_for(sentence):
-    recording = recorded("text")
-    problem = refused(SamplingParameterError, recording, sampling_params={**GREEDY, "logprobs": -1})
-    assert problem == sentence
-    assert recording.sent is None
 
 
 # --- answers ---
@@ -120,19 +115,15 @@ def test_stops_name_what_was_met():
     assert text.completion_ids == COMPLETION[: len(text.completion_ids)]
 
 
-def test_an_abort_is_an_answer_of_what_there_is():
+def test_an_abort_is_an_answer_of_what_there_is_and_one_with_a_status_an_error(sentence):
     response = replay("aborted", sampling_params={"max_tokens": 2000})
     assert response.finish_reason == "abort"
     assert len(response.completion_ids) == len(response.logprobs) > 0
-
-
-def test_an_abort_with_a_status_is_an_error(sentence):
     finish = {"type": "abort", "message": "out of memory", "status_code": 503, "err_type": "Unavailable"}
     failed = recorded("text").changed(lambda answer: answer["meta_info"].update(finish_reason=finish))
-    with pytest.raises(EngineStatusError) as caught:
-        replay(failed)
-    assert caught.value.status == 503
-    assert str(caught.value) == sentence
+    caught = raised(EngineStatusError, replay, failed)
+    assert caught.status == 503
+    assert str(caught) == sentence
 
 
 def test_a_cut_of_max_tokens_is_told(caplog):
@@ -177,14 +168,11 @@ def test_an_image_goes_encoded_and_its_placeholder_once(one_image):
     assert response.usage.prompt_tokens == len(one_image)
 
 
-def test_an_image_that_the_server_widens_otherwise(one_image, sentence):
+def test_images_that_the_server_widens_otherwise_or_cannot_be_sent(one_image, sentence):
     place = one_image.multi_modal_data.mm_placeholders["image"][0]
     pad = one_image.token_ids[place.offset]
     wider = recorded("image").changed(lambda answer: answer["prompt_token_ids"].insert(place.offset, pad))
     assert refused(EngineMismatchError, wider, **with_image(one_image)) == sentence
-
-
-def test_images_that_cannot_be_sent_are_refused(sentence):
     first, second = qwen_item(4), qwen_item(6)
     prompt = PromptMaker().text([1]).framed(first).text([2]).framed(second).framed(first).text([3])
     recording = recorded("image")
@@ -202,12 +190,15 @@ def test_images_that_cannot_be_sent_are_refused(sentence):
 COUNTED = counted(3, 2, "int32")
 
 
-def test_router_choices_are_asked_for_as_recorded(sentence):
+def test_router_choices_are_asked_for_as_recorded_with_the_shape_of_the_model(sentence):
     recording = recorded("no_experts")
     asked = {"request_id": "no_experts", "routed_experts": True}
     problem = refused(EngineUnsupportedError, recording, EXPERTS, **asked)
     assert problem == sentence
     assert recording.sent == recording.body
+    recording = recorded("text")
+    assert refused(EngineUnsupportedError, recording, routed_experts=True) == sentence
+    assert recording.sent is None
 
 
 @pytest.mark.parametrize("start", [None, 0, 2, 3])
@@ -220,12 +211,6 @@ def test_router_choices_get_their_shape(start):
     assert recording.sent["routed_experts_start_len"] == first
     assert (experts.start, experts.shape) == (first, (ROWS - first, 3, 2))
     np.testing.assert_array_equal(experts.data, COUNTED[first:])
-
-
-def test_router_choices_need_the_shape_of_the_model(sentence):
-    recording = recorded("text")
-    assert refused(EngineUnsupportedError, recording, routed_experts=True) == sentence
-    assert recording.sent is None
 
 
 # --- errors and limits ---
@@ -241,11 +226,15 @@ def test_router_choices_need_the_shape_of_the_model(sentence):
     ],
 )
 def test_error_replies_have_four_shapes(name, status, says):
-    with pytest.raises(EngineStatusError) as caught:
-        replay(name)
-    assert caught.value.status == status
-    assert says in caught.value.body
-    assert not SGLangBackend().is_overflow_error(caught.value)
+    caught = raised(EngineStatusError, replay, name)
+    assert caught.status == status
+    assert says in caught.body
+    assert not SGLangBackend().is_overflow_error(caught)
+
+
+EXPANDED = "Multimodal prompt is too long after expanding multimodal tokens. After expanding "
+EXPANDED += "len(req.origin_input_ids_unpadded)=40 => 2100 >= 2042."
+"""Read from SGLang's sources, for prompts whose images the scheduler widens."""
 
 
 @pytest.mark.parametrize(
@@ -255,33 +244,23 @@ def test_error_replies_have_four_shapes(name, status, says):
         ("too_long_context", 3000, 2047, 1),
         ("too_long_total", 2040, 2028, 20),
         ("image_too_long", 2050, 2047, 4),
+        (EXPANDED, 2100, 2041, 4),
     ],
 )
 def test_overflow_replies(name, prompt_len, max_prompt_len, max_tokens):
+    recording = recorded("too_long_input" if name is EXPANDED else name)
+    if name is EXPANDED:
+        recording.answer = {"error": {"message": EXPANDED}}
     sampling = {**GREEDY, "max_tokens": max_tokens}
-    with pytest.raises(PromptTooLongError) as caught:
-        replay(name, sampling_params=sampling)
-    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (prompt_len, max_prompt_len)
-    reply = caught.value.__cause__
+    caught = raised(PromptTooLongError, replay, recording, sampling_params=sampling)
+    assert (caught.prompt_len, caught.max_prompt_len) == (prompt_len, max_prompt_len)
+    reply = caught.__cause__
     assert isinstance(reply, EngineStatusError)
     assert SGLangBackend().is_overflow_error(reply)
-    assert SGLangBackend().is_overflow_error(caught.value)
+    assert SGLangBackend().is_overflow_error(caught)
     # The same text with another status is another matter.
     assert not SGLangBackend().is_overflow_error(EngineStatusError("x", status=500, body=reply.body))
     assert not SGLangBackend().is_overflow_error(EngineConnectionError("gone"))
-
-
-def test_an_overflow_that_the_scheduler_finds():
-    """Read from SGLang's sources, for prompts whose images are widened there."""
-    text = (
-        "Multimodal prompt is too long after expanding multimodal tokens. "
-        "After expanding len(req.origin_input_ids_unpadded)=40 => 2100 >= 2042."
-    )
-    recording = recorded("too_long_input")
-    recording.answer = {"error": {"message": text}}
-    with pytest.raises(PromptTooLongError) as caught:
-        replay(recording)
-    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (2100, 2041)
 
 
 def test_more_tokens_than_the_context_holds_are_the_parameters_fault(sentence):

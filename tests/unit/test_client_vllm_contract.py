@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kit import error_of, raised
 from mmrender.client.server_facts import facts_of
 from mmrender.client.types import Usage
 from mmrender.client.vllm import VLLMBackend
@@ -152,12 +153,9 @@ def test_images(renderer, name, prompt_of, images):
     assert_is(replay(name, by(VLLMBackend(images=images), prompt)), name, len(prompt))
 
 
-def test_three_images_as_hashes_the_second_time(renderer):
+def test_hashes_alone_go_the_second_time_and_only_to_a_server_with_a_cache(renderer):
     backend, prompt = VLLMBackend(images="hash_only"), three_images(renderer)
     assert_is(replay("hash_hit", by(backend, prompt), by(backend, prompt)), "hash_hit", len(prompt))
-
-
-def test_a_hash_that_the_server_lacks(renderer):
     prompt = one_image(renderer, seed=5)
 
     async def work(way):
@@ -166,9 +164,6 @@ def test_a_hash_that_the_server_lacks(renderer):
         return await VLLMBackend(images="hash_only").generate(contract_request(prompt), way)
 
     assert_is(replay("hash_miss", work), "hash_miss", len(prompt))
-
-
-def test_a_server_without_a_cache_gets_no_hash_alone(renderer):
     with pytest.raises(EngineUnsupportedError, match="got its processor cache is off"):
         replay("hash_refused", by(VLLMBackend(images="hash_only"), one_image(renderer)))
 
@@ -177,12 +172,11 @@ def test_a_server_without_a_cache_gets_no_hash_alone(renderer):
     ("name", "length"), [("context", 3000), ("no_room", 2048), ("no_max_tokens", 3000), ("chat", 2049)]
 )
 def test_overflow(name, length):
-    with pytest.raises(PromptTooLongError) as caught:
-        answered(f"refused_overflow_{name}")
-    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (length, 2047)
-    assert caught.value.where == WHERE
-    assert VLLMBackend().is_overflow_error(caught.value)
-    assert VLLMBackend().is_overflow_error(caught.value.__cause__)
+    caught = raised(PromptTooLongError, answered, f"refused_overflow_{name}")
+    assert (caught.prompt_len, caught.max_prompt_len) == (length, 2047)
+    assert caught.where == WHERE
+    assert VLLMBackend().is_overflow_error(caught)
+    assert VLLMBackend().is_overflow_error(caught.__cause__)
 
 
 REFUSALS = {
@@ -202,20 +196,16 @@ REFUSALS = {
 @pytest.mark.parametrize("name", list(REFUSALS))
 def test_other_refusals_keep_the_servers_words(name):
     status, words = REFUSALS[name]
-    with pytest.raises(EngineStatusError) as caught:
-        answered(f"refused_{name}")
-    assert caught.value.status == status
-    assert words in caught.value.body
-    assert not VLLMBackend().is_overflow_error(caught.value)
+    caught = raised(EngineStatusError, answered, f"refused_{name}")
+    assert caught.status == status
+    assert words in caught.body
+    assert not VLLMBackend().is_overflow_error(caught)
 
 
-def test_an_aborted_request():
+def test_an_aborted_request_and_weight_versions():
     response = answered("aborted", max_tokens=1900)
     assert response.finish_reason == "abort"
     assert len(response.completion_ids) == len(response.logprobs) < 1900
-
-
-def test_weight_versions():
     response = answered("weight_versions", max_tokens=1900)
     first, second = response.weight_versions
     assert (first.start, second.version, second.stop) == (0, "step-7", len(response.completion_ids))
@@ -223,12 +213,10 @@ def test_weight_versions():
 
 
 def test_routes_that_are_closed(renderer, sentence):
-    with pytest.raises(EngineUnsupportedError) as caught:
-        replay("closed_generate", by(VLLMBackend(), text_prompt(renderer)))
-    assert str(caught.value) == sentence
-    with pytest.raises(EngineUnsupportedError) as caught:
-        replay("closed_render", by(VLLMBackend(images="features"), one_image(renderer)))
-    assert str(caught.value) == sentence
-    with pytest.raises(EngineUnsupportedError) as caught:
-        replay("closed_info", by(VLLMBackend(images="hash_only", pixels="uint8"), one_image(renderer)))
-    assert str(caught.value) == sentence
+    text, image = text_prompt(renderer), one_image(renderer)
+    for name, work in {
+        "closed_generate": by(VLLMBackend(), text),
+        "closed_render": by(VLLMBackend(images="features"), image),
+        "closed_info": by(VLLMBackend(images="hash_only", pixels="uint8"), image),
+    }.items():
+        assert error_of(EngineUnsupportedError, replay, name, work) == sentence

@@ -11,6 +11,7 @@ import xxhash
 
 import mmcodecs
 from codec_values import identical
+from kit import error_of
 from mmcodecs import RecordReader, RecordWriter
 from mmcodecs.errors import DecodeError, EncodeError
 
@@ -34,7 +35,7 @@ def fill(path: Path, values: list[Any] = VALUES) -> bytes:
     return path.read_bytes()
 
 
-def test_records_come_back_as_aligned_views_that_outlive_the_reader(path: Path) -> None:
+def test_records_come_back_as_aligned_views_that_outlive_the_reader(path):
     fill(path)
     reader = RecordReader(path)
     assert len(reader) == 4
@@ -53,7 +54,7 @@ def test_records_come_back_as_aligned_views_that_outlive_the_reader(path: Path) 
     assert identical(VALUES[0]["pixels"], array)
 
 
-def test_options_of_the_reader(path: Path) -> None:
+def test_options_of_the_reader(path):
     fill(path)
     assert isinstance(RecordReader(path, framework="torch")[0]["pixels"], torch.Tensor)
     assert RecordReader(path, copy=True)[0]["pixels"].flags.writeable
@@ -62,7 +63,7 @@ def test_options_of_the_reader(path: Path) -> None:
         RecordReader(path, limits=mmcodecs.Limits(max_bytes=100))[0]
 
 
-def test_a_torn_tail_is_detected_wherever_it_tears(path: Path) -> None:
+def test_a_torn_tail_is_detected_wherever_it_tears(path):
     whole = fill(path)
     before_last = len(fill(path, VALUES[:3]))
     for length in range(before_last, len(whole), 7):
@@ -78,7 +79,7 @@ def test_a_torn_tail_is_detected_wherever_it_tears(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 500, 5000])
-def test_the_next_writer_cuts_the_tail_and_goes_on(path: Path, cut: int) -> None:
+def test_the_next_writer_cuts_the_tail_and_goes_on(path, cut):
     whole = fill(path)
     path.write_bytes(whole[: len(whole) - cut])
     kept = len(RecordReader(path))
@@ -90,7 +91,7 @@ def test_the_next_writer_cuts_the_tail_and_goes_on(path: Path, cut: int) -> None
     assert reader.torn_bytes == 0
 
 
-def test_a_damaged_record_is_found_when_it_is_read_and_the_others_stay(path: Path) -> None:
+def test_a_damaged_record_is_found_when_it_is_read_and_the_others_stay(path):
     data = bytearray(fill(path))
     data[200] ^= 1
     path.write_bytes(data)
@@ -100,7 +101,7 @@ def test_a_damaged_record_is_found_when_it_is_read_and_the_others_stay(path: Pat
     assert identical(VALUES[1:], [reader[1], reader[2], reader[3]])
 
 
-def test_every_changed_byte_of_a_small_file_is_noticed(path: Path) -> None:
+def test_every_changed_byte_of_a_small_file_is_noticed(path):
     good = fill(path, ["a", [1]])
     for at in range(len(good)):
         path.write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
@@ -111,17 +112,8 @@ def test_every_changed_byte_of_a_small_file_is_noticed(path: Path) -> None:
         assert got in (["a", [1]], ["a"], []), at
 
 
-def test_what_is_no_record_file(path: Path) -> None:
-    path.write_bytes(b"not a record file" * 10)
-    for kind in (RecordReader, RecordWriter):
-        with pytest.raises(DecodeError, match="byte 0: not a record file"):
-            kind(path)
-    with pytest.raises(FileNotFoundError):
-        RecordReader(path.with_name("missing"))
-
-
 @pytest.mark.parametrize("content", [b"", b"\x89mm"])
-def test_an_empty_or_barely_started_file_holds_nothing(path: Path, content: bytes) -> None:
+def test_an_empty_or_barely_started_file_holds_nothing(path, content):
     path.write_bytes(content)
     assert len(RecordReader(path)) == 0
     with RecordWriter(path) as writer:
@@ -129,15 +121,18 @@ def test_an_empty_or_barely_started_file_holds_nothing(path: Path, content: byte
     assert list(RecordReader(path)) == [1]
 
 
-def test_one_writer_at_a_time(path: Path) -> None:
+def test_one_writer_at_a_time_and_what_is_no_record_file(path):
     with RecordWriter(path), pytest.raises(EncodeError, match="another writer has the file open"):
         RecordWriter(path)
     RecordWriter(path).close()
+    path.write_bytes(b"not a record file" * 10)
+    for kind in (RecordReader, RecordWriter):
+        assert "byte 0: not a record file" in error_of(DecodeError, kind, path)
+    with pytest.raises(FileNotFoundError):
+        RecordReader(path.with_name("missing"))
 
 
-def test_a_value_that_cannot_be_kept_and_a_full_disk_leave_the_file_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_cannot_be_kept_and_a_full_disk_leave_the_file_alone(path, monkeypatch):
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -147,14 +142,13 @@ def test_a_value_that_cannot_be_kept_and_a_full_disk_leave_the_file_alone(
             writer.append(object())
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
-            with pytest.raises(OSError, match="No space left"):
-                writer.append(np.zeros(1000))
+            assert "No space left" in error_of(OSError, writer.append, np.zeros(1000))
         writer.append(2)
     assert list(RecordReader(path)) == [1, 2]
 
 
 @pytest.mark.parametrize("hit", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)])
-def test_a_damaged_header_costs_its_own_record_wherever_it_is_hit(path: Path, hit: tuple[int, ...]) -> None:
+def test_a_damaged_header_costs_its_own_record_wherever_it_is_hit(path, hit):
     starts = [0, *(len(fill(path, VALUES[: 1 + number])) for number in range(3))]
     good = fill(path)
     left = [number for number in range(4) if number not in hit]
@@ -180,7 +174,7 @@ def test_a_damaged_header_costs_its_own_record_wherever_it_is_hit(path: Path, hi
     )
 
 
-def test_a_newer_version_is_named_and_not_cut_off(path: Path) -> None:
+def test_a_newer_version_is_named_and_not_cut_off(path):
     data = bytearray(fill(path, VALUES[:2]))
     second = len(fill(path, VALUES[:1]))
     data[second + 8] = 2
@@ -194,7 +188,7 @@ def test_a_newer_version_is_named_and_not_cut_off(path: Path) -> None:
     assert path.read_bytes() == data
 
 
-def test_a_reader_follows_a_file_that_grows(path: Path) -> None:
+def test_a_reader_follows_a_file_that_grows(path):
     with RecordWriter(path) as writer:
         reader = RecordReader(path)
         for count, value in enumerate(VALUES, 1):

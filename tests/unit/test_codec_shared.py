@@ -8,6 +8,7 @@ import torch
 
 import mmcodecs
 from codec_values import identical
+from kit import error_of
 from mmcodecs.errors import DecodeError, EncodeError
 from mmcodecs.shared import Shared
 
@@ -33,18 +34,18 @@ def test_one_object_and_one_key_are_one_payload_in_a_message() -> None:
     assert all(identical(PIXELS, array) for array in got)
 
 
-def test_a_key_for_two_shapes_is_refused() -> None:
-    with pytest.raises(EncodeError) as caught:
-        mmcodecs.encode({"x": [Shared(PIXELS, KEY), Shared(OTHER, KEY)]})
-    assert str(caught.value) == (
-        "$.x[1]: two arrays of different dtype or shape under one key - got 706978656c73"
-    )
+def test_a_key_means_one_array(sentence: Any) -> None:
+    arrays = {"x": [Shared(PIXELS, KEY), Shared(OTHER, KEY)]}
+    assert error_of(EncodeError, mmcodecs.encode, arrays) == sentence
+    encoder, decoder = pair()
+    decoder.decode(encoder.encode(Shared(PIXELS, KEY)))
+    other = encoder.encode({"a": Shared(OTHER, KEY)})
+    assert error_of(mmcodecs.CodecError, decoder.decode, other) == sentence
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 65, "text", None])
 def test_what_is_no_key(key: Any) -> None:
-    with pytest.raises(EncodeError, match="not a key - expected 1 to 64 bytes"):
-        Shared(PIXELS, key)
+    assert "not a key - expected 1 to 64 bytes" in error_of(EncodeError, Shared, PIXELS, key)
 
 
 @pytest.mark.parametrize("form", ["encode", "encode_frames"])
@@ -96,26 +97,9 @@ def test_a_lost_message_shows_as_a_missing_key_until_both_ends_reset() -> None:
         mmcodecs.Decoder().decode(encoder.encode(value))
 
 
-def test_a_key_must_still_mean_what_it_meant() -> None:
-    encoder, decoder = pair()
-    decoder.decode(encoder.encode(Shared(PIXELS, KEY)))
-    with pytest.raises(mmcodecs.CodecError) as caught:
-        decoder.decode(encoder.encode({"a": Shared(OTHER, KEY)}))
-    assert str(caught.value) == (
-        "extension 1 of the body: a shared array differs from its reference - expected float32 of shape (2000,), "
-        "got float32 of shape (1000,)"
-    )
-
-
-def test_a_larger_table_than_allowed_is_refused() -> None:
-    with pytest.raises(DecodeError) as caught:
-        mmcodecs.Decoder(table_bytes=10).decode(mmcodecs.Encoder(table_bytes=11).encode(1))
-    assert str(caught.value) == (
-        "head: the writer's table is larger than this reader allows - expected at most 10 bytes, got 11"
-    )
-
-
-def test_what_is_longer_than_the_table_is_not_entered() -> None:
+def test_the_size_of_a_table_is_bounded(sentence: Any) -> None:
+    message = mmcodecs.Encoder(table_bytes=11).encode(1)
+    assert error_of(DecodeError, mmcodecs.Decoder(table_bytes=10).decode, message) == sentence
     encoder, decoder = pair(table_bytes=5000)
     for _ in range(2):
         frames = encoder.encode_frames([Shared(PIXELS, KEY), Shared(OTHER, b"other")])

@@ -19,8 +19,6 @@ READER = Path(__file__).parents[2] / "examples" / "read_frames.py"
 @pytest.fixture(scope="module")
 def reader() -> ModuleType:
     spec = importlib.util.spec_from_file_location("read_frames", READER)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -30,13 +28,10 @@ def parts_of(vector: dict[str, Any]) -> list[bytes]:
     return [(FOLDER / name).read_bytes() for name in vector["files"]]
 
 
-def test_the_codec_writes_the_vectors() -> None:
+def test_the_codec_writes_and_reads_the_vectors() -> None:
     encoder = mmcodecs.Encoder(table_bytes=4096)
     for vector in VECTORS:
         assert written(vector, encoder) == parts_of(vector), vector["about"]
-
-
-def test_the_codec_reads_the_vectors() -> None:
     decoder = mmcodecs.Decoder(table_bytes=4096)
     for vector in VECTORS:
         parts = parts_of(vector)
@@ -60,16 +55,15 @@ def test_the_plain_reader_reads_the_vectors(reader: ModuleType) -> None:
         assert identical(as_plain_reader_sees(unshared(build(vector["value"]))), got), vector["about"]
 
 
-def test_the_plain_reader_is_short_and_uses_msgpack_and_numpy_only() -> None:
+def test_the_plain_reader_is_short_uses_msgpack_and_numpy_only_and_prints_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = READER.read_text().splitlines()
     assert len(lines) < 90
     imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert imported - {"msgpack", "numpy"} == {
         "collections", "pathlib", "struct", "sys", "typing",
     }  # fmt: skip
-
-
-def test_the_plain_reader_prints_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     import subprocess
     import sys
 

@@ -5,6 +5,7 @@ import io
 import pytest
 from PIL import Image
 
+from kit import assistant, error_of, shown, text
 from mmrender.errors import PlaceholderError
 from mmrender.media.item import encoded_image
 
@@ -12,8 +13,8 @@ SIZES = ((30, 50), (224, 224), (97, 300))
 
 
 def question(*sizes):
-    images = [{"type": "image", "image": Image.new("RGB", size, (9, 99, 199))} for size in sizes]
-    return {"role": "user", "content": [*images, {"type": "text", "text": "<|image_pad|> Which?"}]}
+    images = [shown(Image.new("RGB", size, (9, 99, 199))) for size in sizes]
+    return {"role": "user", "content": [*images, text("<|image_pad|> Which?")]}
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -33,12 +34,9 @@ def test_a_bridge_collapses_as_the_whole_conversation_does(renderer):
     (stop,) = renderer.profile.end_ids
     completion = [*renderer.tokenizer.encode("This one."), stop]
     bridged = renderer.bridge_to_next_turn(
-        first.token_ids,
-        completion,
-        [question(*SIZES[1:])],
-        previous_multi_modal_data=first.multi_modal_data,
+        first.token_ids, completion, [question(*SIZES[1:])], previous_multi_modal_data=first.multi_modal_data
     )
-    history = [question(SIZES[0]), {"role": "assistant", "content": "This one."}, question(*SIZES[1:])]
+    history = [question(SIZES[0]), assistant("This one."), question(*SIZES[1:])]
     assert bridged.collapsed_ids == renderer.render(history, add_generation_prompt=True).collapsed_ids
 
 
@@ -50,19 +48,15 @@ def test_a_vllm_prompt_holds_images_that_process_to_the_same_items(renderer):
     assert prompt["multi_modal_uuids"] == {"image": [item.identity for item in again]}
     for image, item in zip(prompt["multi_modal_data"]["image"], again, strict=True):
         assert image.tobytes() == Image.open(io.BytesIO(encoded_image(item).data)).tobytes()
-        own = renderer.render([{"role": "user", "content": [{"type": "image", "image": image}]}])
+        own = renderer.render([{"role": "user", "content": [shown(image)]}])
         found = own.multi_modal_data.mm_items["image"][0]
         assert (found.tensors()["pixel_values"] == item.tensors()["pixel_values"]).all()
 
 
-def test_a_prompt_without_images_is_its_tokens(renderer):
+def test_a_prompt_without_images_is_its_tokens_and_a_cut_one_is_refused(renderer):
     assert renderer.render([question()]).to_vllm_prompt() == {
         "prompt_token_ids": renderer.render([question()]).token_ids
     }
-
-
-def test_a_cut_prompt_is_refused(renderer):
     rendered = renderer.render([question(SIZES[1])])
     del rendered.token_ids[-40:]
-    with pytest.raises(PlaceholderError, match="leaves the sequence"):
-        rendered.to_vllm_prompt()
+    assert "leaves the sequence" in error_of(PlaceholderError, rendered.to_vllm_prompt)

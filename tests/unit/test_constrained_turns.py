@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from end_to_end import image_part
+from kit import text, user
 from mmrender import generate
 from mmrender.audit import TrainerModel, audit
 from mmrender.client.local import LocalBackend
@@ -16,13 +17,7 @@ from mmrender.client.sampling import limit_of, renormalised, reporting
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient
-from mmrender.training import (
-    SequenceShard,
-    collate,
-    first_fit_decreasing,
-    token_entropy,
-    token_logprobs,
-)
+from mmrender.training import SequenceShard, collate, first_fit_decreasing, token_entropy, token_logprobs
 from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
 
 torch = pytest.importorskip("torch")
@@ -190,7 +185,7 @@ def test_sampler_and_trainer_agree_under_a_constraint(renderer, trainer, name, b
 
     async def roll_out():
         trajectory = Trajectory("t")
-        messages = [{"role": "user", "content": [image_part(1), {"type": "text", "text": "Where?"}]}]
+        messages = [{"role": "user", "content": [image_part(1), text("Where?")]}]
         if by == "hand":  # as the guide on trajectories has it
             turn = await generate(
                 renderer=renderer,
@@ -206,7 +201,7 @@ def test_sampler_and_trainer_agree_under_a_constraint(renderer, trainer, name, b
             turn = await client.create_completion(
                 messages, trajectory=trajectory, sampling_params={"max_tokens": 8, **sampling, "seed": seed}
             )
-            messages = [*messages, turn.message, {"role": "user", "content": "And now?"}]
+            messages = [*messages, turn.message, user("And now?")]
         return trajectory
 
     trajectory = Trajectory.from_frames(asyncio.run(roll_out()).to_frames())

@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from kit import error_of
+from kit import error_of, raised
 from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.errors import MessageError
@@ -36,10 +36,15 @@ class Role(str, enum.Enum):  # noqa: UP042 - the spelling of pydantic models gen
     USER = "user"
 
 
-def test_text_subclasses_become_plain_text():
+def test_text_subclasses_and_numbers_become_plain_text():
     message = one({"role": Role.USER, "content": np.str_("hi"), "reasoning_content": np.str_("r")})
     assert (type(message.role), type(message.content), type(message.reasoning_content)) == (str, str, str)
     assert message == Message(role="user", content="hi", reasoning_content="r")
+    message = one({"role": "tool", "content": "x", "name": "f", "tool_call_id": 7})
+    assert (message.name, message.tool_call_id) == ("f", "7")
+    assert one({"role": "tool", "tool_call_id": ""}).tool_call_id == ""
+    legacy = one({"role": "function", "name": "add", "content": "3"})
+    assert legacy == Message(role="tool", name="add", content="3")
 
 
 class PydanticFunction(pydantic.BaseModel):
@@ -153,14 +158,6 @@ def test_reasoning_order_is_that_of_the_installed_transformers():
         fields.popitem()
 
 
-def test_names_and_ids_given_as_numbers_become_text():
-    message = one({"role": "tool", "content": "x", "name": "f", "tool_call_id": 7})
-    assert (message.name, message.tool_call_id) == ("f", "7")
-    assert one({"role": "tool", "tool_call_id": ""}).tool_call_id == ""
-    legacy = one({"role": "function", "name": "add", "content": "3"})
-    assert legacy == Message(role="tool", name="add", content="3")
-
-
 HI = {"role": "user", "content": "hi"}
 
 
@@ -209,9 +206,8 @@ def test_errors(case, sentence):
 
 
 def test_where_names_the_conversation():
-    with pytest.raises(MessageError) as caught:
-        normalize_messages([HI, {"role": "x"}], where="new_messages")
-    assert caught.value.where == "new_messages[1].role"
+    caught = raised(MessageError, normalize_messages, [HI, {"role": "x"}], where="new_messages")
+    assert caught.where == "new_messages[1].role"
 
 
 def test_openai_dicts_hold_every_field():

@@ -122,16 +122,13 @@ def sources(messages):
     return [part.source for message in messages for _, part in message.media()]
 
 
-def test_sources_fill_the_parts_that_wait_in_order():
+def test_sources_fill_the_parts_that_wait_in_order_and_of_each_modality():
     picture = PICTURE
     filled = attach_media(MESSAGES, images=[picture, {"bytes": b"x", "path": None}], videos=("v.mp4",))
     assert sources(filled) == [picture, "own.png", "v.mp4", b"x"]
     assert sources(MESSAGES) == [None, "own.png", None, None]
     assert [message.role for message in filled] == [message.role for message in MESSAGES]
     assert filled[1].content[1] is MESSAGES[1].content[1]
-
-
-def test_one_modality_or_both_may_be_left_waiting():
     assert sources(attach_media(MESSAGES, images=["1", "2"])) == ["1", "own.png", None, "2"]
     assert sources(attach_media(MESSAGES, videos=["v"])) == [None, "own.png", "v", None]
     assert attach_media(MESSAGES) == MESSAGES
@@ -149,6 +146,4 @@ MISFITS = {
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_media_besides_messages_that_do_not_fit(case, sentence):
-    with pytest.raises(MessageError) as caught:
-        attach_media(MESSAGES, **MISFITS[case])
-    assert str(caught.value) == sentence
+    assert error_of(MessageError, attach_media, MESSAGES, **MISFITS[case]) == sentence

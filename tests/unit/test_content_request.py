@@ -2,6 +2,7 @@
 
 import pytest
 
+from kit import error_of
 from mmrender.content.messages import read_request, read_variables
 from mmrender.errors import InputError
 from mmrender.messages import ImagePart, RenderRequest, RequestMedia
@@ -84,6 +85,4 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case, sentence):
-    with pytest.raises(InputError) as caught:
-        ERRORS[case]()
-    assert str(caught.value) == sentence
+    assert error_of(InputError, ERRORS[case]) == sentence

@@ -9,7 +9,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from kit import error_of
+from kit import assistant, error_of
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.tools import parse_arguments
 from mmrender.errors import MessageError, MissingDependencyError
@@ -61,22 +61,17 @@ def test_models_lose_the_optional_fields_that_are_none():
     )
 
 
-def test_functions_give_the_schema_of_transformers():
+def test_functions_give_the_schema_of_transformers_or_say_what_they_lack(monkeypatch, sentence):
     utils = pytest.importorskip("transformers.utils")
     (schema,) = normalize_tools([multiply])
     assert schema == utils.get_json_schema(multiply)
     assert schema["function"]["parameters"]["required"] == ["a"]
-
-
-def test_functions_need_type_hints_a_docstring_and_transformers(monkeypatch, sentence):
     pytest.importorskip("transformers")
     text = error_of(MessageError, normalize_tools, [WRAPPED, undocumented])
     assert re.sub(r"\(Cannot generate .*?\)", "(...)", text) == sentence
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "transformers.utils", None)
-    with pytest.raises(MissingDependencyError) as caught:
-        normalize_tools([multiply])
-    assert str(caught.value) == sentence
+    assert error_of(MissingDependencyError, normalize_tools, [multiply]) == sentence
 
 
 ERRORS = {
@@ -100,14 +95,12 @@ def test_errors(case, sentence):
 
 
 def calls_of(*calls: Any) -> tuple[ToolCall, ...]:
-    (message,) = normalize_messages([{"role": "assistant", "content": "", "tool_calls": list(calls)}])
+    (message,) = normalize_messages([assistant("", tool_calls=list(calls))])
     return message.tool_calls
 
 
 def call_error(call: Any) -> str:
-    with pytest.raises(MessageError) as caught:
-        calls_of({"name": "f"}, call)
-    return str(caught.value)
+    return error_of(MessageError, calls_of, {"name": "f"}, call)
 
 
 def nested(depth: int) -> str:
@@ -119,7 +112,7 @@ def test_keys_that_apis_add_to_a_call_are_ignored_and_its_legacy_form_is_read():
     call = {"id": "c1", "type": None, "function": function, "index": 0, "extra_content": {"g": 1}}
     assert calls_of(call) == (ToolCall("f", {"a": [1, None]}, id="c1"),)
     legacy = {"name": "f", "arguments": '{"a":1}'}
-    (message,) = normalize_messages([{"role": "assistant", "content": None, "function_call": legacy}])
+    (message,) = normalize_messages([assistant(None, function_call=legacy)])
     assert message.tool_calls == (ToolCall("f", {"a": 1}),)
 
 
@@ -198,5 +191,4 @@ def test_errors_of_calls(case, sentence):
 
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}', "\ud800", '{"a": 1} x'])
 def test_text_that_is_not_json(text):
-    with pytest.raises(MessageError, match="arguments are not JSON"):
-        parse_arguments(text, "a")
+    assert "arguments are not JSON" in error_of(MessageError, parse_arguments, text, "a")

@@ -3,9 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-import pytest
-
-from kit import shown
+from kit import error_of, shown
 from mmrender.client.local import LocalBackend, NullTransport
 from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
@@ -101,6 +99,5 @@ def test_what_differs_has_another_digest(renderer, tiny_model):
 
 def test_a_second_process_that_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("mmrender.testing.demo.sys.executable", "/bin/false")
-    with pytest.raises(ShippingConnectionError) as refused:
-        asyncio.run(prove_shipping(Report(), Trajectory(), tmp_path))
-    assert str(refused.value) == (f"unix://{tmp_path}/rollout.sock: the second process failed - got status 1")
+    refused = error_of(ShippingConnectionError, asyncio.run, prove_shipping(Report(), Trajectory(), tmp_path))
+    assert refused == (f"unix://{tmp_path}/rollout.sock: the second process failed - got status 1")

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tokenizers import Tokenizer
 
+from kit import assistant, error_of, shown, user
 from mmrender import Renderer
 from mmrender.errors import MissingDependencyError, ModelError
 from mmrender.testing.tiny_model import (
@@ -115,7 +117,7 @@ def test_sizes_are_what_was_asked_for(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(small)
     assert (model.lm_head.in_features, len(model.model.language_model.layers)) == (96, 1)
     rendered = Renderer.from_pretrained(small).render(
-        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (64, 64))}]}]
+        [{"role": "user", "content": [shown(Image.new("RGB", (64, 64)))]}]
     )
     (place,) = rendered.multi_modal_data.mm_placeholders["image"]
     assert place.length == 16
@@ -136,8 +138,8 @@ def test_template_writes_a_whole_conversation(tiny_model: Path) -> None:
         {"role": "assistant", **said},
         {"role": "tool", "content": [{"type": "image"}]},
         {"role": "tool", "content": "nothing there"},
-        {"role": "assistant", "content": "A cow."},
-        {"role": "user", "content": "Sure?"},
+        assistant("A cow."),
+        user("Sure?"),
     ]
     assert apply(tiny_model, messages, tools=[TOOL], add_generation_prompt=True) == (
         "<|im_start|>system\nLook closely.\n\nYou may call these functions:\n<tools>\n"
@@ -168,26 +170,17 @@ def test_template_refuses(tiny_model: Path, role: str, content: object, refusal:
     from jinja2 import TemplateError
 
     with pytest.raises(TemplateError, match=f"^This template {refusal}$"):
-        apply(tiny_model, [{"role": "user", "content": "Hi"}, {"role": role, "content": content}])
+        apply(tiny_model, [user("Hi"), {"role": role, "content": content}])
 
 
-def test_a_directory_that_holds_files_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_holds_files_is_refused(tmp_path: Path, sentence: Any) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"precious")
-    with pytest.raises(ModelError) as refused:
-        build_tiny_model(tmp_path, weights=False)
-    assert str(refused.value) == (
-        f"{tmp_path}: cannot build a model here - expected a missing or empty directory, "
-        "got one that holds files. Name another directory, or remove it first"
-    )
+    refused = error_of(ModelError, build_tiny_model, tmp_path, weights=False)
+    assert refused.replace(str(tmp_path), "FOLDER") == sentence
     assert contents(tmp_path) == {"model.safetensors": b"precious"}
 
 
-def test_weights_need_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_need_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingDependencyError) as refused:
-        build_tiny_model(tmp_path / "model")
-    assert str(refused.value) == (
-        "building the tiny model's weights needs torch, which is not installed. "
-        "Install it with: pip install 'mmrender[torch]', or pass weights=False"
-    )
+    assert error_of(MissingDependencyError, build_tiny_model, tmp_path / "model") == sentence
     assert not (tmp_path / "model").exists()

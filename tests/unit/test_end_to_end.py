@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
-from kit import encoded, noise, user
+from kit import assistant, encoded, noise, user
 from mmrender.audit.run import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
@@ -44,8 +44,7 @@ def test_the_trainer_sees_what_was_sampled(tiny_model, trajectories, tmp_path):
     address = f"unix://{tmp_path}/trainer.sock"
     seen = asyncio.run(ship_to_trainer(trajectories, address, tiny_model, tolerance=1e-3))
     assert seen["completions"] == completions_of(trajectories)
-    assert seen["images"] == [1, 2, 3, 4, 5, 6]
-    assert seen["samples"] == 2 * len(trajectories)
+    assert (seen["images"], seen["samples"]) == ([1, 2, 3, 4, 5, 6], 2 * len(trajectories))
     assert seen["ok"], seen["text"]
     assert max(seen["largest"], seen["padded"], seen["packed"]) < 1e-3
 
@@ -114,7 +113,7 @@ def test_the_command_finds_the_images_that_messages_kept(tiny_model, renderer, t
     saw = replace(prompt, multi_modal_data=MultiModalData.of([(places[0], seen)]))
     response = asyncio.run(complete(LocalBackend(tiny_model), saw))
     trajectory = Trajectory("resized otherwise")
-    answer = {"role": "assistant", "content": "It is."}
+    answer = assistant("It is.")
     trajectory.append(
         prompt.token_ids,
         response.completion_ids,

@@ -13,6 +13,7 @@ from aiohttp import web
 from syrupy.assertion import SnapshotAssertion
 
 from engine_cases import patient
+from kit import error_of
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import TransportConfig
 from mmrender.engines.client import InferenceEngineClient
@@ -42,7 +43,6 @@ class Node:
         self.paths.append(request.path)
         self.keys.add(request.headers.get("Authorization"))
         if self.is_dead:
-            assert request.transport is not None
             request.transport.abort()
         if self.workers is not None:
             return await self.pass_on(request, body)
@@ -79,71 +79,61 @@ class Node:
 
 
 @pytest.mark.parametrize("header", ["X-Session-ID", "X-SMG-Routing-Key"])
-def test_sessions_stay_control_reaches_the_servers_and_a_dead_one_costs_nothing(header: str) -> None:
-    async def scenario() -> None:
-        servers = [Node(), Node()]
-        router = Node(list(servers), header)
-        async with AsyncExitStack() as stack:
-            for node in (*servers, router):
-                await stack.enter_async_context(node.serve())
-            engines = [
-                HTTPEngine(
-                    "vllm",
-                    HTTPTransport(TransportConfig(node.url, api_key="k", connect_timeout=2)),
-                    model="m",
-                )
-                for node in servers
-            ]
-            client = InferenceEngineClient(
-                engines, router=router.url, **patient(attempt_timeout=5, pause_timeout=60)
+async def test_sessions_stay_control_reaches_the_servers_and_a_dead_one_costs_nothing(header: str) -> None:
+    servers = [Node(), Node()]
+    router = Node(list(servers), header)
+    async with AsyncExitStack() as stack:
+        for node in (*servers, router):
+            await stack.enter_async_context(node.serve())
+        engines = [
+            HTTPEngine(
+                "vllm", HTTPTransport(TransportConfig(node.url, api_key="k", connect_timeout=2)), model="m"
             )
-            assert client.router is not None
-            assert [each.name for each in client.replicas] == [router.url, *[node.url for node in servers]]
+            for node in servers
+        ]
+        client = InferenceEngineClient(
+            engines, router=router.url, **patient(attempt_timeout=5, pause_timeout=60)
+        )
+        assert client.router is not None
+        assert [each.name for each in client.replicas] == [router.url, *[node.url for node in servers]]
 
-            async def ask(sessions: list[Any]) -> None:
-                requests = [
-                    client.complete(new_request(PROMPT, {"max_tokens": 5}), session_id=each)
-                    for each in sessions
-                ]
-                for response in await asyncio.gather(*requests):
-                    assert response.completion_ids == IDS
+        async def ask(sessions: list[Any]) -> None:
+            requests = [
+                client.complete(new_request(PROMPT, {"max_tokens": 5}), session_id=each) for each in sessions
+            ]
+            for response in await asyncio.gather(*requests):
+                assert response.completion_ids == IDS
 
-            sessions = [f"s{index}" for index in range(8)]
-            for _ in range(3):
-                await ask(sessions)
-            held = [sorted(set(node.sessions)) for node in servers]
-            assert sorted(held[0] + held[1]) == sessions  # each at one server
-            assert all(held)
-            assert router.keys == {"Bearer k"}
-            await client.pause_generation("abort")
-            await client.resume_generation()
-            await client.set_weight_version("v")
-            assert await client.weight_version() == "v"
-            for node in servers:
-                assert {"/pause", "/resume", "/update_weight_version", "/weight_info"} <= set(node.paths)
-            assert {GENERATE} == {
-                path for path in router.paths if path != "/health" and "v1/models" not in path
-            }
-            servers[0].is_dead = True
+        sessions = [f"s{index}" for index in range(8)]
+        for _ in range(3):
             await ask(sessions)
-            with pytest.raises(EngineConnectionError):
-                await client.set_weight_version("w")
-            assert set(held[1]) <= set(servers[1].sessions[-len(sessions) :])
-            await client.teardown()
-            for engine in engines:
-                await engine.transport.aclose()
-        again = pickle.loads(pickle.dumps(client))
-        assert again.router.name == router.url
-
-    asyncio.run(scenario())
+        held = [sorted(set(node.sessions)) for node in servers]
+        assert sorted(held[0] + held[1]) == sessions  # each at one server
+        assert all(held)
+        assert router.keys == {"Bearer k"}
+        await client.pause_generation("abort")
+        await client.resume_generation()
+        await client.set_weight_version("v")
+        assert await client.weight_version() == "v"
+        for node in servers:
+            assert {"/pause", "/resume", "/update_weight_version", "/weight_info"} <= set(node.paths)
+        assert {GENERATE} == {path for path in router.paths if path != "/health" and "v1/models" not in path}
+        servers[0].is_dead = True
+        await ask(sessions)
+        with pytest.raises(EngineConnectionError):
+            await client.set_weight_version("w")
+        assert set(held[1]) <= set(servers[1].sessions[-len(sessions) :])
+        await client.teardown()
+        for engine in engines:
+            await engine.transport.aclose()
+    again = pickle.loads(pickle.dumps(client))
+    assert again.router.name == router.url
 
 
 def test_a_url_needs_engines_that_say_how_it_is_asked(sentence: SnapshotAssertion) -> None:
     first, other = (
         HTTPEngine("vllm", MemoryTransport(base_url=f"http://{name}"), model=name) for name in "ab"
     )
-    with pytest.raises(InputError) as caught:
-        InferenceEngineClient([first, other], router="http://r")
-    assert str(caught.value) == sentence
+    assert error_of(InputError, InferenceEngineClient, [first, other], router="http://r") == sentence
     with pytest.raises(InputError, match="got InferenceEngineClient"):
         InferenceEngineClient([InferenceEngineClient([first])], router="http://r")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kit import assistant, shown
 from mmrender.client.local import LocalBackend
 from mmrender.messages import Message
 from mmrender.rollout import RendererClient, Turn
@@ -43,8 +44,8 @@ def test_fine_tuning_with_packing(tiny_model, photo):
 
     recorded = [
         {"messages": [
-            {"role": "user", "content": [{"type": "image", "image": "photo.jpg"}, f"Question {number}?"]},
-            {"role": "assistant", "content": f"Answer {number}."},
+            {"role": "user", "content": [shown("photo.jpg"), f"Question {number}?"]},
+            assistant(f"Answer {number}."),
         ]}
         for number in range(2)
     ]  # fmt: skip
@@ -66,7 +67,7 @@ def test_a_custom_environment_with_tool_images(tiny_model, renderer, photo, caps
     import look_closer
 
     call = {"name": "look", "arguments": {"left": 0.5, "top": 1}}
-    guided = guided_params(renderer, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+    guided = guided_params(renderer, [assistant("", tool_calls=[call])])
     sampling = {"max_tokens": 64, "temperature": 1.0, "seed": 1, **guided}
     client = RendererClient(renderer, backend=LocalBackend(tiny_model), sampling_params=sampling)
     first, second = asyncio.run(look_closer.play(client, str(photo), 2, failures="raise"))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from kit import error_of, text
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError
 from mmrender.messages import Message, ToolCall
@@ -65,7 +66,7 @@ def test_the_mark_is_in_its_cell_and_no_other_figure_is_like_it(game):
     assert tuple(np.argwhere(ink == ink.max())[0] + 1) == game.marked
 
 
-def test_zooming_shows_the_region_at_full_resolution(game):
+def test_zooming_shows_the_region_at_full_resolution_also_by_the_user(game):
     seen = game.step(acting(zoom(1, 3, 2, 4)))
     (message,) = seen.messages
     picture = message["content"][0]["image"]
@@ -77,9 +78,6 @@ def test_zooming_shows_the_region_at_full_resolution(game):
     assert (seen.reward, seen.done) == (0.0, False)
     wide = game.step(acting(zoom(1, 1, 1, 4))).messages[0]["content"][0]["image"]
     assert wide.size == (192, 48)
-
-
-def test_a_zoomed_part_may_be_shown_by_the_user():
     game = begun(images_in="user")
     seen = normalize_messages(game.step(acting(zoom(1, 1, 2, 2), zoom(1, 1, 3, 3))).messages)
     assert [message.role for message in seen] == ["tool", "tool", "user", "user"]
@@ -109,8 +107,7 @@ def test_right_and_wrong_answers(game):
 )
 def test_calls_that_make_no_sense(game, call, reply):
     seen = game.step(acting(call))
-    assert seen.messages[0]["content"] == reply
-    assert seen.messages[0]["tool_call_id"] == "call-0"
+    assert (seen.messages[0]["content"], seen.messages[0]["tool_call_id"]) == (reply, "call-0")
     assert (seen.reward, seen.done) == (-0.1, False)
 
 
@@ -138,15 +135,13 @@ def test_what_is_no_call_and_the_end_of_turns(game):
     ],
 )  # fmt: skip
 def test_settings_that_are_refused(extras, message):
-    with pytest.raises(InputError) as refused:
-        FindCell().reset([], extras)
-    assert str(refused.value) == message
+    assert error_of(InputError, FindCell().reset, [], extras) == message
 
 
 def test_the_text_of_a_turn():
     assert Turn(Message(role="assistant", content="left")).text == "left"
     assert Turn(Message(role="assistant")).text == ""
-    (parts,) = normalize_messages([{"role": "assistant", "content": [{"type": "text", "text": "a"}, "b"]}])
+    (parts,) = normalize_messages([{"role": "assistant", "content": [text("a"), "b"]}])
     assert Turn(parts).text == "ab"
 
 

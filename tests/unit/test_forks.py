@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 import mmrender
-from kit import encoded
+from kit import encoded, shown, user
 from mmcodecs import BufferPool
 from mmrender.caching import LRUCache, cached_property
 from mmrender.client import server_facts
@@ -64,36 +64,39 @@ def in_child(function):
         os.close(reading)
 
 
+class Pause:
+    """A place in a function at which another thread stays while a block of the test runs."""
+
+    def __init__(self):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def here(self):
+        self.begun.set()
+        self.go_on.wait()
+
+    @contextmanager
+    def of_thread(self, function):
+        thread = threading.Thread(target=function)
+        thread.start()
+        self.begun.wait()
+        try:
+            yield
+        finally:
+            self.go_on.set()
+            thread.join()
+
+
 @contextmanager
 def thread_within(context):
     """Have another thread inside a context, a lock's say, for as long as this one lasts."""
-    inside, leave = threading.Event(), threading.Event()
+    pause = Pause()
 
     def hold():
         with context:
-            inside.set()
-            leave.wait()
+            pause.here()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    inside.wait()
-    try:
+    with pause.of_thread(hold):
         yield
-    finally:
-        leave.set()
-        thread.join()
-
-
-@contextmanager
-def thread_running(function, is_inside):
-    """Have another thread in the middle of a function, which has set one event and waits for another."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    is_inside.wait()
-    try:
-        yield
-    finally:
-        thread.join()
 
 
 def picture(shade=0):
@@ -102,7 +105,7 @@ def picture(shade=0):
 
 def work(renderer, source, text="Moo?"):
     """Do everything that takes a lock, and return a digest of it."""
-    content = [{"type": "image", "image": source}, {"type": "text", "text": text}]
+    content = [shown(source), {"type": "text", "text": text}]
     prompt = renderer.render([{"role": "user", "content": content}], add_generation_prompt=True)
     (item,) = prompt.multi_modal_data.mm_items["image"]
     completion = [*renderer.tokenizer.encode("A cow."), *renderer.get_stop_token_ids()[-1:]]
@@ -110,7 +113,7 @@ def work(renderer, source, text="Moo?"):
     bridged = renderer.bridge_to_next_turn(
         prompt.token_ids,
         completion,
-        [{"role": "user", "content": "And which says meow?"}],
+        [user("And which says meow?")],
         previous_multi_modal_data=prompt.multi_modal_data,
     )
     sums = [float(values.sum()) for values in item.tensors().values()]
@@ -143,19 +146,14 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(name, renderer):
 
 
 def test_a_child_computes_for_itself_what_another_thread_was_computing():
-    cache = LRUCache(10)
-    begun, go_on = threading.Event(), threading.Event()
+    cache, pause = LRUCache(10), Pause()
 
     def compute():
-        begun.set()
-        go_on.wait()
+        pause.here()
         return "the parent's"
 
-    with thread_running(lambda: cache.get_or_compute("key", compute), begun):
-        try:
-            assert in_child(lambda: cache.get_or_compute("key", lambda: "the child's")) == "the child's"
-        finally:
-            go_on.set()
+    with pause.of_thread(lambda: cache.get_or_compute("key", compute)):
+        assert in_child(lambda: cache.get_or_compute("key", lambda: "the child's")) == "the child's"
     assert cache.get("key") == "the parent's"
 
 
@@ -204,23 +202,17 @@ def test_an_image_that_another_thread_decodes_is_refused_by_the_child(renderer):
 
 
 def test_a_stream_that_another_thread_reads_is_refused_by_the_child(renderer):
-    file = io.BytesIO()
-    picture().save(file, "PNG")
-    begun, go_on = threading.Event(), threading.Event()
+    pause = Pause()
 
     class Slow(io.BytesIO):
         def read(self, *size):
             if threading.current_thread() is not threading.main_thread():
-                begun.set()
-                go_on.wait()
+                pause.here()
             return super().read(*size)
 
-    stream = Slow(file.getvalue())
-    with thread_running(lambda: load.load_image(stream), begun):
-        try:
-            assert "another thread was reading this object" in in_child(lambda: work(renderer, stream))
-        finally:
-            go_on.set()
+    stream = Slow(encoded(picture()))
+    with pause.of_thread(lambda: load.load_image(stream)):
+        assert "another thread was reading this object" in in_child(lambda: work(renderer, stream))
     assert in_child(lambda: work(renderer, stream)) == work(renderer, picture())
 
 
@@ -233,27 +225,26 @@ def test_an_object_that_the_forking_thread_reads_is_its_own_in_the_child():
 
 def test_a_fork_waits_for_the_imports_of_other_threads(tmp_path, monkeypatch):
     (tmp_path / "slow_to_import.py").write_text(
-        "import test_forks_events as events\nevents.begun.set()\nevents.go_on.wait()\nVALUE = 7\n"
+        "from test_forks_events import pause\npause.here()\nVALUE = 7\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     events = type(sys)("test_forks_events")
-    events.begun, events.go_on = threading.Event(), threading.Event()
+    events.pause = Pause()
     monkeypatch.setitem(sys.modules, "test_forks_events", events)
-    ending = threading.Timer(0.5, events.go_on.set)
 
     def value():
         import slow_to_import
 
         return slow_to_import.VALUE
 
-    with thread_running(value, events.begun):
-        ending.start()
+    with events.pause.of_thread(value):
+        threading.Timer(0.5, events.pause.go_on.set).start()
         assert in_child(value) == "7"
     sys.modules.pop("slow_to_import", None)
 
 
 def test_a_child_computes_a_cached_property_that_another_thread_computes():
-    begun, go_on = threading.Event(), threading.Event()
+    pause = Pause()
 
     class Slow:
         is_slow = True
@@ -261,55 +252,37 @@ def test_a_child_computes_a_cached_property_that_another_thread_computes():
         @cached_property
         def value(self):
             if self.is_slow:
-                begun.set()
-                go_on.wait()
+                pause.here()
             return 7
 
     slow, other = Slow(), Slow()
     other.is_slow = False
-    with thread_running(lambda: slow.value, begun):
-        try:
-            assert in_child(lambda: other.value) == "7"
-        finally:
-            go_on.set()
-
-
-class StandIn:
-    """A fast engine that stays inside of a call for as long as a test likes."""
-
-    def __init__(self, twin):
-        self._inner = twin
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def encode(self, text):
-        if text == "slow":
-            self.begun.set()
-            self.go_on.wait()
-        return self._inner.encode(text, add_special_tokens=False)
+    with pause.of_thread(lambda: slow.value):
+        assert in_child(lambda: other.value) == "7"
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_child(is_inside, tiny_model):
     tokenizer = Renderer.from_pretrained(tiny_model, image_backend="pil").tokenizer
-    twin = tokenizer._engines["token"]
+    twin, pause = tokenizer._engines["token"], Pause()
+
+    def encode(text):
+        if text == "slow":
+            pause.here()
+        return twin.encode(text, add_special_tokens=False)
+
     engine = object.__new__(fast.FastEngine)
-    stand_in = StandIn(twin)
-    engine._engine, engine._inside, engine._encode = twin, set(), stand_in.encode
+    engine._engine, engine._inside, engine._encode = twin, set(), encode
     engine._normalizer, engine._keeps_ascii, engine._lengths = None, True, None
     tokenizer.choice.fast, tokenizer.choice._is_settled = engine, True
 
     def served():
         return f"{tokenizer.choice.fast is engine} {tokenizer.encode_run('some text').ids}"
 
-    stand_in.begun.set()
-    slow = "slow" if is_inside else "fast"
-    if is_inside:
-        stand_in.begun.clear()
-    with thread_running(lambda: tokenizer.encode_run(slow), stand_in.begun):
-        try:
-            answer = in_child(served)
-        finally:
-            stand_in.go_on.set()
+    if not is_inside:
+        pause.begun.set()
+    with pause.of_thread(lambda: tokenizer.encode_run("slow" if is_inside else "fast")):
+        answer = in_child(served)
     ids = twin.encode("some text", add_special_tokens=False).ids
     if is_inside:
         assert answer == f"False {ids}"
@@ -317,7 +290,7 @@ def test_a_fast_tokenizer_that_another_thread_is_inside_of_does_not_serve_the_ch
 
 
 def test_a_child_compiles_a_template_while_another_thread_does(renderer):
-    messages, source = [{"role": "user", "content": "Moo?"}], "{{ messages[0].content }} in a child"
+    messages, source = [user("Moo?")], "{{ messages[0].content }} in a child"
 
     def rendered():
         other = Renderer(TemplateSet({"default": source}, renderer.tokenizer), renderer.tokenizer)
@@ -346,7 +319,7 @@ def test_processes_of_templates_are_started_again_in_the_child(tiny_model):
 
 def test_a_model_s_own_processor_is_built_again_where_another_thread_was_inside_of_it(shared_models):
     renderer = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil")
-    messages = [{"role": "user", "content": [{"type": "image", "image": picture().resize((333, 77))}]}]
+    messages = [{"role": "user", "content": [shown(picture().resize((333, 77)))]}]
     processor = renderer.media.processor.load()
     with thread_within(processor._watched.lock):
 
@@ -382,29 +355,26 @@ def test_a_model_that_was_loaded_before_a_fork_is_refused_by_name(tiny_model):
     assert in_child(model).startswith("EngineStateError: the model was loaded before this process forked")
 
 
-def test_a_transport_serves_the_child():
+def test_a_transport_and_a_buffer_pool_serve_the_child():
     assert (
         in_child(lambda: (server_facts.forget(TRANSPORT), asyncio.run(TRANSPORT.aclose()))) == "(None, None)"
     )
+    pool = BufferPool()
+    with thread_within(pool._lock):
+        assert in_child(lambda: len(pool.acquire(5000))) == "5000"
 
 
-def test_requests_of_the_parent_are_not_those_of_the_child():
+async def test_requests_of_the_parent_are_not_those_of_the_child():
     client = InferenceEngineClient([ScriptedEngine()])
     (replica,) = client._pool.replicas
     replica.calls.add(object())
-
-    async def forked():
-        client._pool.enter()
-        return in_child(client._pool.calls)
-
-    assert asyncio.run(forked()) == "[]"
+    client._pool.enter()
+    assert in_child(client._pool.calls) == "[]"
 
 
 def test_a_pool_opens_its_threads_again_in_the_child(renderer):
     source = picture(4)
-    messages = [
-        {"role": "user", "content": [{"type": "image", "image": each} for each in (source, picture(5))]}
-    ]
+    messages = [{"role": "user", "content": [shown(each) for each in (source, picture(5))]}]
     with RendererPool(renderer, workers=1, queue_size=0) as pool:
         expected = asyncio.run(pool.arender(messages)).token_ids
 
@@ -417,12 +387,6 @@ def test_a_pool_opens_its_threads_again_in_the_child(renderer):
 
         with thread_within(pool._workers._threads._lock), thread_within(pool._workers.media._lock):
             assert in_child(rendered) == repr(expected)
-
-
-def test_a_buffer_pool_serves_the_child():
-    pool = BufferPool()
-    with thread_within(pool._lock):
-        assert in_child(lambda: len(pool.acquire(5000))) == "5000"
 
 
 def test_children_render_while_threads_render(tiny_model):

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kit import error_of
+
 torch = pytest.importorskip("torch")
 
 from grpo.__main__ import run  # noqa: E402
@@ -147,8 +149,7 @@ def test_a_folder_with_another_run_is_refused(whole):
 
 def test_an_audit_ends_a_run_with_its_finding(tmp_path):
     config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_every=1, explain=0)
-    with pytest.raises(SystemExit, match="sampler and trainer differ before step 0"):
-        asyncio.run(run(config))
+    assert "sampler and trainer differ before step 0" in error_of(SystemExit, asyncio.run, run(config))
 
 
 def test_advantages_are_rewards_less_the_mean_of_their_group():

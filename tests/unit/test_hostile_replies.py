@@ -157,7 +157,7 @@ BODIES: dict[str, Answer] = {
 }  # fmt: skip
 WIRE: dict[str, Answer] = {
     **{
-        f"status {status}": lambda engine, status=status: http(b"no", status=status)  # type: ignore[misc]
+        f"status {status}": lambda engine, status=status: http(b"no", status=status)
         for status in ("204 No Content", "301 Moved", "307 Again", "400 Bad", "401 No", "404 Not", "413 Large", "418 I",
                        "429 Many", "500 Oh", "502 Gate", "503 Busy", "599 What", "999 What")
     },
@@ -280,33 +280,26 @@ async def written_to(writer: asyncio.StreamWriter, raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_hostile_reply_is_an_error_that_names_it(name: str) -> None:
+async def test_every_hostile_reply_is_an_error_that_names_it(name):
     engine = ENGINES[name]
     replies = hostile_replies(engine)
     assert len(replies) >= 100
     taken = http(good(engine)), http(good(engine), "Content-Type: text/html; charset=utf-16")
-
-    async def run() -> dict[str, str]:
-        problems = {}
-        for raw in taken:  # it is what else they hold that the others are refused for
-            problem = await outcome(engine, partial(written_to, raw=raw))
-            assert str(problem).startswith("taken: [50, 51, 52]")
-        for what, raw in replies.items():
-            reply = partial(written_to, raw=raw)
-            if problem := await outcome(engine, reply, experts=what.startswith("experts")):
-                problems[what] = problem
-        return problems
-
-    problems = asyncio.run(run())
+    problems = {}
+    for raw in taken:  # it is what else they hold that the others are refused for
+        problem = await outcome(engine, partial(written_to, raw=raw))
+        assert str(problem).startswith("taken: [50, 51, 52]")
+    for what, raw in replies.items():
+        reply = partial(written_to, raw=raw)
+        if problem := await outcome(engine, reply, experts=what.startswith("experts")):
+            problems[what] = problem
     assert not problems, "\n".join(f"{what}: {problem}" for what, problem in problems.items())
 
 
 @pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n", CHUNKED, b""])
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_answer_without_end_ends(
-    name: str, start: bytes, pause: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_without_end_ends(name, start, pause, monkeypatch):
     monkeypatch.setattr(exchange, "_ABORT_SECONDS", 0.5)
 
     async def reply(writer: asyncio.StreamWriter) -> None:

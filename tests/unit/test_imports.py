@@ -1,6 +1,8 @@
-"""Imports run one way: no circle, also through strings, functions, lazily loaded names and `TYPE_CHECKING`."""
+"""Imports run one way, without a circle, and load heavy packages at first use alone."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -72,9 +74,34 @@ def imports_of(name: str) -> set[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
+    """Also through strings, functions, lazily loaded names and `TYPE_CHECKING`."""
     graph = {name: imports_of(name) for name in FILES}
     assert sum(map(len, graph.values())) > len(FILES)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+CLIENT = "aiohttp opentelemetry torch transformers vllm"
+SERVING = "aiohttp starlette uvicorn prometheus_client torch transformers"
+WORKER = "aiohttp transformers mmrender.renderer mmrender.client zmq"
+LIGHT = {
+    "import mmrender": "numpy PIL jinja2 tokenizers",
+    "import mmcodecs; mmcodecs.encode([1])": "torch vllm mmrender xxhash blake3 pydantic asyncio",
+    "import mmrender.shipping": "torch asyncio",
+    "import mmrender.training": "torch numpy",
+    "from mmrender.training import *": WORKER,
+    "import mmrender.engines as e; e.InferenceEngineClient; e.HTTPEngine": SERVING,
+    "from mmrender import generate; from mmrender.client import EngineRequest, SGLangBackend, VLLMBackend": CLIENT,
+    "from mmrender.client.transport import RetryPolicy, TransportConfig": CLIENT,
+}  # fmt: skip
+"""Statements, and the modules that they do not load."""
+
+
+@pytest.mark.parametrize("statement", LIGHT)
+def test_an_import_loads_nothing_heavy_and_starts_no_thread(statement: str) -> None:
+    code = f"import sys, threading\n{statement}\nprint({{*sys.argv[1:]}} & {{*sys.modules}}, threading.active_count())"
+    command = [sys.executable, "-c", code, *LIGHT[statement].split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "set() 1\n"

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 
 import mmcodecs
-from item_cases import (
-    ITEMS,
-    PROCESSOR,
-    patch_item,
-    picture,
-    processed_item,
-    reference_item,
-    same_tensors,
-)
-from kit import encoded
+from item_cases import ITEMS, PROCESSOR, patch_item, picture, processed_item, reference_item, same_tensors
+from kit import encoded, error_of
 from mmrender.errors import MediaError
 from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
 from mmrender.media.wire import item_from_wire, item_to_wire, items_from_wire, items_to_wire
@@ -55,13 +47,10 @@ def test_a_reference_may_be_a_url():
     assert (read, read.source, read.expected_length) == (item, item.source, 6)
 
 
-def test_the_head_of_an_item_is_small():
+def test_an_item_has_a_small_head_and_a_connection_carries_it_once():
     one = len(mmcodecs.encode_frames(items_to_wire([patch_item(seed=0)]))[0])
     many = len(mmcodecs.encode_frames(items_to_wire([patch_item(seed=i) for i in range(65)]))[0])
     assert (many - one) / 64 < 600  # bytes of the head for another item
-
-
-def test_a_connection_carries_an_item_once():
     encoder, decoder = mmcodecs.Encoder(), mmcodecs.Decoder()
     items = [patch_item(seed=1), processed_item(seed=2)]
     first = encoder.encode(items_to_wire(items))
@@ -133,15 +122,11 @@ DAMAGES = {
 def test_damage_is_named(make, change, sentence):
     wire = copy.deepcopy(through_codec(item_to_wire(make())))
     change(wire)
-    with pytest.raises(MediaError) as error:
-        item_from_wire(wire)
-    assert str(error.value) == sentence
+    assert error_of(MediaError, item_from_wire, wire) == sentence
 
 
 def test_an_item_of_an_unknown_class_is_refused(sentence):
-    with pytest.raises(MediaError) as error:
-        items_to_wire([patch_item(), object()])
-    assert str(error.value) == sentence
+    assert error_of(MediaError, items_to_wire, [patch_item(), object()]) == sentence
 
 
 def test_a_reference_is_processed_again_and_has_no_tensors(sentence):
@@ -151,9 +136,7 @@ def test_a_reference_is_processed_again_and_has_no_tensors(sentence):
     assert same_tensors(resolved, item)
     with pytest.raises(MediaError, match="processing again gives another identity"):
         ReferenceItem.of(item, encoded(picture(seed=4).image), 6).resolve(PROCESSOR)
-    with pytest.raises(MediaError) as error:
-        reference_item().tensors()
-    assert str(error.value) == sentence
+    assert error_of(MediaError, reference_item().tensors) == sentence
 
 
 @pytest.mark.parametrize("kind", ["patches", "video", "processed"])

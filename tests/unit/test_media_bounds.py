@@ -119,15 +119,16 @@ def test_no_more_is_read_of_a_bomb_than_the_bound(name):
     assert len(taken) <= bounds.MAX_PIECES + 1
 
 
-def test_many_scans_of_a_small_picture_pass():
+def test_scans_are_bounded_by_the_policy_and_metadata_has_none():
     assert load_image(jpeg_of_scans(1000, (64, 64))).width == 64
-
-
-def test_scans_are_bounded_by_the_policy():
     data = jpeg_of_scans(60, (500, 500))
     load_image(data, MediaPolicy(max_pixels=1_000_000))
     with pytest.raises(MediaLimitError, match=r"at most 4000000 pixels in all scans.*max_pixels"):
         load_image(data, MediaPolicy(max_pixels=250_000))
+    noise = b"\xff\xda\0\x08" * 16_000
+    head = b"\xff\xe2" + struct.pack(">H", 2 + len(noise))
+    data = jpeg_of_scans(0, (2000, 2000))
+    assert load_image(data[:2] + head + noise + data[2:]).width == 2000
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -137,13 +138,6 @@ def test_scans_of_an_encoder_pass_at_the_largest_size(mode, progressive):
     file = io.BytesIO()
     picture.convert(mode).save(file, "JPEG", progressive=progressive, quality=95)
     assert load_image(file.getvalue(), MediaPolicy(max_pixels=300 * 400)).height == 300
-
-
-def test_bytes_of_metadata_that_look_like_scans_are_none():
-    noise = b"\xff\xda\0\x08" * 16_000
-    head = b"\xff\xe2" + struct.pack(">H", 2 + len(noise))
-    data = jpeg_of_scans(0, (2000, 2000))
-    assert load_image(data[:2] + head + noise + data[2:]).width == 2000
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
-from kit import encoded
+from kit import encoded, error_of
 from mmrender.errors import MediaError
 from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
 from mmrender.media.load import load_image
@@ -120,6 +120,4 @@ def test_what_holds_no_image_is_refused(kind, processor, sentence):
         "video": replace(image, modality="video", identity="ab" * 32),
         "url": replace(reference(0, "https://images.test/a.png"), identity="ab" * 32),
     }[kind]
-    with pytest.raises(MediaError) as caught:
-        encoded_image(item)
-    assert str(caught.value) == sentence
+    assert error_of(MediaError, encoded_image, item) == sentence

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from kit import encoded
+from kit import encoded, error_of
 from mmrender.errors import MediaBlockedError, MediaError, MediaFetchError, MediaLimitError
 from mmrender.media import fetch as fetching
 from mmrender.media.fetch import fetch, printable_url
@@ -124,7 +124,7 @@ def said(caught: pytest.ExceptionInfo[Exception], port: int) -> str:
     return str(caught.value).replace(f":{port}", ":PORT")
 
 
-def test_plain_fetch(site: Site) -> None:
+def test_plain_fetch_of_each_form_of_body_without_proxies(site, monkeypatch):
     loaded = load_image(site.url("/a.png?size=1&name=ü b"), LOOPBACK)
     assert loaded.array[0, 0].tolist() == [0, 128, 0]
     path, headers = site.asked[0]
@@ -133,9 +133,6 @@ def test_plain_fetch(site: Site) -> None:
     assert headers["Accept-Encoding"] == "identity"
     assert headers["User-Agent"].startswith("mmrender/")
     assert "Authorization" not in headers
-
-
-def test_body_forms(site: Site) -> None:
     site.answers["/unstated"] = body(PNG, content_length="")
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (PNG[:7], PNG[7:])) + b"0\r\n\r\n"
     site.answers["/chunked"] = body(chunked, content_length="", transfer_encoding="chunked")
@@ -145,15 +142,12 @@ def test_body_forms(site: Site) -> None:
         assert fetch(site.url("/chunked"), LOOPBACK) == PNG
     finally:
         Handler.protocol_version = before
-
-
-def test_proxies_of_the_environment_are_not_used(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     assert fetch(site.url(), LOOPBACK) == PNG
 
 
-def test_loopback_is_blocked_by_default(site: Site, sentence) -> None:
+def test_loopback_is_blocked_by_default(site, sentence):
     for host in ("127.0.0.1", "localhost", "2130706433", "0x7f.1", "user:pass@127.0.0.1"):
         with pytest.raises(MediaBlockedError):
             load_image(site.url(host=host))
@@ -163,7 +157,7 @@ def test_loopback_is_blocked_by_default(site: Site, sentence) -> None:
     assert site.asked == []
 
 
-def test_name_that_resolves_to_a_private_address(names: dict[str, list[str]]) -> None:
+def test_name_that_resolves_to_a_private_address(names):
     names["inside.test"] = ["10.0.0.7"]
     names["mapped.test"] = ["::ffff:169.254.169.254"]
     names["nowhere.test"] = []
@@ -174,7 +168,7 @@ def test_name_that_resolves_to_a_private_address(names: dict[str, list[str]]) ->
         fetch("https://nowhere.test/", MediaPolicy())
 
 
-def test_connection_goes_to_the_checked_address(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_goes_to_the_checked_address(site, monkeypatch):
     # The first answer is allowed, and every later one is not: a second look-up would be caught.
     answers = iter([["127.0.0.1"]])
     monkeypatch.setattr(fetching, "resolve", lambda host, port: next(answers))
@@ -182,9 +176,7 @@ def test_connection_goes_to_the_checked_address(site: Site, monkeypatch: pytest.
     assert site.asked[0][1]["Host"] == f"images.test:{site.server_port}"
 
 
-def test_only_the_allowed_of_several_addresses_is_used_and_the_next_tried(
-    site: Site, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_allowed_of_several_addresses_is_used_and_the_next_tried(site, names, monkeypatch):
     names["mixed.test"] = ["10.0.0.1", "127.0.0.2", "127.0.0.1"]
     tried: list[str] = []
     connect = socket.create_connection
@@ -199,7 +191,7 @@ def test_only_the_allowed_of_several_addresses_is_used_and_the_next_tried(
     assert tried == ["127.0.0.2", "127.0.0.1"]
 
 
-def test_redirects_are_followed_and_credentials_stay_with_their_host(site: Site) -> None:
+def test_redirects_are_followed_and_credentials_stay_with_their_host(site):
     site.answers["/a%20b.png"] = body(PNG)
     for status in (301, 302, 303, 307, 308):
         site.answers["/from"] = redirect("/a b.png?x=1", status)
@@ -211,7 +203,7 @@ def test_redirects_are_followed_and_credentials_stay_with_their_host(site: Site)
     assert "Authorization" not in site.asked[1][1]
 
 
-def test_redirect_may_lead_neither_inside_nor_out_of_http(site: Site, names, sentence) -> None:
+def test_redirect_may_lead_neither_inside_nor_out_of_http(site, names, sentence):
     names["127.0.0.1"] = ["127.0.0.1"]
     names.update({"169.254.169.254": ["169.254.169.254"], "trap": ["10.0.0.1"]})
     targets = ("http://169.254.169.254/latest", "//trap/x", "file://a/b", "data://a/b", "ftp://a/b")
@@ -222,7 +214,7 @@ def test_redirect_may_lead_neither_inside_nor_out_of_http(site: Site, names, sen
         assert said(caught, site.server_port) == sentence
 
 
-def test_redirects_are_counted(site: Site, sentence) -> None:
+def test_redirects_are_counted(site, sentence):
     site.answers["/loop"] = redirect("/loop")
     with pytest.raises(MediaLimitError) as caught:
         fetch(site.url("/loop"), LOOPBACK)
@@ -230,7 +222,7 @@ def test_redirects_are_counted(site: Site, sentence) -> None:
     assert said(caught, site.server_port) == sentence
 
 
-def test_statuses_other_than_200(site: Site, sentence) -> None:
+def test_statuses_other_than_200(site, sentence):
     site.answers["/gone"] = body(b"no", 404)
     site.answers["/empty"] = body(b"", 204)
     site.answers["/lost"] = body(b"", 302)
@@ -240,7 +232,7 @@ def test_statuses_other_than_200(site: Site, sentence) -> None:
         assert said(caught, site.server_port) == sentence
 
 
-def test_oversized_bodies(site: Site, sentence) -> None:
+def test_oversized_bodies(site, sentence):
     policy = replace(LOOPBACK, max_bytes=1000)
     site.answers["/stated"] = raw(b"HTTP/1.0 200 OK\r\nContent-Length: 1001\r\n\r\n")
     site.answers["/unstated"] = body(bytes(1001), content_length="")
@@ -252,7 +244,7 @@ def test_oversized_bodies(site: Site, sentence) -> None:
     assert fetch(site.url("/fits"), policy) == bytes(1000)
 
 
-def test_broken_answers(site: Site) -> None:
+def test_broken_answers(site):
     ok, chunked = b"HTTP/1.0 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"
     protocol = "could not be fetched (RemoteProtocolError: "
     for answer, problem in [
@@ -267,14 +259,13 @@ def test_broken_answers(site: Site) -> None:
         (raw(ok + b"A: b\r\n" * 50_000 + b"\r\n"), f"{protocol}Receive buffer too long)"),
     ]:
         site.answers["/broken"] = answer
-        with pytest.raises(MediaFetchError) as caught:
-            fetch(site.url("/broken"), LOOPBACK)
-        assert str(caught.value).startswith(f"{site.url('/broken')} ")
-        assert problem in str(caught.value)
+        caught = error_of(MediaFetchError, fetch, site.url("/broken"), LOOPBACK)
+        assert caught.startswith(f"{site.url('/broken')} ")
+        assert problem in caught
 
 
 @pytest.mark.parametrize("sent", [b"", b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\nabc"])
-def test_silent_server(site: Site, sent: bytes, sentence) -> None:
+def test_silent_server(site, sent, sentence):
     site.answers["/slow"] = raw(sent, wait=site.released)
     with pytest.raises(MediaLimitError) as caught:
         fetch(site.url("/slow"), SLOW)
@@ -282,7 +273,7 @@ def test_silent_server(site: Site, sent: bytes, sentence) -> None:
 
 
 @pytest.mark.parametrize("start", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"])
-def test_server_that_drips_is_stopped_by_the_total_timeout(site: Site, start: bytes) -> None:
+def test_server_that_drips_is_stopped_by_the_total_timeout(site, start):
     def drip(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(start)
         while not site.released.wait(0.02):
@@ -293,7 +284,7 @@ def test_server_that_drips_is_stopped_by_the_total_timeout(site: Site, start: by
         fetch(site.url("/drip"), replace(LOOPBACK, total_timeout=0.4))
 
 
-def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_resolver(monkeypatch):
     released = threading.Event()
     monkeypatch.setattr(fetching, "resolve", lambda host, port: released.wait(30))
     try:
@@ -303,10 +294,8 @@ def test_slow_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         released.set()
 
 
-def test_unreachable(names: dict[str, list[str]], sentence) -> None:
-    with pytest.raises(MediaFetchError) as caught:
-        fetch("http://nosuch.test/a.png", MediaPolicy())
-    assert str(caught.value) == sentence
+def test_unreachable(names, sentence):
+    assert error_of(MediaFetchError, fetch, "http://nosuch.test/a.png", MediaPolicy()) == sentence
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     names["images.test"] = ["127.0.0.1"]
@@ -319,12 +308,11 @@ def test_unreachable(names: dict[str, list[str]], sentence) -> None:
     "url",
     ["http://", "http:///a", "http://a:99999/", "http://a:b/", "http://[::1/", "http://" + "a" * 70 + "/"],
 )
-def test_urls_without_a_host(url: str) -> None:
-    with pytest.raises(MediaFetchError, match="is not a URL with a host"):
-        fetch(url, MediaPolicy())
+def test_urls_without_a_host(url):
+    assert "is not a URL with a host" in error_of(MediaFetchError, fetch, url, MediaPolicy())
 
 
-def test_printed_urls() -> None:
+def test_printed_urls():
     assert printable_url("https://me:pw@host:1/a/b?sig=1#x") == "https://host:1/a/b?..."
     assert printable_url("https://host/ü\n") == "https://host/\\xfc"
     assert printable_url("https://host/" + "a" * 300).endswith("a... (313 characters)")
@@ -349,7 +337,7 @@ def secure_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         yield running
 
 
-def test_tls_name_is_that_of_the_url(secure_site: Site, names: dict[str, list[str]]) -> None:
+def test_tls_name_is_that_of_the_url_and_the_certificate_is_trusted(secure_site, names):
     names.update({"images.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
     port = secure_site.server_port
     assert fetch(f"https://images.test:{port}/a.png", LOOPBACK) == PNG
@@ -357,9 +345,6 @@ def test_tls_name_is_that_of_the_url(secure_site: Site, names: dict[str, list[st
     assert secure_site.asked[1][1]["Host"] == f"images.test:{port}"
     with pytest.raises(MediaFetchError, match=r"CERTIFICATE_VERIFY_FAILED.*not valid for 'other.test'"):
         fetch(f"https://other.test:{port}/a.png", LOOPBACK)
-
-
-def test_untrusted_certificate(secure_site: Site, names: dict[str, list[str]]) -> None:
     names["images.test"] = ["127.0.0.1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetching, "_tls_context", OWN_CONTEXT)
@@ -367,7 +352,7 @@ def test_untrusted_certificate(secure_site: Site, names: dict[str, list[str]]) -
             fetch(f"https://images.test:{secure_site.server_port}/a.png", LOOPBACK)
 
 
-def test_redirect_from_https_to_http_is_refused(secure_site: Site, names, sentence) -> None:
+def test_redirect_from_https_to_http_is_refused(secure_site, names, sentence):
     names["images.test"] = ["127.0.0.1"]
     url = f"https://images.test:{secure_site.server_port}/from"
     secure_site.answers["/from"] = redirect("http://images.test/a.png")
@@ -389,7 +374,7 @@ SURROGATE = "\ud800"
         f"http://{SURROGATE}.example/",
     ],
 )
-def test_a_lone_surrogate_in_a_url_is_a_media_error(url: str) -> None:
+def test_a_lone_surrogate_in_a_url_is_a_media_error(url):
     source_fingerprint(url)
     with pytest.raises(MediaError):
         load_image(url, MediaPolicy())

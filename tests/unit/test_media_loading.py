@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from item_cases import Unseekable
-from kit import encoded, noise
+from kit import encoded, error_of, noise
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
@@ -40,7 +40,7 @@ def png_file(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------ sources
 
 
-def test_local_files(png_file: Path, tmp_path: Path) -> None:
+def test_local_files_by_name_need_a_root(png_file, tmp_path, sentence) -> None:
     policy = MediaPolicy(local_roots=(tmp_path,))
     for source in (
         png_file,
@@ -51,13 +51,9 @@ def test_local_files(png_file: Path, tmp_path: Path) -> None:
     ):
         np.testing.assert_array_equal(load_image(source, policy).array, PIXELS)
     np.testing.assert_array_equal(load_image(png_file).array, PIXELS)
-
-
-def test_local_file_by_name_needs_a_root(png_file: Path, sentence) -> None:
     for source in (str(png_file), png_file.as_uri()):
-        with pytest.raises(MediaBlockedError) as caught:
-            load_image(source, where=WHERE)
-        assert str(caught.value).replace(str(png_file.parent), "FOLDER") == sentence
+        caught = error_of(MediaBlockedError, load_image, source, where=WHERE)
+        assert caught.replace(str(png_file.parent), "FOLDER") == sentence
 
 
 def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> None:
@@ -69,11 +65,9 @@ def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> No
     policy = MediaPolicy(local_roots=(root,))
     outside = [root / "link.png", root / ".." / png_file.name, tmp_path / "root2" / "x.png"]
     for path in outside:
-        with pytest.raises(MediaBlockedError, match="got a path outside"):
-            load_image(str(path), policy)
-    with pytest.raises(MediaBlockedError) as missing:
-        load_image(str(tmp_path / "nothing.png"), policy)
-    assert "No such file" not in str(missing.value)
+        assert "got a path outside" in error_of(MediaBlockedError, load_image, str(path), policy)
+    missing = error_of(MediaBlockedError, load_image, str(tmp_path / "nothing.png"), policy)
+    assert "No such file" not in missing
     # A root that is itself a link is its target.
     (tmp_path / "alias").symlink_to(root)
     (root / "in.png").write_bytes(PNG)
@@ -85,18 +79,16 @@ def test_unreadable_files(tmp_path: Path, sentence) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.png", tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / "\0"):
         source_fingerprint(path)
-        with pytest.raises(MediaFetchError) as caught:
-            load_image(path, where=WHERE)
-        assert str(caught.value).replace(str(tmp_path), "FOLDER") == sentence
+        caught = error_of(MediaFetchError, load_image, path, where=WHERE)
+        assert caught.replace(str(tmp_path), "FOLDER") == sentence
 
 
 @pytest.mark.parametrize(
     "url", ["file://host/a.png", "file:a.png", "file:///a.png#x", "file:///a.png?x", "file:///a%00"]
 )
 def test_file_urls_that_name_no_local_file(url: str, sentence) -> None:
-    with pytest.raises(MediaFetchError) as caught:
-        load_image(url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
-    assert str(caught.value) == sentence
+    caught = error_of(MediaFetchError, load_image, url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
+    assert caught == sentence
 
 
 def test_streams_are_read_from_the_start_and_put_back(png_file: Path, sentence) -> None:
@@ -130,15 +122,12 @@ NO_IMAGES = {
 
 @pytest.mark.parametrize("name", NO_IMAGES)
 def test_sources_that_hold_no_image(name: str, sentence) -> None:
-    with pytest.raises(MediaDecodeError) as caught:
-        load_image(NO_IMAGES[name], where=WHERE)
-    assert str(caught.value) == sentence
+    assert error_of(MediaDecodeError, load_image, NO_IMAGES[name], where=WHERE) == sentence
 
 
 def test_base64_is_strict() -> None:
     for text in (BASE64[:-1], BASE64[:90] + " " + BASE64[90:], BASE64[:90] + "*" + BASE64[91:]):
-        with pytest.raises(MediaDecodeError, match="the base64 is broken"):
-            load_image(text)
+        assert "the base64 is broken" in error_of(MediaDecodeError, load_image, text)
         with pytest.raises(MediaDecodeError, match="the base64 is broken"):
             load_image(f"data:image/png;base64,{text}")
 
@@ -146,25 +135,18 @@ def test_base64_is_strict() -> None:
 def test_schemes_are_a_choice(sentence) -> None:
     policy = MediaPolicy(schemes=frozenset({"https"}), local_roots=(Path("/"),))
     for source in (f"data:image/png;base64,{BASE64}", "http://a/b.png", "/b.png"):
-        with pytest.raises(MediaBlockedError) as caught:
-            load_image(source, policy, where=WHERE)
-        assert str(caught.value) == sentence
-    with pytest.raises(MediaBlockedError) as caught:
-        load_image("s3://bucket/key?secret=1", where=WHERE)
-    assert str(caught.value) == sentence
+        assert error_of(MediaBlockedError, load_image, source, policy, where=WHERE) == sentence
+    assert error_of(MediaBlockedError, load_image, "s3://bucket/key?secret=1", where=WHERE) == sentence
 
 
 def test_byte_limit_of_every_source(png_file: Path, sentence) -> None:
     policy = MediaPolicy(max_bytes=len(PNG) - 1, local_roots=(png_file.parent,))
     encoded_as_percent = "data:," + "".join(f"%{byte:02x}" for byte in PNG)
-    texts = set()
-    for source in (PNG, memoryview(PNG), BASE64, f"data:;base64,{BASE64}", encoded_as_percent,
-                   png_file, str(png_file), io.BytesIO(PNG), Unseekable(PNG)):  # fmt: skip
-        with pytest.raises(MediaLimitError) as caught:
-            load_image(source, policy, where=WHERE)
-        texts.add(str(caught.value))
-    assert texts == {str(caught.value)}
-    assert str(caught.value) == sentence
+    sources = (PNG, memoryview(PNG), BASE64, f"data:;base64,{BASE64}", encoded_as_percent,
+               png_file, str(png_file), io.BytesIO(PNG), Unseekable(PNG))  # fmt: skip
+    texts = {error_of(MediaLimitError, load_image, source, policy, where=WHERE) for source in sources}
+    (text,) = texts
+    assert text == sentence
     policy = MediaPolicy(max_bytes=len(PNG), local_roots=(png_file.parent,))
     for source in (PNG, BASE64, encoded_as_percent, png_file, Unseekable(PNG)):
         assert load_image(source, policy).width == 9
@@ -173,16 +155,13 @@ def test_byte_limit_of_every_source(png_file: Path, sentence) -> None:
 # ------------------------------------------------------------------------------------------ no needless work
 
 
-def test_rgb_images_and_arrays_are_not_copied() -> None:
+def test_images_and_arrays_are_neither_copied_nor_changed() -> None:
     image = Image.fromarray(PIXELS)
     assert load_image(image).image is image
     loaded = load_image(PIXELS)
     assert np.shares_memory(loaded.array, PIXELS)
     assert PIXELS.flags.writeable
     assert repr(loaded) == "LoadedImage(height=6, width=9)"
-
-
-def test_the_callers_image_is_never_changed() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     for mode in ("RGB", "RGBA", "L", "P"):
@@ -190,8 +169,7 @@ def test_the_callers_image_is_never_changed() -> None:
         before = opened.copy()
         info = dict(opened.info)
         assert load_image(opened).height == 9
-        assert opened.size == (9, 6)
-        assert opened.mode == mode
+        assert (opened.size, opened.mode) == ((9, 6), mode)
         assert opened.info == info
         assert opened.getexif()[0x0112] == 6
         assert opened.tobytes() == before.tobytes()
@@ -236,9 +214,7 @@ def test_array_channels() -> None:
     ids=["channels first", "video", "float32", "int64"],
 )
 def test_arrays_that_are_refused(shape: tuple[int, ...], dtype: str, sentence) -> None:
-    with pytest.raises(MediaDecodeError) as caught:
-        load_image(np.zeros(shape, dtype), where=WHERE)
-    assert str(caught.value) == sentence
+    assert error_of(MediaDecodeError, load_image, np.zeros(shape, dtype), where=WHERE) == sentence
 
 
 def test_torch_tensor_is_refused_with_the_conversion() -> None:
@@ -255,9 +231,7 @@ def test_pixel_limit_is_checked_before_decoding(sentence) -> None:
     header = bytearray(encoded(Image.new("1", (8, 8))))
     header[16:24] = (50_000).to_bytes(4, "big") * 2
     header[29:33] = zlib.crc32(header[12:29]).to_bytes(4, "big")
-    with pytest.raises(MediaLimitError) as caught:
-        load_image(bytes(header), where=WHERE)
-    assert str(caught.value) == sentence
+    assert error_of(MediaLimitError, load_image, bytes(header), where=WHERE) == sentence
 
 
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "BMP"])
@@ -273,9 +247,8 @@ def test_pillows_own_limit_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     for fmt in ("PNG", "JPEG", "AVIF", "GIF", "BMP"):
         assert load_image(encoded(Image.fromarray(PIXELS), fmt)).width == 9
-    with pytest.raises(MediaLimitError) as caught:
-        load_image(encoded(Image.fromarray(PIXELS), "WEBP"), where=WHERE)
-    assert str(caught.value).endswith(
+    caught = error_of(MediaLimitError, load_image, encoded(Image.fromarray(PIXELS), "WEBP"), where=WHERE)
+    assert caught.endswith(
         "If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS."
     )
 
@@ -291,33 +264,26 @@ def test_truncated_images_are_errors(fmt: str, options: dict[str, Any]) -> None:
     np.testing.assert_array_equal(load_image(data).array, whole)
     np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))).array, whole)
     for keep in (len(data) // 3, len(data) // 2, len(data) * 9 // 10):
-        with pytest.raises(MediaDecodeError) as caught:
-            load_image(data[:keep], where=WHERE)
-        assert str(caught.value).startswith(
-            f"{WHERE}: the {fmt.replace('WEBP', 'WebP')} is damaged or truncated ("
-        )
-        assert str(caught.value).endswith("Check that the file was written and transferred whole.")
+        caught = error_of(MediaDecodeError, load_image, data[:keep], where=WHERE)
+        assert caught.startswith(f"{WHERE}: the {fmt.replace('WEBP', 'WebP')} is damaged or truncated (")
+        assert caught.endswith("Check that the file was written and transferred whole.")
 
 
 def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPatch, sentence) -> None:
     opened, loaded = Image.open(io.BytesIO(PNG)), Image.fromarray(PIXELS)
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     for source in (PNG, opened):
-        with pytest.raises(MediaDecodeError) as caught:
-            load_image(source, where=WHERE)
-        assert str(caught.value) == sentence
+        assert error_of(MediaDecodeError, load_image, source, where=WHERE) == sentence
     assert load_image(loaded).width == load_image(PIXELS).width == 9
 
 
 def test_damaged_pixel_data_stays_an_error() -> None:
     data = bytearray(encoded(noise(7, 90, 120)))
     data[2000:2040] = b"\xff\x00" * 20
-    with pytest.raises(MediaDecodeError, match="the PNG is damaged or truncated"):
-        load_image(bytes(data))
+    assert "the PNG is damaged or truncated" in error_of(MediaDecodeError, load_image, bytes(data))
     shared = Image.open(io.BytesIO(bytes(data)))
     for _ in range(2):
-        with pytest.raises(MediaDecodeError, match="the PNG is damaged or truncated"):
-            load_image(shared)
+        assert "the PNG is damaged or truncated" in error_of(MediaDecodeError, load_image, shared)
 
 
 def test_percent_encoded_urls_cost_a_few_times_their_size() -> None:

@@ -32,11 +32,7 @@ JSON = st.recursive(
 def key_of(messages, variable=None, *, images=None):
     return Memo(1, None).key(
         read_request(
-            messages,
-            images=images,
-            variables={"x": variable},
-            fingerprint=part_fingerprint,
-            allow_empty=True,
+            messages, images=images, variables={"x": variable}, fingerprint=part_fingerprint, allow_empty=True
         )
     )
 
@@ -184,11 +180,7 @@ def test_an_item_that_was_dropped_is_made_again(tiny_model):
 
 def test_how_a_prompt_ends_is_in_the_key(renderer):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    options = [
-        {},
-        {"add_generation_prompt": True},
-        {"continue_final_message": True},
-    ]
+    options = [{}, {"add_generation_prompt": True}, {"continue_final_message": True}]
     shown = [renderer.render(messages, **each) for each in options]
     assert len({rendered.text for rendered in shown}) == len(options)
     assert [renderer.render(messages, **each) for each in options] == shown

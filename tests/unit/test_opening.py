@@ -2,11 +2,12 @@
 
 import sys
 
+from kit import user
 from mmrender.renderer import Renderer
 from mmrender.template import known
 from mmrender.template.environment import TracingEnvironment
 
-CONVERSATION = [{"role": "user", "content": "Hello"}]
+CONVERSATION = [user("Hello")]
 _listeners = []
 # The hook stays, since Python has no way to remove one.
 sys.addaudithook(lambda event, given: [each.append(str(given[0])) for each in _listeners if event == "open"])

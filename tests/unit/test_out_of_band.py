@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from kit import assistant, user
 from mmrender import Renderer, Trajectory, build_training_sample
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.training import ModelFamily, TensorList, collate
@@ -20,9 +21,9 @@ def things(tmp_path_factory):
     directory = build_tiny_model(tmp_path_factory.mktemp("tiny"), weights=False)
     renderer = Renderer.from_pretrained(directory)
     image = Image.effect_noise((448, 448), 60).convert("RGB")
-    ask = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "?"}]}
+    ask = user("?", image)
     rendered = renderer.render([ask], add_generation_prompt=True)
-    sample = build_training_sample(renderer, [ask, {"role": "assistant", "content": "Noise."}])
+    sample = build_training_sample(renderer, [ask, assistant("Noise.")])
     trajectory = Trajectory()
     trajectory.append(
         rendered.token_ids, [3, 4], logprobs=[-1, -2], multi_modal_data=rendered.multi_modal_data
@@ -76,8 +77,7 @@ def test_rows_of_any_dtype_return(dtype, lengths):
     )
     for protocol in (2, 4, 5):
         back = pickle.loads(pickle.dumps(rows, protocol=protocol))
-        assert back.lengths == rows.lengths
-        assert back.values.dtype == dtype
+        assert (back.lengths, back.values.dtype) == (rows.lengths, dtype)
         assert torch.equal(back.values, rows.values)
 
 

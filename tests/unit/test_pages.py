@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from doc_pages import ELSEWHERE, LEFT_OUT, LIBRARIES, PAGES, Page, lay_out, missing_for, stand_in
+from kit import shown, user
 from mmrender.audit import TrainerModel
 from mmrender.client.local import LocalBackend
 from mmrender.rollout.client import RendererClient
@@ -52,8 +53,7 @@ def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, caps
     assert found["turn"].why_rendered is None
     assert len(found["trajectory"]) == 2
     output = found["output"]
-    assert output["errors"] == [None] * 2
-    assert output["stop_reasons"] == ["max_turns"] * 2
+    assert (output["errors"], output["stop_reasons"]) == ([None] * 2, ["max_turns"] * 2)
     assert sum(output["rewards"][0]) == pytest.approx(-0.2)
     asyncio.run(found["main"](found["questions"]))
     assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["4", "max_turns"]] * 2
@@ -62,9 +62,7 @@ def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, caps
 def test_the_code_of_the_audit_runs(run, renderer, tiny_model):
     """With one rollout that the trainer's own model scored."""
     trainer = TrainerModel.from_pretrained(tiny_model)
-    prompt = renderer.render(
-        [{"role": "user", "content": "Which animal says moo?"}], add_generation_prompt=True
-    )
+    prompt = renderer.render([user("Which animal says moo?")], add_generation_prompt=True)
     completion = [*renderer.tokenizer.encode("A cow."), renderer.tokenizer.token_id("<|im_end|>")]
     bare = Trajectory()
     bare.append(prompt.token_ids, completion, logprobs=np.zeros(len(completion)))
@@ -89,12 +87,12 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
     given = {"mmcodecs": mmcodecs}
     for package in (client, media, shipping, training, trajectory):
         given |= {each: getattr(package, each) for each in package.__all__}
-    photo = {"type": "image", "image": tmp_path / "photo.jpg"}
+    photo = shown(tmp_path / "photo.jpg")
     rendered = renderer.render([{"role": "user", "content": [photo, "What?"]}], add_generation_prompt=True)
     data = rendered.multi_modal_data
     response = SimpleNamespace(completion_ids=[40, 41], logprobs=[-0.1, -0.2])
     bridged = renderer.bridge_to_next_turn(
-        rendered.token_ids, [40, 41], [{"role": "user", "content": "Why?"}], previous_multi_modal_data=data
+        rendered.token_ids, [40, 41], [user("Why?")], previous_multi_modal_data=data
     )
     rollout = Trajectory()
     rollout.append(rendered.token_ids, [40, 41], logprobs=[-0.1, -0.2], multi_modal_data=data)

@@ -43,7 +43,7 @@ def outcome(attempt: ToolCallAttempt) -> tuple[str, str | None, dict[str, Any] |
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_tool_that_was_not_offered(name: str) -> None:
+def test_a_tool_that_was_not_offered(name):
     parsed = parse(name, OK[name], [{"name": "other", "parameters": {}}])
     assert [attempt.status for attempt in parsed.tool_calls] == ["unknown_tool"]
     assert list((parsed.tool_calls[0].arguments or {}).values()) in ([1], ["1"])
@@ -139,9 +139,7 @@ BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     [(name, *case) for name, cases in BROKEN.items() for case in cases],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
-def test_a_broken_call(
-    name: str, text: str, status: str, tool: str | None, arguments: dict[str, Any] | None
-) -> None:
+def test_a_broken_call(name, text, status, tool, arguments):
     parsed = parse(name, text, TOOLS)
     assert [outcome(attempt) for attempt in parsed.tool_calls] == [(status, tool, arguments)]
     assert parsed.content == ""
@@ -158,14 +156,14 @@ def test_a_broken_call(
         ("gemma", "<|tool_call>call:f{a" + OK["gemma"]),
     ],
 )
-def test_a_broken_call_does_not_swallow_the_next(name: str, text: str) -> None:
+def test_a_broken_call_does_not_swallow_the_next(name, text):
     broken, whole = parse(name, text, TOOLS).tool_calls
     assert broken.status in ("unclosed", "invalid_json")
     assert outcome(whole) == ("ok", "f", {"a": 1})
     assert broken.raw + whole.raw == text
 
 
-def test_text_outside_calls_is_content_in_order() -> None:
+def test_text_outside_calls_is_content_in_order():
     text = f"before\n{OK['json_tags']}\nbetween\n{OK['json_tags']}\nafter"
     assert parse("json_tags", text).content == "before\nbetween\n\nafter"
 
@@ -181,19 +179,16 @@ def test_text_outside_calls_is_content_in_order() -> None:
         ("mistral_args", "[tool_calls]f[ARGS]{}"),
     ],
 )
-def test_an_answer_that_only_looks_like_a_call(name: str, answer: str) -> None:
+def test_an_answer_that_only_looks_like_a_call(name, answer):
     parsed = parse(name, answer)
     assert (parsed.content, parsed.tool_calls) == (answer, ())
 
 
-def test_delimiters_that_are_tokens_count_only_as_tokens() -> None:
+def test_delimiters_that_are_tokens_or_hold_one_count_only_as_tokens():
     case = written_case("json_tags")
     spelled = case.tokenizer.encode_run(OK["json_tags"]).ids
     parsed = case.parser.parse(spelled)
     assert (parsed.content, parsed.tool_calls) == (OK["json_tags"], ())
-
-
-def test_a_delimiter_may_hold_a_token() -> None:
     case = written_case("gemma")
     ids = case.tokenizer.encode("<|channel>thought\nHm.\n<channel|>Yes.")
     assert case.parser.parse(ids).reasoning_content == "Hm."
@@ -201,7 +196,7 @@ def test_a_delimiter_may_hold_a_token() -> None:
     assert case.parser.parse(spelled).reasoning_content is None
 
 
-def test_a_value_may_hold_what_closes_it() -> None:
+def test_a_value_may_hold_what_closes_it():
     text = "<tool_call><function=f><parameter=b>\na</parameter>b\n</parameter>\n</function></tool_call>"
     assert parse("xml_function", text).tool_calls[0].arguments == {"b": "a</parameter>b"}
 
@@ -220,13 +215,13 @@ LINES = (
         ("json_section", LINES, [{"a": 1}, {}], "done"),
     ],
 )
-def test_several_lists_and_separators(name: str, text: str, arguments: Any, content: str) -> None:
+def test_several_lists_and_separators(name, text, arguments, content):
     parsed = parse(name, text)
     assert [outcome(attempt) for attempt in parsed.tool_calls] == [("ok", "f", each) for each in arguments]
     assert parsed.content == content
 
 
-def test_python_values() -> None:
+def test_python_values():
     text = r"""[f(a=[1, -2.5, 1e3], b={'k': "it's", "n": None}, c='\n\x41\u00e9\101\q', d=True, e=false)]"""
     expected = {"a": [1, -2.5, 1000.0], "b": {"k": "it's", "n": None}, "c": "\nAéA\\q", "d": True, "e": False}
     assert parse("pythonic", text).tool_calls[0].arguments == expected
@@ -234,15 +229,14 @@ def test_python_values() -> None:
     assert parse("pythonic", f"[f(a={beyond_a_double})]").tool_calls[0].arguments == {"a": beyond_a_double}
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_that_are_no_text():
     case = written_case("json_tags")
     head = case.tokenizer.encode('é<tool_call>{"name": "f", "arguments": {"b": "é')
     tail = case.tokenizer.encode('"}}</tool_call>')
     # Half of a character before the call, and half of one inside it.
     ids = head[1:-1] + tail
     parsed = case.parser.parse(ids)
-    assert parsed.content == "\ufffd"
-    assert parsed.tool_calls[0].arguments == {"b": "\ufffd"}
+    assert (parsed.content, parsed.tool_calls[0].arguments) == ("\ufffd", {"b": "\ufffd"})
     assert parsed.tool_calls[0].span == (1, len(ids))
     assert json.dumps(parsed.tool_calls[0].raw)
     outside = case.parser.parse([-1, *case.tokenizer.encode("a"), 10**9, 2**40])

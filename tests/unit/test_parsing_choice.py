@@ -53,14 +53,11 @@ def test_a_format_of_its_own_is_not_guessed() -> None:
     assert choice.reasons["json_tags"] == "1 call without content: 1 calls read as none"
 
 
-def test_a_template_that_loses_types_is_not_proved() -> None:
+def test_a_template_that_loses_types_or_blanks_is_not_proved() -> None:
     source = BODIES["json_tags"].replace("c.arguments | tojson", "c.arguments | tojson | replace('7', '7.0')")
     choice = case_with(source, TAGS).parser.choice
     assert choice.outcome == "none"
     assert choice.reasons["json_tags"].startswith("1 call without content: arguments of probe_many read as {")
-
-
-def test_a_template_that_loses_content_whitespace_is_not_proved() -> None:
     source = BODIES["json_tags"].replace("{{- m.content }}", "{{- m.content | replace('\\n\\n', '\\n') }}")
     assert case_with(source, TAGS).parser.choice.reasons["json_tags"] == (
         r"1 call beside content: content 'Two words,\n\nthen a second paragraph: 日本.' read as "

@@ -21,7 +21,7 @@ class CountedText(str):
 
     passed = 0
 
-    def find(self, text: str, start: int = 0, stop: int = sys.maxsize) -> int:  # type: ignore[override]
+    def find(self, text: str, start: int = 0, stop: int = sys.maxsize) -> int:
         place = str.find(self, text, start, stop)
         CountedText.passed += (min(stop, len(self)) if place < 0 else place) - start
         return place

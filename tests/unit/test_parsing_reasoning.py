@@ -3,6 +3,7 @@
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from kit import error_of
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
 from mmrender.parsing import ParsedResponse
@@ -151,6 +152,4 @@ def test_stop_tokens_are_taken_from_the_end_only() -> None:
 
 
 def test_an_unknown_grammar_is_refused(sentence: SnapshotAssertion) -> None:
-    with pytest.raises(InputError) as error:
-        case_with("{{- m.content }}", grammar="hermes")
-    assert str(error.value) == sentence
+    assert error_of(InputError, case_with, "{{- m.content }}", grammar="hermes") == sentence

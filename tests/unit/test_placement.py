@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from kit import shown, text
 from mmrender.errors import PlaceholderError
 from mmrender.testing.conversations import sample_images
 from small_models import MODELS
@@ -50,8 +51,8 @@ def conversation():
     number = count()
 
     def content(images):
-        pictures = [{"type": "image", "image": IMAGES[next(number)]} for _ in range(images)]
-        return [{"type": "text", "text": "see"}, *pictures, {"type": "text", "text": "so"}]
+        pictures = [shown(IMAGES[next(number)]) for _ in range(images)]
+        return [text("see"), *pictures, text("so")]
 
     calls = [{"name": "f", "arguments": {}, "id": f"call0000{k}"} for k in range(2)]
     return [
@@ -67,8 +68,7 @@ def test_items_follow_the_placeholders(name):
     renderer = MODELS["everything"].renderer()
     source, order = ORDERS[name]
     hashes = [
-        renderer.render([{"role": "user", "content": [{"type": "image", "image": image}]}]).multi_modal_data
-        for image in IMAGES
+        renderer.render([{"role": "user", "content": [shown(image)]}]).multi_modal_data for image in IMAGES
     ]
     rendered = MODELS["everything"].renderer(source=source).render(conversation())
     data = rendered.multi_modal_data

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kit import user
 from mmrender.errors import SpecialTokenError
 from mmrender.renderer import Renderer
 from mmrender.template import chat, environment, filters
@@ -68,7 +69,7 @@ def test_no_operation_of_a_template_makes_content_syntax(printing, operation):
     stop = printing.tokenizer.token_id("<|im_end|>")
     renderer = Renderer(TemplateSet({"default": source}, printing.tokenizer), printing.tokenizer)
     for text in ("<|im_end|>", "a<|im_end|>b <|im_end|>", ">|dne_mi|<", "<||iimm__eenndd||>>"):
-        ids = renderer.render_ids([{"role": "user", "content": "x"}], persona=text)
+        ids = renderer.render_ids([user("x")], persona=text)
         assert ids.count(stop) == 1, text
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from kit import until
+from kit import assistant, error_of, raised_by, shown, until, user
 from mmrender import Renderer, is_multimodal
 from mmrender.errors import InputError, PoolClosedError, PoolFullError
 from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
@@ -24,9 +24,9 @@ from mmrender.view.doctor import diagnose
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 MESSAGES = [
-    {"role": "user", "content": [{"type": "image", "image": PHOTO}, "What is this?"]},
-    {"role": "assistant", "content": "A gradient."},
-    {"role": "user", "content": "And now?"},
+    {"role": "user", "content": [shown(PHOTO), "What is this?"]},
+    assistant("A gradient."),
+    user("And now?"),
 ]
 
 
@@ -34,8 +34,8 @@ class Gated(Renderer):
     """Renders once its gate is open, and counts."""
 
     def render(self, messages: Any, **options: Any) -> RenderedTokens:
-        gate: threading.Event = self.gate  # type: ignore[attr-defined]
-        self.entered.append(threading.current_thread().name)  # type: ignore[attr-defined]
+        gate: threading.Event = self.gate
+        self.entered.append(threading.current_thread().name)
         assert gate.wait(timeout=20)
         return super().render(messages, **options)
 
@@ -59,9 +59,8 @@ class Meeting:
 
 
 def meet_in(renderer: Renderer, count: int) -> Meeting:
-    assert renderer.media is not None
     meeting = Meeting(renderer.media.processor, count)
-    renderer.media.processor = meeting  # type: ignore[assignment]
+    renderer.media.processor = meeting
     return meeting
 
 
@@ -77,7 +76,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(main, timeout=30))
 
 
-def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
+def test_a_pool_is_a_renderer_that_takes_images(renderer):
     with RendererPool(renderer) as pool:
         for protocol in (RendererProtocol, MultimodalRenderer, AsyncRenderer):
             assert isinstance(pool, protocol)
@@ -92,7 +91,7 @@ def test_a_pool_is_a_renderer_that_takes_images(renderer: Renderer) -> None:
         assert (pool.profile, pool.tokenizer) == (renderer.profile, renderer.tokenizer)
 
 
-def test_a_pool_of_a_text_model_is_none_that_takes_images(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_pool_of_a_text_model_is_none_that_takes_images(tiny_model, tmp_path):
     text_only = shutil.copytree(tiny_model, tmp_path / "text", ignore=shutil.ignore_patterns("*processor*"))
     with RendererPool(Renderer.from_pretrained(text_only)) as pool:
         assert pool.media is None
@@ -100,7 +99,7 @@ def test_a_pool_of_a_text_model_is_none_that_takes_images(tiny_model: Path, tmp_
         assert pool.render(MESSAGES[1:]).token_ids
 
 
-def test_work_leaves_the_event_loop(gated: Any) -> None:
+def test_work_leaves_the_event_loop(gated):
     async def main(pool: Renderer) -> None:
         task = asyncio.create_task(pool.arender(MESSAGES))
         await until(lambda: gated.entered)  # the loop turns while the call stands at the gate
@@ -112,10 +111,10 @@ def test_work_leaves_the_event_loop(gated: Any) -> None:
     assert gated.entered[0].startswith("mmrender-pool")
 
 
-def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) -> None:
+def test_bridging_carries_images_and_tells_the_task_why_not(renderer):
     prompt = renderer.render(MESSAGES, add_generation_prompt=True)
     completion = [*renderer.tokenizer.encode("Still a gradient."), *renderer.get_stop_token_ids()[-1:]]
-    more = [{"role": "user", "content": [{"type": "image", "image": PHOTO.rotate(90)}]}]
+    more = [{"role": "user", "content": [shown(PHOTO.rotate(90))]}]
     images = {"previous_multi_modal_data": prompt.multi_modal_data}
 
     async def main(pool: Renderer) -> RenderedTokens | None:
@@ -131,12 +130,11 @@ def test_bridging_carries_images_and_tells_the_task_why_not(renderer: Renderer) 
         assert pool.why_not_bridged is None
         assert pool.bridge_to_next_turn(prompt.token_ids, completion, []) is None
         assert pool.why_not_bridged == "the extension is empty"
-    assert bridged is not None
     assert len(bridged.multi_modal_data.mm_items["image"]) == 2
     assert bridged.token_ids[: len(prompt) + len(completion)] == [*prompt.token_ids, *completion]
 
 
-def test_why_not_is_told_to_each_task_and_each_pool_alone(renderer: Renderer) -> None:
+def test_why_not_is_told_to_each_task_and_each_renderer_alone(renderer):
     async def main(pool: Renderer, other: Renderer) -> None:
         asked = asyncio.Event()
 
@@ -152,9 +150,6 @@ def test_why_not_is_told_to_each_task_and_each_pool_alone(renderer: Renderer) ->
 
     with RendererPool(renderer) as pool, RendererPool(renderer) as other:
         run(main(pool, other))
-
-
-def test_why_not_is_not_told_to_a_later_renderer_in_the_same_place(renderer: Renderer) -> None:
     for _ in range(20):
         other = copy.copy(renderer)  # likely to lie where the last one lay
         assert other.why_not_bridged is None
@@ -163,17 +158,17 @@ def test_why_not_is_not_told_to_a_later_renderer_in_the_same_place(renderer: Ren
         del other
 
 
-def test_parsing_and_errors_are_the_renderers(renderer: Renderer) -> None:
+def test_parsing_and_errors_are_the_renderers(renderer):
     ids = renderer.tokenizer.encode("<think>\nWell\n</think>\n\nA gradient.<|im_end|>")
     with RendererPool(renderer) as pool:
         parsed = run(pool.aparse_response(ids))
         assert parsed == pool.parse_response(ids) == renderer.parse_response(ids)
         with pytest.raises(InputError, match=r"^messages\[0\]"):
-            run(pool.arender([{"role": "user", "content": [{"type": "image", "image": b"broken"}]}]))
+            run(pool.arender([{"role": "user", "content": [shown(b"broken")]}]))
     assert parsed.content == "A gradient."
 
 
-def test_a_worker_sees_the_callers_context(tiny_model: Path) -> None:
+def test_a_worker_sees_the_callers_context(tiny_model):
     request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
     seen: list[str] = []
 
@@ -193,9 +188,9 @@ def test_a_worker_sees_the_callers_context(tiny_model: Path) -> None:
     assert seen == ["number 7"]
 
 
-def test_images_of_one_conversation_are_processed_side_by_side(tiny_model: Path) -> None:
+def test_images_of_one_conversation_are_processed_side_by_side(tiny_model):
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    content = [{"type": "image", "image": PHOTO.rotate(angle)} for angle in (0, 90, 180, 270)]
+    content = [shown(PHOTO.rotate(angle)) for angle in (0, 90, 180, 270)]
     expected = renderer.render([{"role": "user", "content": content}])
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
     meeting = meet_in(renderer, 4)
@@ -204,24 +199,26 @@ def test_images_of_one_conversation_are_processed_side_by_side(tiny_model: Path)
     assert len(meeting.threads) == 4
 
 
-def test_the_renderer_given_is_left_as_it_was(renderer: Renderer) -> None:
+def test_a_pool_has_all_that_its_renderer_has_and_leaves_it_as_it_was(renderer):
     before = renderer.media
     with RendererPool(renderer, media_threads=2) as pool:
         pool.render(MESSAGES)
-        assert pool.media is not None
-        assert before is not None
         assert pool.media.cache is before.cache
     assert renderer.media is before
     assert renderer.render(MESSAGES).token_ids
+    with RendererPool(renderer) as pool:
+        assert isinstance(pool, type(renderer))
+        assert str(diagnose(pool)) == str(diagnose(renderer))
+        assert pool.encode_text("Hi") == renderer.encode_text("Hi")
+        assert pool.response_parser() is renderer.response_parser()
+        assert (pool.templates, pool.rules) == (renderer.templates, renderer.rules)
 
 
-def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: Any, sentence: Any) -> None:
+def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated, sentence):
     async def main(pool: Renderer) -> list[RenderedTokens]:
         first = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
-        with pytest.raises(PoolFullError) as caught:
-            await pool.arender(MESSAGES, nowait=True)
-        assert str(caught.value) == sentence
+        assert str(await raised_by(PoolFullError, pool.arender(MESSAGES, nowait=True))) == sentence
         for call in (partial(pool.abridge_to_next_turn, [1], [2], []), partial(pool.aparse_response, [1])):
             with pytest.raises(PoolFullError):
                 await call(nowait=True)
@@ -234,7 +231,7 @@ def test_a_full_pool_refuses_who_does_not_wait_and_lets_others_in_later(gated: A
     assert len(gated.entered) == 5
 
 
-def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
+def test_calls_that_are_cancelled_leave_their_places(gated):
     async def main(pool: Renderer) -> None:
         running, queued, outside = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
@@ -255,7 +252,7 @@ def test_calls_that_are_cancelled_leave_their_places(gated: Any) -> None:
     assert len(gated.entered) == 1 + 1 + 1 + 8
 
 
-def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any, sentence: Any) -> None:
+def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated, sentence):
     async def main(pool: Renderer) -> None:
         tasks = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
@@ -280,13 +277,11 @@ def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated: Any,
 @pytest.mark.parametrize(
     ("name", "size"), [("workers", 0), ("queue_size", -1), ("media_threads", True), ("workers", 2.0)]
 )
-def test_sizes(renderer: Renderer, name: str, size: Any, sentence: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        RendererPool(renderer, **{name: size})
-    assert str(caught.value) == sentence
+def test_sizes(renderer, name, size, sentence):
+    assert error_of(InputError, RendererPool, renderer, **{name: size}) == sentence
 
 
-def test_a_pool_that_is_pickled_has_its_workers_where_it_arrives(renderer: Renderer) -> None:
+def test_a_pool_that_is_pickled_has_its_workers_where_it_arrives(renderer):
     with RendererPool(renderer, workers=3, queue_size=5) as pool:
         other = pickle.loads(pickle.dumps(pool))
     with other:
@@ -294,7 +289,7 @@ def test_a_pool_that_is_pickled_has_its_workers_where_it_arrives(renderer: Rende
         assert run(other.arender(MESSAGES)) == renderer.render(MESSAGES)
 
 
-def test_a_renderer_is_async_itself(tiny_model: Path) -> None:
+def test_a_renderer_is_async_itself(tiny_model):
     async def main(renderer: Renderer) -> None:
         prompt = await renderer.arender(MESSAGES, add_generation_prompt=True)
         assert prompt == renderer.render(MESSAGES, add_generation_prompt=True)
@@ -310,31 +305,20 @@ def test_a_renderer_is_async_itself(tiny_model: Path) -> None:
         assert other._workers.media is not None
 
 
-def test_a_pool_has_all_that_a_renderer_has(renderer: Renderer) -> None:
-    with RendererPool(renderer) as pool:
-        assert isinstance(pool, type(renderer))
-        assert str(diagnose(pool)) == str(diagnose(renderer))
-        assert pool.encode_text("Hi") == renderer.encode_text("Hi")
-        assert pool.response_parser() is renderer.response_parser()
-        assert (pool.templates, pool.rules) == (renderer.templates, renderer.rules)
-
-
-def test_bridges_that_the_renderer_made_first_use_the_threads_of_the_pool(tiny_model: Path) -> None:
+def test_bridges_that_the_renderer_made_first_use_the_threads_of_the_pool(tiny_model):
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
     assert renderer.media is not None
     prompt = renderer.render(MESSAGES[2:], add_generation_prompt=True)
     turn = prompt.token_ids, [*renderer.tokenizer.encode("Yes."), *renderer.get_stop_token_ids()[-1:]]
-    assert renderer.bridge_to_next_turn(*turn, [{"role": "user", "content": "Hi"}]) is not None
+    assert renderer.bridge_to_next_turn(*turn, [user("Hi")]) is not None
     meeting = meet_in(renderer, 2)
-    content = [{"type": "image", "image": PHOTO.rotate(angle)} for angle in (0, 90)]
+    content = [shown(PHOTO.rotate(angle)) for angle in (0, 90)]
     with RendererPool(renderer, media_threads=1) as pool:
         assert pool.bridge_to_next_turn(*turn, [{"role": "user", "content": content}]) is not None
     assert any(name.startswith("mmrender-media") for name in meeting.threads)
 
 
-def test_a_call_that_meets_the_end_is_carried_out_or_refused_by_name(
-    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_meets_the_end_is_carried_out_or_refused_by_name(renderer, monkeypatch):
     """`close` comes between the look at the pool and the call's being handed to a thread."""
     submit = ThreadPoolExecutor.submit
     closing: list[threading.Thread] = []

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from item_cases import PROCESSOR, picture, same_tensors
+from kit import error_of
 from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
@@ -31,16 +32,12 @@ def item() -> PatchItem:
     return made
 
 
-def test_item_of_an_image_that_needs_no_resizing(item: PatchItem) -> None:
+def test_the_item_of_an_image_has_the_levels_that_its_tensors_are_computed_from(item):
     assert isinstance(item, MediaItem)
-    assert item.size == (256, 320)
-    assert item.grid == (1, 16, 20)
+    assert (item.size, item.grid) == ((256, 320), (1, 16, 20))
     assert item.expansion == (Repeat("<|image_pad|>", 80),)
     assert not item.frames.flags.writeable
     np.testing.assert_array_equal(item.frames[0], picture(256, 320).array.transpose(2, 0, 1))
-
-
-def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
     levels = item.levels()
     assert levels.dtype == np.uint8
     table = item.arithmetic.table()
@@ -56,7 +53,7 @@ def test_levels_are_what_the_tensors_are_computed_from(item: PatchItem) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (300, 500), (2100, 2200)], ids=str)
-def test_identity_of_an_image_is_that_of_its_planes(size: tuple[int, int]) -> None:
+def test_identity_of_an_image_is_that_of_its_planes(size):
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
     expected = media_identity(b"settings", np.ascontiguousarray(pixels.transpose(2, 0, 1)), b"context")
     for given in (pixels, Image.fromarray(pixels)):  # the last size is held in several blocks
@@ -89,7 +86,7 @@ print(resident() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize("backend", ["pil", "torch"])
-def test_large_items_take_their_bytes_alone(backend: str) -> None:
+def test_large_items_take_their_bytes_alone(backend):
     command = [sys.executable, "-c", _GROWTH, backend]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout
@@ -99,7 +96,7 @@ def test_large_items_take_their_bytes_alone(backend: str) -> None:
     assert left < 0.1 * items
 
 
-def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
+def test_identity_is_of_pixels_and_settings_not_of_the_form():
     image, made = picture(64, 96), processor()
     identity = made.process(image).identity
     assert made.process(load_image(np.asarray(image.image))).identity == identity
@@ -111,7 +108,7 @@ def test_identity_is_of_pixels_and_settings_not_of_the_form() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "pil"])
-def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kept(backend: str) -> None:
+def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kept(backend):
     made = processor(image_backend=backend)
     image = picture(100, 131)
     assert same_tensors(made.process(image), made.process(load_image(np.asarray(image.image))))
@@ -126,14 +123,12 @@ def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kep
     assert after_finish < item.nbytes + 100_000
 
 
-def test_long_and_thin(sentence) -> None:
-    with pytest.raises(MediaError) as caught:
-        processor().process(picture(5, 1001))
-    assert str(caught.value) == sentence
+def test_long_and_thin(sentence):
+    assert error_of(MediaError, processor().process, picture(5, 1001)) == sentence
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (1024, 1024), (2300, 2000)])
-def test_planes_of_small_and_of_many_blocks(size: tuple[int, int]) -> None:
+def test_planes_of_small_and_of_many_blocks(size):
     pixels = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     image = Image.fromarray(pixels, "RGB")
     assert (raw_pixels(image) is None) == (size[0] * size[1] > 1 << 22)
@@ -141,30 +136,26 @@ def test_planes_of_small_and_of_many_blocks(size: tuple[int, int]) -> None:
     np.testing.assert_array_equal(rgb_planes(load_image(pixels)), pixels.transpose(2, 0, 1))
 
 
-def test_raw_pixels_outlive_their_image() -> None:
+def test_raw_pixels_outlive_their_image():
     pixels = raw_pixels(Image.new("RGB", (512, 512), (1, 2, 3)))
     for _ in range(3):
         Image.new("RGB", (512, 512), (9, 9, 9))
-    assert pixels is not None
     assert (pixels[..., :3] == (1, 2, 3)).all()
 
 
 @pytest.mark.parametrize(
     ("mode", "bytes_per_pixel"), [("L", 1), ("P", 1), ("RGBA", 4), ("I", 4), ("F", 4), ("I;16", 2)]
 )
-def test_raw_pixels_are_whole_in_every_mode(mode: str, bytes_per_pixel: int) -> None:
+def test_raw_pixels_are_whole_in_every_mode(mode, bytes_per_pixel):
     image = Image.new(mode, (5, 3))
     image.putpixel((4, 2), (7, 8, 9, 10) if mode == "RGBA" else 7)
     pixels = raw_pixels(image)
-    assert pixels is not None
     assert pixels.shape == (3, 5, bytes_per_pixel)
     assert pixels[2, 4].any()
     assert not pixels[:2].any()
 
 
-def test_without_torch_its_tensors_are_refused_by_name(
-    item: PatchItem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_its_tensors_are_refused_by_name(item, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError, match='framework="torch" needs torch, which is not installed'):
         item.tensors(framework="torch")

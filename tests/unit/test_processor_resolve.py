@@ -13,14 +13,8 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from item_cases import media_part
-from kit import encoded
-from mmrender.errors import (
-    MediaBlockedError,
-    MediaDecodeError,
-    MediaError,
-    MediaLimitError,
-    MessageError,
-)
+from kit import encoded, error_of, raised
+from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MediaLimitError, MessageError
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
@@ -48,7 +42,7 @@ class Counting:
         def finish() -> MediaItem:
             self.finished += 1
             self.entered()
-            return Sized(identity, 100)  # type: ignore[return-value]
+            return Sized(identity, 100)
 
         return Prepared(identity, finish)
 
@@ -64,7 +58,7 @@ def png(color: tuple[int, int, int] = (1, 2, 3)) -> bytes:
 
 
 def resolver(cache: MediaCache | None = None, **policy: Any) -> Any:
-    return MediaResolver(Counting(), MediaPolicy(**policy), cache or MediaCache())  # type: ignore[arg-type]
+    return MediaResolver(Counting(), MediaPolicy(**policy), cache or MediaCache())
 
 
 def parts(*sources: Any) -> list[RequestMedia]:
@@ -78,15 +72,12 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_one_item_for_all_forms_of_one_image(path: Path) -> None:
+def test_one_item_for_all_forms_of_one_image_loaded_once(path):
     image = Image.open(path)
     made = resolver()
     items = made.resolve(parts(png(), path, image, np.asarray(image), png()))
     assert all(item is items[0] for item in items)
     assert made.processor.finished == 1
-
-
-def test_known_sources_are_not_loaded_again(path: Path) -> None:
     sources = parts(png((9, 9, 9)), path, Image.new("RGB", (8, 8)))
     made = resolver()
     first = made.resolve(sources)
@@ -94,7 +85,7 @@ def test_known_sources_are_not_loaded_again(path: Path) -> None:
     assert made.processor.prepared == 3
 
 
-def test_a_lazily_opened_image_is_loaded_once_in_a_call_and_known_from_then_on() -> None:
+def test_a_lazily_opened_image_is_loaded_once_in_a_call_and_known_from_then_on():
     image = Image.open(io.BytesIO(png()))
     made = resolver()
     assert source_fingerprint(image) is None
@@ -105,7 +96,7 @@ def test_a_lazily_opened_image_is_loaded_once_in_a_call_and_known_from_then_on()
     assert made.processor.prepared == 1
 
 
-def test_an_image_changed_in_place_and_a_file_written_again_are_others(path: Path) -> None:
+def test_an_image_changed_in_place_and_a_file_written_again_are_others(path):
     image = Image.new("RGB", (8, 8))
     made = resolver()
     before = made.resolve(parts(image, path))
@@ -116,7 +107,7 @@ def test_an_image_changed_in_place_and_a_file_written_again_are_others(path: Pat
         assert old.identity != new.identity
 
 
-def test_a_shared_cache_does_not_lend_what_a_policy_forbids() -> None:
+def test_a_shared_cache_does_not_lend_what_a_policy_forbids():
     cache = MediaCache()
     data = "data:image/png;base64," + base64.b64encode(png()).decode()
     resolver(cache).resolve(parts(data))
@@ -124,15 +115,13 @@ def test_a_shared_cache_does_not_lend_what_a_policy_forbids() -> None:
         resolver(cache, schemes=frozenset({"https"})).resolve(parts(data))
 
 
-def test_errors_name_the_part(sentence) -> None:
-    with pytest.raises(MessageError) as caught:
-        resolver().resolve(parts(png(), None))
-    assert str(caught.value) == sentence
+def test_errors_name_the_part(sentence):
+    assert error_of(MessageError, resolver().resolve, parts(png(), None)) == sentence
     with pytest.raises(MediaDecodeError, match=r"^messages\[0\]\.content\[1\]: "):
         resolver().resolve(parts(png(), b"not an image"))
 
 
-def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns() -> None:
+def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns():
     images = resolver(max_items=3)
     given = parts(*[png((index, 0, 0)) for index in range(3)])
     assert len(images.resolve(given)) == 3
@@ -140,7 +129,7 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns() 
         images.resolve(given[:1], earlier_images=1, earlier_videos=2)
 
 
-def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None:
+def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
     made = resolver()
     made.processor.depends_on_image_count = True
     alone = made.resolve(parts(png()))[0]
@@ -149,7 +138,7 @@ def test_the_number_of_images_is_part_of_the_key_only_where_it_matters() -> None
     assert made.resolve(parts(png()), earlier_images=1)[0] is together
 
 
-def test_fingerprints_see_all_that_pixels_are_made_of() -> None:
+def test_fingerprints_see_all_that_pixels_are_made_of():
     image = Image.new("P", (4, 4))
     image.putpalette([0, 0, 0, 255, 0, 0])
     prints = [source_fingerprint(image)]
@@ -163,9 +152,6 @@ def test_fingerprints_see_all_that_pixels_are_made_of() -> None:
     assert len(set(prints)) == 4
     grey = Image.frombytes("L", (4, 1), b"abcd"), Image.frombytes("L", (1, 4), b"abcd")
     assert source_fingerprint(grey[0]) != source_fingerprint(grey[1])
-
-
-def test_fingerprints_of_arrays() -> None:
     array = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     before = source_fingerprint(array)
     assert source_fingerprint(array.copy()) == before
@@ -175,9 +161,7 @@ def test_fingerprints_of_arrays() -> None:
     assert source_fingerprint(array) != before
 
 
-def test_what_may_change_under_its_name_and_a_frame_of_an_animation_have_no_fingerprint(
-    shared_images: Path,
-) -> None:
+def test_what_may_change_under_its_name_and_a_frame_of_an_animation_have_no_fingerprint(shared_images):
     for source in (
         "https://example.com/a.png",
         "file:///a.png",
@@ -193,10 +177,10 @@ def test_what_may_change_under_its_name_and_a_frame_of_an_animation_have_no_fing
 
 
 def prepared(name: str, nbytes: int = 100) -> Prepared:
-    return Prepared(name, lambda: Sized(name, nbytes))  # type: ignore[arg-type, return-value]
+    return Prepared(name, lambda: Sized(name, nbytes))
 
 
-def test_least_recently_used_items_go_first() -> None:
+def test_least_recently_used_items_go_first():
     cache = MediaCache(max_bytes=250)
     for name in "abac":
         cache.get_or_load(name, lambda name=name: prepared(name))
@@ -208,7 +192,7 @@ def test_least_recently_used_items_go_first() -> None:
     assert cache.stats.size == 0
 
 
-def test_an_evicted_item_is_made_again_from_its_source_and_one_over_the_bound_is_not_kept() -> None:
+def test_an_evicted_item_is_made_again_from_its_source_and_one_over_the_bound_is_not_kept():
     cache = MediaCache(max_bytes=100)
     loaded = []
 
@@ -224,7 +208,7 @@ def test_an_evicted_item_is_made_again_from_its_source_and_one_over_the_bound_is
     assert (cache.stats.entries, cache.stats.size) == (0, 0)
 
 
-def test_threads_that_ask_at_once_load_and_compute_once() -> None:
+def test_threads_that_ask_at_once_load_and_compute_once():
     cache = MediaCache()
     loaded: list[int] = []
     first_is_in, others_wait = threading.Event(), threading.Event()
@@ -245,7 +229,7 @@ def test_threads_that_ask_at_once_load_and_compute_once() -> None:
     assert all(item is items[0] for item in items)
 
 
-def test_a_failure_is_the_callers_own() -> None:
+def test_a_failure_is_the_callers_own():
     cache = MediaCache()
     barrier = threading.Barrier(4)
 
@@ -254,16 +238,15 @@ def test_a_failure_is_the_callers_own() -> None:
             raise MediaError("broken", where=f"messages[{number}]")
 
         barrier.wait(10)
-        with pytest.raises(MediaError) as caught:
-            cache.get_or_load("a", fail)
-        return str(caught.value.where)
+        caught = raised(MediaError, cache.get_or_load, "a", fail)
+        return str(caught.where)
 
     with ThreadPoolExecutor(4) as pool:
         assert sorted(pool.map(ask, range(4))) == [f"messages[{number}]" for number in range(4)]
     assert cache.get_or_load("a", lambda: prepared("a")).identity == "a"
 
 
-def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch):
     image = Image.new("RGB", (8, 8))
     made, media = resolver(), parts(image)
     monkeypatch.setattr("mmrender.media.resolve.source_fingerprint", lambda _: pytest.fail("taken again"))

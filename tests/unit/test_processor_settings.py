@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kit import error_of
 from mmrender.errors import MissingDependencyError, ModelError, ProcessorError
 from mmrender.media.load import load_image
 from mmrender.media.processor import MediaProcessor, ProcessorFiles
@@ -36,45 +37,43 @@ def load(tmp_path: Path, image: dict[str, object], **files: object) -> PatchProc
     return processor
 
 
-def test_nested_settings_come_before_a_file_of_their_own(tmp_path: Path) -> None:
+def test_nested_settings_come_before_a_file_of_their_own(tmp_path):
     nested = {"image_processor": {**QWEN, "patch_size": 14}, "processor_class": "Qwen3VLProcessor"}
     files = ProcessorFiles.read(directory(tmp_path, preprocessor_config=QWEN, processor_config=nested))
-    assert files.image["patch_size"] == 14
-    assert files.processor_class == "Qwen3VLProcessor"
+    assert (files.image["patch_size"], files.processor_class) == (14, "Qwen3VLProcessor")
 
 
 @pytest.mark.parametrize("suffix", ["", "Fast", "Pil"])
-def test_back_end_suffixes_name_the_same_processor(tmp_path: Path, suffix: str) -> None:
+def test_back_end_suffixes_name_the_same_processor(tmp_path, suffix):
     processor = load(tmp_path, {**QWEN, "image_processor_type": f"Qwen2VLImageProcessor{suffix}"})
     assert processor.name == "Qwen2VLImageProcessor"
     assert isinstance(processor, MediaProcessor)
 
 
-def test_both_spellings_of_the_pixel_bounds(tmp_path: Path, sentence) -> None:
+def test_both_spellings_of_the_pixel_bounds(tmp_path, sentence):
     by_size = load(tmp_path, {**QWEN, "size": {"shortest_edge": 3136, "longest_edge": 100352}})
     spelled_out = {key: value for key, value in QWEN.items() if key != "size"}
     by_name = load(tmp_path, {**spelled_out, "min_pixels": 3136, "max_pixels": 100352})
     assert by_size.settings_digest == by_name.settings_digest
     assert by_size.geometry(2000, 1000).grid != load(tmp_path, QWEN).geometry(2000, 1000).grid
     assert load(tmp_path, {**QWEN, "max_pixels": 262144}).max_pixels == 262144
-    with pytest.raises(ProcessorError) as caught:
-        load(tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
-    assert str(caught.value).replace(str(tmp_path), "FOLDER") == sentence
+    caught = error_of(ProcessorError, load, tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
+    assert caught.replace(str(tmp_path), "FOLDER") == sentence
 
 
-def test_defaults_of_the_family_where_the_files_are_silent(tmp_path: Path) -> None:
+def test_defaults_of_the_family_where_the_files_are_silent(tmp_path):
     processor = load(tmp_path, {"image_processor_type": "Glm4vImageProcessor"})
     assert (processor.min_pixels, processor.max_pixels) == (112 * 112, 28 * 28 * 15000)
     assert processor.placeholder == {"image": "<|image|>", "video": "<|video|>"}
 
 
 @pytest.mark.parametrize("whole", ["Dots3NoteProcessor", "ColQwen2Processor", "unknown"])
-def test_a_whole_processor_of_another_class_is_not_native(tmp_path: Path, whole: str) -> None:
+def test_a_whole_processor_of_another_class_is_not_native(tmp_path, whole):
     files = ProcessorFiles.read(directory(tmp_path, preprocessor_config={**QWEN, "processor_class": whole}))
     assert PatchProcessor.from_files(files, "pil") is None
 
 
-def test_tokenizer_settings_name_the_placeholder(tmp_path: Path) -> None:
+def test_tokenizer_settings_name_the_placeholder(tmp_path):
     processor = load(tmp_path, QWEN, tokenizer_config={"extra_special_tokens": {"image_token": "<|pic|>"}})
     assert processor.placeholder["image"] == "<|pic|>"
     assert processor.geometry(64, 64).expansion == (Repeat("<|pic|>", 64),)
@@ -84,35 +83,29 @@ def test_tokenizer_settings_name_the_placeholder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"), [("{", "expected JSON, got Expecting"), ("[1]", "expected a JSON object, got list")]
 )
-def test_file_that_is_no_json_object(tmp_path: Path, text: str, problem: str) -> None:
+def test_file_that_is_no_json_object(tmp_path, text, problem):
     file = tmp_path / "preprocessor_config.json"
     file.write_text(text)
-    with pytest.raises(ModelError) as caught:
-        load_processor(tmp_path, image_backend="pil")
-    assert str(caught.value).startswith(f"{file}: cannot read preprocessor_config.json - {problem}")
+    caught = error_of(ModelError, load_processor, tmp_path, image_backend="pil")
+    assert caught.startswith(f"{file}: cannot read preprocessor_config.json - {problem}")
 
 
-def test_text_only_model_and_unknown_back_end(tmp_path: Path, sentence) -> None:
+def test_text_only_model_and_unknown_back_end(tmp_path, sentence):
     assert load_processor(directory(tmp_path, config={"model_type": "llama"}), image_backend="pil") is None
     with pytest.raises(ProcessorError) as caught:
-        load_processor(tmp_path, image_backend="cuda")  # type: ignore[arg-type]
+        load_processor(tmp_path, image_backend="cuda")
     assert str(caught.value) == sentence
 
 
-def test_torch_is_asked_for_with_the_first_image_that_it_resizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sentence
-) -> None:
+def test_torch_is_asked_for_with_the_first_image_that_it_resizes(tmp_path, monkeypatch, sentence):
     processor = load_processor(directory(tmp_path, preprocessor_config=QWEN))
-    assert processor is not None
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError) as caught:
         processor.process(load_image(np.zeros((400, 301, 3), np.uint8)))
     assert str(caught.value) == sentence
 
 
-def test_text_renders_without_the_packages_that_images_need(
-    shared_models: Path, monkeypatch: pytest.MonkeyPatch, sentence
-) -> None:
+def test_text_renders_without_the_packages_that_images_need(shared_models, monkeypatch, sentence):
     messages = [{"role": "user", "content": [{"type": "text", "text": "<image> in text"}]}]
     expected = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil").render(messages)
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -124,9 +117,8 @@ def test_text_renders_without_the_packages_that_images_need(
         assert str(caught.value) == sentence
 
 
-def test_each_setting_and_the_back_end_are_part_of_the_identity(tmp_path: Path) -> None:
+def test_each_setting_and_the_back_end_are_part_of_the_identity(tmp_path):
     torch = load_processor(directory(tmp_path, preprocessor_config=QWEN))
-    assert torch is not None
     digests = {torch.settings_digest, load(tmp_path, QWEN).settings_digest}
     for change in ({"patch_size": 14}, {"image_std": [0.5, 0.5, 0.4]}, {"max_pixels": 10**6}):
         digests.add(load(tmp_path, {**QWEN, **change}).settings_digest)

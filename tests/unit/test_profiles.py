@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kit import user
 from mmrender.bridge.proof import TailProver
 from mmrender.caching import cache_folder
 from mmrender.renderer import Renderer
@@ -18,7 +19,7 @@ from mmrender.template.profile import TemplateProfile, probe_template
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}@"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-USER = [{"role": "user", "content": "And now?"}]
+USER = [user("And now?")]
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def load(tiny_model: Path, source: str = TEMPLATE.replace("@", PROMPT), **option
     return Renderer.from_pretrained(tiny_model, chat_template=source, image_backend="pil", **options)
 
 
-def test_second_load_neither_probes_nor_proves(tiny_model: Path, folder: Path, probed: list[str]) -> None:
+def test_second_load_neither_probes_nor_proves(tiny_model, folder, probed):
     first = load(tiny_model)
     bridge = first.bridge_to_next_turn([1], [2], USER)
     assert probed == ["profile", "proof"]
@@ -59,12 +60,10 @@ def test_second_load_neither_probes_nor_proves(tiny_model: Path, folder: Path, p
     assert second.profile == first.profile
     again = second.bridge_to_next_turn([1], [2], USER)
     assert probed == ["profile", "proof"]
-    assert bridge is not None
-    assert again is not None
     assert again.token_ids == bridge.token_ids
 
 
-def test_refusals_are_kept_too(tiny_model: Path, folder: Path, probed: list[str]) -> None:
+def test_refusals_are_kept_too(tiny_model, folder, probed):
     source = TEMPLATE.replace("@", "{{ messages | length }}" + PROMPT)
     reasons = set()
     for _ in range(2):
@@ -79,8 +78,8 @@ def test_refusals_are_kept_too(tiny_model: Path, folder: Path, probed: list[str]
 @pytest.mark.parametrize("name", ["qwen3_vl", "glm4_5v", "qwen3_5"])
 @pytest.mark.parametrize("grammar", [None, "json_tags"])
 def test_a_second_load_parses_without_a_run_of_the_template(
-    shared_models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, grammar: str | None
-) -> None:
+    shared_models, folder, monkeypatch, name, grammar
+):
     options: dict[str, Any] = {"image_backend": "pil", "tool_call_grammar": grammar}
     first = Renderer.from_pretrained(shared_models / name, **options).response_parser()
     runs = []
@@ -104,9 +103,7 @@ def test_a_second_load_parses_without_a_run_of_the_template(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b'{"form": 3}', b'{"failure": 3}'])
-def test_damaged_entry_is_ignored_and_written_again(
-    tiny_model: Path, folder: Path, probed: list[str], content: bytes
-) -> None:
+def test_damaged_entry_is_ignored_and_written_again(tiny_model, folder, probed, content):
     profile = load(tiny_model).profile
     load(tiny_model).bridge_to_next_turn([1], [2], USER)
     for file in folder.iterdir():
@@ -119,9 +116,7 @@ def test_damaged_entry_is_ignored_and_written_again(
     assert probed.count("profile") == 2
 
 
-def test_anything_that_matters_makes_another_entry(
-    tiny_model: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_anything_that_matters_makes_another_entry(tiny_model, folder, probed, monkeypatch):
     load(tiny_model).profile  # noqa: B018 - a property that probes
     load(tiny_model, TEMPLATE.replace("@", " " + PROMPT)).profile  # noqa: B018
     source = TEMPLATE.replace("@", PROMPT + "{{ thinking }}")
@@ -133,7 +128,7 @@ def test_anything_that_matters_makes_another_entry(
     assert len(list(folder.iterdir())) == 5
 
 
-def test_other_code_and_other_releases_make_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_and_other_releases_make_other_entries(monkeypatch):
     """All code that text, tokens and probes run through is in the digest, and so is each release."""
     root = Path(known.__file__).parents[1]
     files = {file.relative_to(root).as_posix() for pattern in known._CODE for file in root.glob(pattern)}
@@ -149,8 +144,8 @@ def test_other_code_and_other_releases_make_other_entries(monkeypatch: pytest.Mo
 
 
 def test_arguments_that_the_template_does_not_read_neither_probe_nor_fill_the_disk(
-    tiny_model: Path, folder: Path, probed: list[str]
-) -> None:
+    tiny_model, folder, probed
+):
     renderer = load(tiny_model)
     for number in range(20):
         known = renderer.templates.find({f"junk_{number}": number, "other": object()}, has_tools=False)
@@ -190,9 +185,7 @@ def values(renderer: Renderer) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", [*SHARING, *APART])
-def test_texts_that_a_template_only_prints_are_one_setting(
-    tiny_model: Path, folder: Path, probed: list[str], name: str
-) -> None:
+def test_texts_that_a_template_only_prints_are_one_setting(tiny_model, folder, probed, name):
     source = (SHARING | APART)[name]
     found = values(load(tiny_model, source))
     assert probed.count("profile") == (1 if name in SHARING else 3 + (name == "in the prompt"))
@@ -213,7 +206,7 @@ def test_texts_that_a_template_only_prints_are_one_setting(
     assert probed.count("profile") > profiles
 
 
-def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_files_go_first(tmp_path):
     def found(number: int) -> int:
         return Findings(tmp_path, {}, max_files=10).get_or_find(number, int, lambda: 2 * number)
 
@@ -230,7 +223,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert [known(number) for number in (0, 1, 2, 9, 10)] == [True, False, False, True, True]
 
 
-def test_what_cannot_be_kept_is_probed_each_time(tiny_model: Path, folder: Path, probed: list[str]) -> None:
+def test_what_cannot_be_kept_is_probed_each_time(tiny_model, folder, probed):
     for _ in range(2):
         load(tiny_model, TEMPLATE.replace("@", "{{ strftime_now('%Y') }}")).profile  # noqa: B018
         load(tiny_model, TEMPLATE.replace("@", "{{ helper }}")).template_profile(helper=object())
@@ -238,9 +231,7 @@ def test_what_cannot_be_kept_is_probed_each_time(tiny_model: Path, folder: Path,
     assert not folder.exists()
 
 
-def test_opting_out(
-    tiny_model: Path, folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_opting_out(tiny_model, folder, probed, monkeypatch):
     load(tiny_model, profile_cache=False).profile  # noqa: B018
     for value in ("off", "0", "", "OFF"):
         monkeypatch.setenv("MMRENDER_CACHE", value)
@@ -250,7 +241,7 @@ def test_opting_out(
     assert not folder.exists()
 
 
-def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("MMRENDER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder("profiles") == tmp_path / "mmrender" / "profiles"
@@ -261,9 +252,7 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert cache_folder("profiles") == tmp_path / "home" / ".cache" / "mmrender" / "profiles"
 
 
-def test_folder_that_cannot_be_written_to_is_ignored(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_written_to_is_ignored(tmp_path, tiny_model, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     monkeypatch.setenv("MMRENDER_CACHE", str(blocked))
@@ -271,7 +260,7 @@ def test_folder_that_cannot_be_written_to_is_ignored(
     assert blocked.read_text() == "in the way"
 
 
-def test_writers_at_once_leave_one_whole_entry(tmp_path: Path, tiny_model: Path) -> None:
+def test_writers_at_once_leave_one_whole_entry(tmp_path, tiny_model):
     profile = load(tiny_model).profile
     start = threading.Barrier(8)
 

@@ -9,6 +9,7 @@ import pybase64
 import pytest
 from PIL import Image
 
+from kit import raised
 from mmrender.errors import (
     EngineMismatchError,
     EngineReplyError,
@@ -74,15 +75,12 @@ def render(renderer, *inputs):
     return asyncio.run(renderer.render([ModelInput(chunks) for chunks in inputs]))
 
 
-def test_text_alone_asks_nothing():
+def test_images_are_spliced_between_text_in_order_and_text_alone_asks_nothing():
     server = Server()
     (rendered,) = render(server.renderer(), [EncodedTextChunk([1, 2]), EncodedTextChunk([3])])
     assert rendered.prompt_ids == [1, 2, 3]
     assert rendered.multi_modal_kwargs is rendered.multi_modal_placeholders is rendered.mm_hashes is None
     assert server.transport.asked == []
-
-
-def test_images_are_spliced_between_text_in_order():
     large = image(5, 9, expected_tokens=5)
     chunks = [EncodedTextChunk([1]), large, EncodedTextChunk([2, 3]), image(2)]
     (rendered,) = render(Server().renderer(), chunks)
@@ -93,7 +91,7 @@ def test_images_are_spliced_between_text_in_order():
     assert len(set(rendered.mm_hashes["image"])) == 2
 
 
-def test_an_image_is_sent_once_for_all_samples_and_calls():
+def test_an_image_is_sent_once_while_it_is_cached():
     server = Server(delay=0.01)
     renderer = server.renderer()
     twice = [image(3), image(3)]
@@ -101,9 +99,6 @@ def test_an_image_is_sent_once_for_all_samples_and_calls():
     again = render(renderer, twice)
     assert len(server.renders) == 1
     assert all(rendered == again[0] for rendered in first)
-
-
-def test_the_least_recently_used_image_goes_first():
     server = Server()
     largest = max(len(pybase64.b64encode(png(2, colour))) + 8 * 2 for colour in range(3))
     renderer = server.renderer(cache_bytes=2 * largest)
@@ -129,18 +124,15 @@ def test_an_adapter_is_rendered_with_its_base_model_which_may_be_named():
 def test_an_image_by_path_is_read_under_the_policy(tmp_path):
     (tmp_path / "cell.png").write_bytes(png(4))
     chunk = ImageAssetPointerChunk(str(tmp_path / "cell.png"), "png")
-    with pytest.raises(MediaBlockedError) as caught:
-        render(Server().renderer(), [chunk])
-    assert caught.value.where == "inputs[0].chunks[0]"
+    caught = raised(MediaBlockedError, render, Server().renderer(), [chunk])
+    assert caught.where == "inputs[0].chunks[0]"
     policy = MediaPolicy(local_roots=(tmp_path,))
     (rendered,) = render(Server().renderer(media_policy=policy), [chunk])
     assert rendered.prompt_ids == [PAD] * 4
 
 
-def raised(kind, *chunks, server=None, model="base"):
-    with pytest.raises(kind) as caught:
-        render((server or Server()).renderer(model), chunks)
-    return caught.value
+def refused(kind, *chunks, server=None, model="base"):
+    return raised(kind, render, (server or Server()).renderer(model), chunks)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +147,7 @@ def raised(kind, *chunks, server=None, model="base"):
     ],
 )  # fmt: skip
 def test_inputs_that_are_refused(kind, chunks, sentence):
-    assert str(raised(kind, *chunks)) == sentence
+    assert str(refused(kind, *chunks)) == sentence
 
 
 def test_nothing_is_sent_when_any_input_is_malformed():
@@ -202,7 +194,7 @@ REPLIES = {
 @pytest.mark.parametrize("name", REPLIES)
 def test_answers_that_cannot_be_used(name):
     change, expected = REPLIES[name]
-    message = str(raised(EngineReplyError, image(), server=Server(change)))
+    message = str(refused(EngineReplyError, image(), server=Server(change)))
     assert message.startswith(WHERE)
     assert expected in message
 
@@ -224,33 +216,27 @@ def test_a_failure_reaches_all_who_wait_each_with_its_place_and_is_not_kept():
     assert render(renderer, [image()])[0].prompt_ids == [PAD] * 2
 
 
-def test_a_closed_route_and_other_statuses(sentence):
+def test_closed_routes_statuses_and_unknown_models(sentence):
     def error(kind, status):
         server = Server()
         routes = {"GET /v1/models": MODELS, f"POST {RENDER}": Answer({"error": "no"}, status=status)}
         server.transport = MemoryTransport(routes)
-        return raised(kind, image(), server=server)
+        return refused(kind, image(), server=server)
 
     assert str(error(EngineUnsupportedError, 403)) == sentence
-    refused = error(EngineStatusError, 400)
-    assert refused.where == f"inputs[0].chunks[0], POST http://memory{RENDER}"
-    assert json.loads(refused.body) == {"error": "no"}
+    malformed = error(EngineStatusError, 400)
+    assert malformed.where == f"inputs[0].chunks[0], POST http://memory{RENDER}"
+    assert json.loads(malformed.body) == {"error": "no"}
+    assert str(refused(EngineUnsupportedError, image(), model="third")) == sentence
+    assert str(refused(EngineReplyError, image(), server=Server(models={"models": []}))) == sentence
 
 
-def test_an_unknown_model_and_an_unknown_model_list(sentence):
-    assert str(raised(EngineUnsupportedError, image(), model="third")) == sentence
-    assert str(raised(EngineReplyError, image(), server=Server(models={"models": []}))) == sentence
-
-
-def test_cancelling_leaves_nothing_pending():
-    async def cancelled():
-        server = Server(delay=60)
-        task = asyncio.ensure_future(server.renderer().render([ModelInput([image()])]))
-        while not server.running:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return len(asyncio.all_tasks()), len(server.transport.cancelled)
-
-    assert asyncio.run(cancelled()) == (1, 1)
+async def test_cancelling_leaves_nothing_pending():
+    server = Server(delay=60)
+    task = asyncio.ensure_future(server.renderer().render([ModelInput([image()])]))
+    while not server.running:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (len(asyncio.all_tasks()), len(server.transport.cancelled)) == (1, 1)

@@ -9,6 +9,7 @@ from itertools import product
 import jinja2
 import pytest
 
+from kit import assistant, error_of, raised, user
 from mmrender import Renderer, RendererPool
 from mmrender.errors import (
     InputError,
@@ -23,7 +24,13 @@ from mmrender.template.chat import ChatTemplate
 from mmrender.template.known import TemplateSet
 from small_models import MODELS
 
-USER = [{"role": "user", "content": "hi"}]
+USER = [user("hi")]
+
+
+def renderer_of(source, unprinted="error"):
+    """A renderer of a template, without special tokens."""
+    tokenizer = MODELS["everything"].tokenizer
+    return Renderer(TemplateSet({"default": source}, tokenizer), tokenizer, unprinted=unprinted)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +74,8 @@ def test_an_argument_that_nobody_reads_is_an_error(printing, name, pooled):
                 ({torn: None}, torn),
                 ({"chat_template_kwargs": {torn: None}}, f"chat_template_kwargs.{torn}"),
             ):
-                with pytest.raises(InputError) as caught:
-                    call(renderer, **given)
-                assert (caught.value.where, caught.value.remedy) == (where, f"Did you mean {known!r}?")
+                caught = raised(InputError, call, renderer, **given)
+                assert (caught.where, caught.remedy) == (where, f"Did you mean {known!r}?")
         for taken in RESERVED:
             with pytest.raises(InputError, match=f"{taken!r} is (set by the renderer|an option of the call)"):
                 call(renderer, chat_template_kwargs={taken: "x"})
@@ -83,9 +89,7 @@ def test_the_errors_for_arguments_list_what_there_is(printing, sentence):
         partial(printing.render, USER, max_pixels=100),
         partial(printing.template_profile, eos_token=1),
     ):
-        with pytest.raises(InputError) as caught:
-            call()
-        assert str(caught.value) == sentence
+        assert error_of(InputError, call) == sentence
 
 
 @dataclass
@@ -115,10 +119,7 @@ def unusable():
 
 
 def calling(arguments):
-    return [
-        *USER,
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]},
-    ]
+    return [*USER, assistant("", tool_calls=[{"name": "f", "arguments": arguments}])]
 
 
 def tool(parameters):
@@ -144,24 +145,10 @@ def test_what_nothing_can_print_is_refused_by_name(where, memo_bytes):
     messages, options = NESTED[where](None)
     for value in unusable():
         messages, options = NESTED[where](value)
-        with pytest.raises(MMRenderError) as caught:
-            renderer.render(messages, **options)
-        named = caught.value.where or str(caught.value)
+        caught = raised(MMRenderError, renderer.render, messages, **options)
+        named = caught.where or str(caught)
         assert where.replace("_", " ") in named.replace("_", " ") or where == "continue_final_message"
-        assert len(str(caught.value)) < 1000
-
-
-def test_a_variable_that_changes_after_the_call_changes_nothing(printing):
-    persona = ["a"]
-    found = printing.render_text(USER, persona=persona)
-    persona.append("b")
-    assert printing.render_text(USER, persona=["a"]) == found
-    assert printing.render_text(USER, persona=persona) != found
-
-
-def test_a_variable_is_given_once(printing):
-    with pytest.raises(InputError, match="persona: the template variable comes twice"):
-        printing.render(USER, persona="a", chat_template_kwargs={"persona": "b"})
+        assert len(str(caught)) < 1000
 
 
 WRITE = {
@@ -179,11 +166,7 @@ MESSAGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
 @pytest.mark.parametrize("kind", ["tools", "documents"])
 def test_tools_and_documents_do_not_vanish(kind, write):
     source = WRITE[write].replace("VALUES", kind) + MESSAGES
-    tokenizer = MODELS["everything"].tokenizer
-    strict, lax = (
-        Renderer(TemplateSet({"default": source}, tokenizer), tokenizer, unprinted=rule)
-        for rule in ("error", "allow")
-    )
+    strict, lax = renderer_of(source), renderer_of(source, "allow")
     for texts in product("ab", repeat=2):
         given = [{"name": text, "text": text} for text in texts]
         plain = jinja2.Environment().from_string(source.replace("tojson", "string"))
@@ -205,9 +188,7 @@ def test_tools_and_documents_do_not_vanish(kind, write):
 @pytest.mark.parametrize("kind", ["tools", "documents"])
 @pytest.mark.parametrize("write", ["their number", "of one kind"])
 def test_that_the_template_reads_each_tool_is_found_once(kind, write, runs):
-    tokenizer = MODELS["everything"].tokenizer
-    source = WRITE[write].replace("VALUES", kind) + MESSAGES
-    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    renderer = renderer_of(WRITE[write].replace("VALUES", kind) + MESSAGES)
     given = [{"name": f"t{number}", "text": "a"} for number in range(100)]
     renderer.render(USER, **{kind: given})
     runs.clear()
@@ -218,21 +199,14 @@ def test_that_the_template_reads_each_tool_is_found_once(kind, write, runs):
     if write == "of one kind":
         other = [*given, {"name": "t100", "text": "b"}, *given]
         for text in ("one", "two"):
-            with pytest.raises(InputError) as caught:
-                renderer.render([{"role": "user", "content": text}], **{kind: other})
-            assert caught.value.where == f"{kind}[100]"
+            caught = raised(InputError, renderer.render, [{"role": "user", "content": text}], **{kind: other})
+            assert caught.where == f"{kind}[100]"
 
 
 def test_a_tool_is_not_taken_as_read_because_another_conversation_read_it(runs):
-    tokenizer = MODELS["everything"].tokenizer
     asked = "{% for t in tools or [] %}{% if t.name == 'a' %}an a{% endif %}{% endfor %}"
-    source = (
-        "{% if messages[0].role == 'system' %}"
-        + asked
-        + "{% else %}{{ tools[0].name }}{% endif %}"
-        + MESSAGES
-    )
-    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    with_system = "{% if messages[0].role == 'system' %}" + asked + "{% else %}{{ tools[0].name }}{% endif %}"
+    renderer = renderer_of(with_system + MESSAGES)
     tools = [{"name": "a"}] * 3
     renderer.render([{"role": "system", "content": "s"}, *USER], tools=tools)
     with pytest.raises(InputError, match=r"tools\[1\]: the chat template ignores this tool"):
@@ -254,11 +228,8 @@ TURNS = [("system", "loud"), ("user", "hi"), ("system", "loud"), ("user", "  "),
 @pytest.mark.parametrize("name", MESSAGE_TEMPLATES)
 def test_the_text_of_a_message_does_not_vanish(name):
     """A message is refused exactly if other text in its place makes no difference."""
-    source, tokenizer = MESSAGE_TEMPLATES[name], MODELS["everything"].tokenizer
-    strict, lax = (
-        Renderer(TemplateSet({"default": source}, tokenizer), tokenizer, unprinted=rule)
-        for rule in ("error", "allow")
-    )
+    source = MESSAGE_TEMPLATES[name]
+    strict, lax = renderer_of(source), renderer_of(source, "allow")
     plain = jinja2.Environment().from_string(source)
     for length in range(1, len(TURNS) + 1):
         messages = [{"role": role, "content": text} for role, text in TURNS[:length]]
@@ -283,16 +254,15 @@ def test_the_text_of_a_message_does_not_vanish(name):
     [
         ({"role": "user", "contents": "x"}, "contents"),
         ({"role": "user", "text": "x"}, "text"),
-        ({"role": "assistant", "content": "x", "tool_call": [{"name": "f"}]}, "tool_call"),
-        ({"role": "assistant", "content": "x", "reasoning_contents": "y"}, "reasoning_contents"),
+        (assistant("x", tool_call=[{"name": "f"}]), "tool_call"),
+        (assistant("x", reasoning_contents="y"), "reasoning_contents"),
         ({"role": "tool", "content": "x", "tool_callid": "1"}, "tool_callid"),
         ({"role": "user", "content": "x", "weight": 0.5, "id": "m1", "timestamp": 3}, None),
     ],
 )
 def test_a_misspelt_member_of_a_message_is_refused(message, misspelt):
-    tokenizer = MODELS["everything"].tokenizer
     source = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
-    renderer = Renderer(TemplateSet({"default": source}, tokenizer), tokenizer)
+    renderer = renderer_of(source)
     conversation = [*USER, message]
     calls = {
         f"messages[1].{misspelt}": (renderer.render, renderer.render_text),
@@ -307,8 +277,7 @@ def test_a_misspelt_member_of_a_message_is_refused(message, misspelt):
                 call(conversation)
             assert caught.value.where == where
     if misspelt is not None:
-        reading = Renderer(TemplateSet({"default": source + "{# " + misspelt + " #}"}, tokenizer), tokenizer)
-        reading.render_text(conversation)
+        renderer_of(source + "{# " + misspelt + " #}").render_text(conversation)
 
 
 def test_a_template_by_call_is_refused_with_the_way_to_open_one(printing):
@@ -325,10 +294,17 @@ def test_a_template_by_call_is_refused_with_the_way_to_open_one(printing):
         assert caught.value.remedy.startswith("Open another renderer: Renderer.from_pretrained(")
 
 
-def test_template_variables_come_as_keywords_or_in_one_mapping(printing):
+def test_template_variables_come_once_as_keywords_or_in_one_mapping_and_are_copied(printing):
     one = printing.render(USER, persona="a pirate")
     assert one.token_ids == printing.render(USER, chat_template_kwargs={"persona": "a pirate"}).token_ids
     assert "a pirate" in one.text
+    with pytest.raises(InputError, match="persona: the template variable comes twice"):
+        printing.render(USER, persona="a", chat_template_kwargs={"persona": "b"})
+    persona = ["a"]
+    found = printing.render_text(USER, persona=persona)
+    persona.append("b")
+    assert printing.render_text(USER, persona=["a"]) == found
+    assert printing.render_text(USER, persona=persona) != found
 
 
 @pytest.mark.parametrize("part", [{"type": "image", "image": None}, {"type": "image"}])
@@ -373,9 +349,8 @@ def test_options_that_are_none_of_their_values_are_refused_when_a_model_is_opene
 )
 def test_options_of_a_bridge_that_are_none_of_their_values_are_refused(printing, options, sentence):
     (name,) = options
-    with pytest.raises(RenderError) as caught:
-        printing.bridge_to_next_turn([1], [2], USER, **options)
-    assert (caught.value.where, str(caught.value)) == (name, sentence)
+    caught = raised(RenderError, printing.bridge_to_next_turn, [1], [2], USER, **options)
+    assert (caught.where, str(caught)) == (name, sentence)
 
 
 @pytest.mark.parametrize("name", ["images", "videos"])
@@ -411,28 +386,23 @@ def test_the_message_that_is_refused_is_named_by_the_run_that_fails(tiny_model, 
     assert renderer.profile.roles
     messages[refused]["content"] = "no"
     runs.clear()
-    with pytest.raises(TemplateError) as caught:
-        renderer.render(messages)
-    assert caught.value.where.startswith(f"messages[{refused}], chat template"), caught.value
+    caught = raised(TemplateError, renderer.render, messages)
+    assert caught.where.startswith(f"messages[{refused}], chat template"), caught
     assert len(runs) == 1
 
 
-def test_a_refusal_outside_all_messages_names_none(tiny_model):
+def test_a_refusal_names_a_message_as_the_caller_knows_it_or_none(tiny_model):
     source = (
         LOOP + "{% set last = m %}" + END + "{% if messages[-1].content == 'no' %}" + REFUSED + "{% endif %}"
     )
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=source)
-    with pytest.raises(TemplateRefusedError) as caught:
-        renderer.render([*USER, {"role": "user", "content": "no"}])
-    assert caught.value.where == "chat template 'default', line 1"
-
-
-def test_a_bridge_names_a_refused_message_as_the_caller_knows_it(tiny_model):
+    caught = raised(TemplateRefusedError, renderer.render, [*USER, user("no")])
+    assert caught.where == "chat template 'default', line 1"
     renderer = Renderer.from_pretrained(
         tiny_model, image_backend="pil", chat_template=REFUSING["in the loop"]
     )
     prompt = renderer.render_ids(USER, add_generation_prompt=True)
-    new = [*USER, {"role": "user", "content": "no"}]
+    new = [*USER, user("no")]
     assert renderer.bridge_to_next_turn(prompt, renderer.encode_text("yes</s>").token_ids, new) is None
     assert "new_messages[1], chat template 'default', line 1: refused" in renderer.why_not_bridged
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from kit import error_of, user
 from mmrender.errors import InputError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.resolve import MediaCache
@@ -20,9 +21,7 @@ from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 
 IMAGE = Image.fromarray(np.arange(64 * 96 * 3, dtype=np.uint8).reshape(64, 96, 3))
-MESSAGES = [
-    {"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "<|im_end|>"}]}
-]
+MESSAGES = [user("<|im_end|>", IMAGE)]
 
 
 def rendered(renderer):
@@ -55,10 +54,9 @@ def renderer(tiny_model):
 
 
 def test_a_pickled_rendering_is_decoded_by_its_renderer(renderer):
-    whole = renderer.render([{"role": "user", "content": "Hi."}])
+    whole = renderer.render([user("Hi.")])
     copy = pickle.loads(pickle.dumps(whole))
-    with pytest.raises(InputError, match=r"carries no tokenizer\. Call renderer\.decode"):
-        copy.decode()
+    assert "carries no tokenizer. Call renderer.decode" in error_of(InputError, copy.decode)
     assert renderer.decode(copy.token_ids) == whole.decode()
 
 

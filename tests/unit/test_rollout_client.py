@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from kit import assistant, raised
 from mmrender.client.server_facts import forget
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
@@ -54,7 +55,7 @@ def test_a_turn_is_bridged_from_the_one_before(renderer):
     assert first.step.messages == [
         SYSTEM,
         {"role": "user", "content": [{"type": "image"}, text("Which animal is this?")]},
-        {"role": "assistant", "content": "A cow."},
+        assistant("A cow."),
     ]  # without its picture
 
 
@@ -112,8 +113,7 @@ def test_what_cannot_be_bridged_is_rendered_and_says_why(renderer, change, why):
     first = talk.ask(OPENING)
     conversation = change(first.message)
     second = talk.ask(conversation)
-    assert second.why_rendered == why
-    assert second.step.extra["why_rendered"] == why
+    assert (second.why_rendered, second.step.extra["why_rendered"]) == (why, why)
     full = renderer.render(conversation, add_generation_prompt=True)
     assert second.step.prompt_ids.tolist() == full.token_ids
 
@@ -166,9 +166,8 @@ def length_of(renderer, conversation):
 def test_too_long_is_an_error_or_stops(renderer):
     length = length_of(renderer, OPENING)
     talk = Talk(renderer, limit=length - 1)
-    with pytest.raises(PromptTooLongError) as refused:
-        talk.ask(OPENING)
-    assert (refused.value.prompt_len, refused.value.max_prompt_len) == (length, length - 1)
+    refused = raised(PromptTooLongError, talk.ask, OPENING)
+    assert (refused.prompt_len, refused.max_prompt_len) == (length, length - 1)
     assert len(talk.trajectory) == len(talk.backend.requests) == 0
     stopped = Talk(renderer, limit=length - 1, overlong="stop").ask(OPENING)
     assert (stopped.finish_reason, stopped.generation, stopped.step) == ("prompt_too_long", None, None)
@@ -235,17 +234,13 @@ def test_options_and_parameters_of_calls_come_over_those_of_the_client(renderer)
     assert (first.priority, second.priority, second.cache_salt) == (2, 7, "s")
 
 
-def test_many_samples_of_one_prompt_at_once(renderer):
+async def test_many_samples_of_one_prompt_at_once(renderer):
     numbers = count()
     backend = ScriptedBackend(renderer, lambda _: f"Answer {next(numbers)}.", delays=iter([5, 0, 3, 1]))
     client = RendererClient(renderer, backend=backend, model="m")
     trajectory = Trajectory("group")
-
-    async def ask():
-        asked = [client.create_completion(OPENING, trajectory=trajectory) for _ in range(4)]
-        return await asyncio.gather(*asked)
-
-    done = asyncio.run(ask())
+    asked = [client.create_completion(OPENING, trajectory=trajectory) for _ in range(4)]
+    done = await asyncio.gather(*asked)
     assert len({tuple(each.step.completion_ids.tolist()) for each in done}) == 4
     assert len(trajectory.branches()) == 4
     assert len(trajectory.items) == 1

@@ -7,13 +7,9 @@ from functools import partial
 import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from kit import error_of
 from mmrender.client.local import LocalBackend
-from mmrender.errors import (
-    EngineConnectionError,
-    InputError,
-    MessageError,
-    MMRenderError,
-)
+from mmrender.errors import EngineConnectionError, InputError, MessageError, MMRenderError
 from mmrender.messages import Message
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Observation, turn_seed
@@ -81,8 +77,7 @@ def test_step_wise_each_turn_is_a_row(renderer):
     generator, batch, backend, _ = scripted(renderer, scripts=[TWO_TURNS, (ends(0.5),)], step_wise=True)
     out = generate(generator, batch)
     turn = turn_of(renderer)
-    assert out["response_ids"] == [turn] * 3
-    assert out["loss_masks"] == [[1] * len(turn)] * 3
+    assert (out["response_ids"], out["loss_masks"]) == ([turn] * 3, [[1] * len(turn)] * 3)
     assert [row[-1] for row in out["rewards"]] == [0.25, 1.0, 0.5]
     assert out["is_last_step"] == [False, True, True]
     assert [name.instance_id for name in out["trajectory_ids"]] == ["0", "0", "1"]
@@ -122,8 +117,7 @@ def test_what_fails_is_kept_and_the_others_go_on(renderer, caplog):
     assert set(out["loss_masks"][1]) == set(out["rewards"][1]) == {0}
     assert out["rewards"][2][-1] == 2.0
     assert [len(pixels) > 0 for pixels in out["pixel_values"]] == [False, True, True]
-    assert out["pixel_values"][0].shape == (0, 1536)
-    assert out["image_grid_thw"][0].shape == (0, 3)
+    assert (out["pixel_values"][0].shape, out["image_grid_thw"][0].shape) == ((0, 1536), (0, 3))
     assert out["rollout_metrics"]["rollout/failed"] == pytest.approx(2 / 3)
     assert [record.message for record in caplog.records] == [
         "rollout 0_0 failed: EngineConnectionError: gone",
@@ -166,23 +160,18 @@ def test_a_worker_that_is_cancelled_does_not_hang_the_batch(renderer, monkeypatc
 def test_a_failure_may_end_the_batch(renderer):
     scripts = [(asks("Sure?"), ends()), (ValueError("broken"),), (asks("Sure?"), ends())]
     generator, batch, _, made = scripted(renderer, scripts=scripts, failures="raise")
-    with pytest.raises(ValueError, match=r"^broken$"):
-        generate(generator, batch)
+    assert error_of(ValueError, generate, generator, batch) == "broken"
     assert all(environment.closed == 1 for environment in made)
 
 
-def test_cancelling_a_batch_leaves_no_task(renderer):
+async def test_cancelling_a_batch_leaves_no_task(renderer):
     generator, batch, backend, made = scripted(renderer, lambda _: None, scripts=[(ends(),)] * 4)
-
-    async def cancel():
-        task = asyncio.ensure_future(generator.generate(batch))
-        while len(backend.requests) < 4:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        ended = await asyncio.gather(task, return_exceptions=True)
-        return ended, [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
-
-    (ended,), left = asyncio.run(cancel())
+    task = asyncio.ensure_future(generator.generate(batch))
+    while len(backend.requests) < 4:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    ended = await asyncio.gather(task, return_exceptions=True)
+    (ended,), left = ended, [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
     assert isinstance(ended, asyncio.CancelledError)
     assert left == []
     assert backend.busy == 0
@@ -246,9 +235,7 @@ def test_batches_that_are_refused(renderer, case, sentence):
 def test_an_empty_batch_and_no_concurrency(renderer, sentence):
     out = generate(*scripted(renderer))
     assert (out["response_ids"], out["rollout_metrics"]) == ([], {})
-    with pytest.raises(InputError) as refused:
-        scripted(renderer, max_concurrency=0)
-    assert str(refused.value) == sentence
+    assert error_of(InputError, scripted, renderer, max_concurrency=0) == sentence
 
 
 def test_a_game_end_to_end(tiny_model, renderer):
@@ -321,19 +308,15 @@ def test_trajectories_come_as_they_finish_with_ids_of_their_own(renderer):
     assert len({trajectory.trajectory_id for trajectory in seen}) == 4
 
 
-def test_leaving_the_stream_cancels_the_rest(renderer):
+async def test_leaving_the_stream_cancels_the_rest(renderer):
     def say(request):
         return "Yes." if len(backend.requests) == 1 else None
 
     generator, _, backend, made = scripted(renderer, say, scripts=[(ends(1.0),)])
-
-    async def run():
-        stream = rollouts(generator.client, generator.environments["0"], [[]] * 3)
-        async for trajectory in stream:
-            assert trajectory.error is None
-            break
-        await stream.aclose()
-        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
-    assert asyncio.run(run()) == []
+    stream = rollouts(generator.client, generator.environments["0"], [[]] * 3)
+    async for trajectory in stream:
+        assert trajectory.error is None
+        break
+    await stream.aclose()
+    assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
     assert all(each.closed == 1 for each in made)

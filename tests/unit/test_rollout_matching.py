@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from kit import user
 from mmrender.content import normalize_messages
 from mmrender.rollout.client import droppable_units
 from mmrender.trajectory.conversation import same_message
@@ -28,7 +29,7 @@ def calls(*made, **fields):
 
 RED = Image.new("RGB", (4, 4), "red")
 BLACK = np.zeros((2, 2, 3), np.uint8)
-ASKED = {"role": "user", "content": "a"}
+ASKED = user("a")
 SAME = [
     (ASKED, {"role": "user", "content": [text("a")]}),
     (said(None), said("")),
@@ -41,7 +42,7 @@ SAME = [
     (result(name=""), result(extra_key=None)),
 ]
 OTHER = [
-    (ASKED, {"role": "user", "content": "b"}),
+    (ASKED, user("b")),
     (ASKED, {"role": "system", "content": "a"}),
     (ASKED | {"mood": "good"}, ASKED),
     (result(name="zoom"), result(name="answer")),

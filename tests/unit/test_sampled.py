@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kit import assistant, shown
 from mmrender import Renderer
 from mmrender.template.known import TemplateSet
 
@@ -55,11 +56,11 @@ def test_a_sampled_span_ends_with_its_stop_token(tiny_model):
     rendered = renderer.render(
         [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            assistant(None, tool_calls=[CALL]),
             {"role": "tool", "content": "42", "tool_call_id": "a"},
-            {"role": "assistant", "content": "done"},
+            assistant("done"),
             {"role": "user", "content": "more"},
-            {"role": "assistant", "content": "one<|im_end|>two"},
+            assistant("one<|im_end|>two"),
         ]
     )
     assert _sampled(renderer, rendered) == [
@@ -95,9 +96,9 @@ def test_a_call_named_in_the_tool_turn_is_not_sampled_there(tiny_model):
     rendered = renderer.render(
         [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "look", "tool_calls": [CALL]},
+            assistant("look", tool_calls=[CALL]),
             {"role": "tool", "content": "42", "tool_call_id": "a"},
-            {"role": "assistant", "content": "done"},
+            assistant("done"),
         ]
     )
     expected = ["look<tool_call>zoom</tool_call><|im_end|>", "done<|im_end|>"]
@@ -112,7 +113,7 @@ def _sampled(renderer, rendered):
 
 def test_renderings_with_images_compare(tiny_model):
     pixels = np.arange(64 * 64 * 3, dtype=np.uint8).reshape(64, 64, 3)
-    messages = [{"role": "user", "content": [{"type": "image", "image": pixels}]}]
+    messages = [{"role": "user", "content": [shown(pixels)]}]
     first, second = (
         Renderer.from_pretrained(tiny_model, image_backend="pil").render(messages) for _ in range(2)
     )

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kit import error_of, user
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import VLLMBackend, read_reply
@@ -58,17 +59,14 @@ def read(reply, **changes):
     return read_reply(asked(**changes), msgspec.json.encode(reply), WHERE)
 
 
-def test_masks_are_what_the_tokens_were_chosen_among():
+def test_masks_are_what_the_tokens_were_chosen_among_beside_other_limits():
     response = read(answer([7, 8, 9], [[3, 7], [3, 7, 8], [9]]))
     assert response.allowed == ((0, 1, (3, 7), False), (1, 2, (3, 7, 8), False), (2, 3, (9,), False))
     assert response.logprobs == [-0.5] * 3  # of the kept tokens already
     same = read(answer([7, 3], [[3, 7], [3, 7]]))
     assert same.allowed == (AllowedTokens(0, 2, (3, 7)),)
     assert read(answer([7], None)).allowed == read(answer([], [], "abort")).allowed == ()
-
-
-def test_masks_and_other_limits_are_intersected():
-    """vLLM applies `allowed_token_ids` before it lists the kept tokens; a bias leaves media tokens in its list."""
+    # vLLM applies `allowed_token_ids` before it lists the kept tokens; a bias leaves media tokens in its list.
     media = read(answer([7], [[3, 7, 40]]), forbidden_token_ids=[40, 41])
     assert media.allowed == (AllowedTokens(0, 1, (3, 7)),)
     few = {"max_tokens": 9, "top_k": 4, "allowed_token_ids": [7, 8]}
@@ -79,9 +77,7 @@ def test_masks_and_other_limits_are_intersected():
     "masks", [[[7]], [[7], [7]], [[7], []], [[-1, 7], [8]], [[7], [8, 50]], [[7], ["8"]]], ids=str
 )
 def test_masks_that_do_not_fit_the_tokens(masks, sentence):
-    with pytest.raises(EngineReplyError) as caught:
-        read(answer([7, 8], masks))
-    assert str(caught.value) == sentence
+    assert error_of(EngineReplyError, read, answer([7, 8], masks)) == sentence
 
 
 def test_forbidden_media_tokens_and_masks_share_one_request():
@@ -139,13 +135,10 @@ class TestSGLang:
         assert response.allowed == ((0, 1, (3, 7), False), (1, 2, (8,), False))
         assert response.logprobs == [-0.5, 0.0]
 
-    def test_a_mask_needs_a_bound(self):
+    def test_a_mask_needs_a_bound(self, sentence):
         request = asked(sampling_params={"max_tokens": 9, "top_p": 0.9})
-        with pytest.raises(SamplingParameterError) as caught:
-            asyncio.run(SGLangBackend(sampling_masks=True).generate(request, MemoryTransport({})))
-        assert str(caught.value) == (
-            "sampling_params['top_k']: sampling masks need a bound - expected 1 or more"
-        )
+        work = SGLangBackend(sampling_masks=True).generate(request, MemoryTransport({}))
+        assert error_of(SamplingParameterError, asyncio.run, work) == sentence
 
     def test_they_are_not_asked_for_by_themselves(self):
         response, body = self.ask(None, None)
@@ -162,9 +155,7 @@ class TestSGLang:
         ],
     )
     def test_masks_and_logprobs_that_do_not_fit(self, masks, logprobs, kind, sentence):
-        with pytest.raises(kind) as caught:
-            self.ask(masks, logprobs, sampling_masks=True)
-        assert str(caught.value) == sentence
+        assert error_of(kind, self.ask, masks, logprobs, sampling_masks=True) == sentence
 
 
 # --- streams ---
@@ -246,7 +237,7 @@ def test_the_trainers_logprobs_are_of_the_kept_tokens(renderer, trainer, structu
         params["structured_outputs"] = {"regex": "[A-I]+"}
     client = RendererClient(renderer, transport, model="m", backend="vllm", sampling_params=params)
     trajectory = Trajectory("t")
-    question = [{"role": "user", "content": "Which way?"}]
+    question = [user("Which way?")]
     asyncio.run(client.create_completion(question, trajectory=trajectory))
     (step,) = Trajectory.from_frames(trajectory.to_frames()).steps
     sets = [set(span.token_ids) for span in step.allowed for _ in range(span.start, span.stop)]

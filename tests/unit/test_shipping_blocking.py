@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from kit import error_of
 from mmcodecs.errors import UnsupportedTypeError
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingError
 from mmrender.shipping import BlockingReceiver, BlockingSender
@@ -67,11 +68,9 @@ def test_iterating_ends_when_the_receiver_is_closed(tmp_path):
 
 def test_errors_come_through_and_threads_end(tmp_path):
     threads = threading.active_count()
-    with pytest.raises(ShippingError, match="malformed address"):
-        BlockingSender("nowhere")
+    assert "malformed address" in error_of(ShippingError, BlockingSender, "nowhere")
     sender = BlockingSender(f"unix://{tmp_path}/nobody", max_unacked_messages=1)
-    with pytest.raises(ShippingConnectionError, match="the receiver does not answer"):
-        sender.open(0.05)
+    assert "the receiver does not answer" in error_of(ShippingConnectionError, sender.open, 0.05)
     with pytest.raises(UnsupportedTypeError):
         sender.send(object())
     sender.send(1)
@@ -80,8 +79,7 @@ def test_errors_come_through_and_threads_end(tmp_path):
     with pytest.raises(ShippingConnectionError):
         sender.close(0.05)
     sender.close()
-    with pytest.raises(ShippingClosedError, match="this end is closed"):
-        sender.send(3)
+    assert "this end is closed" in error_of(ShippingClosedError, sender.send, 3)
     assert threading.active_count() == threads
 
 
@@ -97,9 +95,7 @@ def test_what_is_known_is_told_after_closing(tmp_path):
     receiver.close()
     acknowledged.wait()
     assert acknowledged.acknowledged
-    with pytest.raises(ShippingClosedError) as caught:
-        unknown.wait()
-    assert str(caught.value) == "the sender was closed before this was acknowledged"
+    assert error_of(ShippingClosedError, unknown.wait) == "the sender was closed before this was acknowledged"
     assert not unknown.acknowledged
     assert sender.stats.acknowledged == 1
     assert receiver.stats.queued == 1

@@ -12,6 +12,7 @@ import pytest
 
 import mmrender.shipping.receiver as receiving
 import mmrender.shipping.sender as sending
+from kit import error_of, raised_by
 from mmcodecs import BufferPool, Shared
 from mmrender.errors import (
     ShippingClosedError,
@@ -59,9 +60,8 @@ async def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url
     await receiver.aclose()
     await asyncio.wait_for(kept, 5)
     first.ack()  # idempotent
-    with pytest.raises(ShippingClosedError) as caught:
-        second.ack()
-    assert str(caught.value) == (
+    caught = error_of(ShippingClosedError, second.ack)
+    assert caught == (
         f"message '{second.id}': the receiver is closed, so the sender gets no answer. Acknowledge before "
         "closing, or pass your ids to the next receiver as seen="
     )
@@ -175,9 +175,8 @@ async def test_another_message_under_one_number_is_refused_by_name(url, acknowle
         await other.connect(0)
         other._id = one._id
         wrong = await other.send("of the other")
-        with pytest.raises(ShippingProtocolError) as caught:
-            await asyncio.wait_for(wrong, 5)
-        assert str(caught.value) == (
+        caught = await raised_by(ShippingProtocolError, asyncio.wait_for(wrong, 5))
+        assert str(caught) == (
             f"message {wrong.id!r} to {url}: the receiver cannot use this message - got message "
             f"{wrong.id!r}: another message has arrived under this number. Make another sender in each "
             "process: two of them have one identity"
@@ -193,9 +192,8 @@ async def test_another_message_under_one_number_is_refused_by_name(url, acknowle
 @pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, lambda end: pickle.loads(pickle.dumps(end))])
 @pytest.mark.parametrize("kind", [Sender, Receiver, BlockingSender, BlockingReceiver])
 def test_an_end_is_not_copied(kind, copy_of, url):
-    with pytest.raises(ShippingError) as caught:
-        copy_of(kind(url))
-    assert str(caught.value) == (
+    caught = error_of(ShippingError, copy_of, kind(url))
+    assert caught == (
         f"{kind.__name__}: an end of shipping cannot be copied or pickled: messages of two copies would be taken "
         "for one. Pass the address, and make another one there"
     )
@@ -211,9 +209,8 @@ async def test_a_sender_whose_task_ends_says_so_everywhere(url, error, monkeypat
     sender = Sender(url)
     delivery = await sender.send(1)
     for attempt in (sender.connect(5), delivery, sender.send(2), sender.flush(5)):
-        with pytest.raises(ShippingError) as caught:
-            await asyncio.wait_for(attempt, 5)
-        assert str(caught.value) == f"{url}: the sender has failed - got {error!r}"
+        caught = await raised_by(ShippingError, asyncio.wait_for(attempt, 5))
+        assert str(caught) == f"{url}: the sender has failed - got {error!r}"
     await sender.aclose()
 
 

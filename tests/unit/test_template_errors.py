@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from jinja2 import nodes
 
+from kit import assistant, error_of
 from mmrender.errors import (
     TemplateLimitError,
     TemplateRefusedError,
@@ -32,9 +33,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_template_that_does_not_compile_says_where(case, sentence):
-    with pytest.raises(TemplateSyntaxError) as error:
-        ChatTemplate(BROKEN[case])
-    assert str(error.value) == sentence
+    assert error_of(TemplateSyntaxError, ChatTemplate, BROKEN[case]) == sentence
 
 
 FAILING = {
@@ -45,10 +44,7 @@ FAILING = {
         "{{ raise_exception('No ' ~ m.role ~ 's, ' + m.content) }}{% endif %}{% endfor %}",
     ),
     "a type": (TemplateRuntimeError, "{{ 'ok' }}\n\n{{ messages[0].content + 1 }}"),
-    "an undefined name": (
-        TemplateRuntimeError,
-        "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}",
-    ),
+    "an undefined name": (TemplateRuntimeError, "{% macro m(x) %}\n{{ x.y.z }}{% endmacro %}\n\n{{ m({}) }}"),
     "a class": (TemplateSecurityError, "{{ ''.__class__.mro() }}"),
     "steps": (
         TemplateLimitError,
@@ -77,9 +73,8 @@ def test_limits_can_be_raised_and_lowered():
         (TemplateLimits(max_seconds=0.0), "time - expected at most 0 s of processor time, got more"),
         (TemplateLimits(max_characters=9_999), "text - expected at most 9,999 characters, got 10,000"),
     ):
-        with pytest.raises(TemplateLimitError) as error:
-            ChatTemplate(source, limits=limits).render(RenderRequest(USER))
-        assert what in str(error.value)
+        error = error_of(TemplateLimitError, ChatTemplate(source, limits=limits).render, RenderRequest(USER))
+        assert what in error
     raised = TemplateLimits(max_characters=9_000_000)
     assert len(ChatTemplate("{{ 'x' * 9000000 }}", limits=raised).render(RenderRequest(USER))) == 9_000_000
 
@@ -129,15 +124,12 @@ def test_no_other_variable_makes_a_difference(source):
         assert name in template.variables or outcome(render)[0] == expected, name
 
 
-def test_the_clock_is_the_callers():
+def test_the_clock_is_the_callers_and_variables_override_special_tokens():
     day = datetime.datetime(2026, 7, 6, tzinfo=datetime.UTC)
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", clock=lambda: day)
     assert template.reads_clock
     assert template.render(RenderRequest(USER)) == "06 Jul 2026"
     assert not ChatTemplate("{{ messages }}").reads_clock
-
-
-def test_special_tokens_are_variables_and_variables_override_them():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}|", special_tokens={"bos_token": "<s>"})
     assert template.render(RenderRequest(USER)) == "<s>|"
     assert template.render(RenderRequest(USER, variables={"bos_token": "", "eos_token": "!"})) == "!|"
@@ -154,16 +146,10 @@ def test_messages_look_as_those_of_transformers():
     assert show.render(RenderRequest(messages)) == str(
         [
             {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "t"}, {"type": "image"}]},
-            {
-                "role": "assistant",
-                "content": None,
-                "reasoning_content": "r",
-                "thinking": "r",
-                "tool_calls": [
+            assistant(None, reasoning_content="r", thinking="r", tool_calls=[
                     {"type": "function", "id": "c1", "function": {"name": "f", "arguments": {"x": 1, "y": None}}},
                     {"type": "function", "function": {"name": "g", "arguments": {}}},
-                ],
-            },
+                ]),
             {"role": "tool", "content": "out", "name": "f", "tool_call_id": "c1", "weight": 0.5},
         ]
     )  # fmt: skip

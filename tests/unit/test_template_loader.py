@@ -7,6 +7,7 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 from transformers.processing_utils import ProcessorMixin
 
+from kit import error_of
 from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import ModelError, TemplateError, TemplateMissingError
 from mmrender.model.files import ModelDir
@@ -108,19 +109,12 @@ def test_what_transformers_overlooks_is_taken_last(model, case):
     assert load_templates(model(**files)) == {"default": expected}
 
 
-def test_two_places_that_exclude_each_other_are_refused_as_by_transformers(model, sentence):
+def test_templates_that_exclude_each_other_or_are_no_text_are_refused(model, sentence):
+    assert error_of(TemplateMissingError, load_templates, model(tokenizer=[{"name": "default"}])) == sentence
     directory = model(processor="", legacy="LEGACY", more={"rag": "RAG"})
-    with pytest.raises(ValueError, match="conflicting files"):
-        ProcessorMixin.get_processor_dict(directory.path)
-    with pytest.raises(TemplateError) as error:
-        load_templates(directory)
-    assert str(error.value).replace(str(directory.path), "MODEL") == sentence
-
-
-def test_a_template_that_is_no_text_is_refused(model, sentence):
-    with pytest.raises(TemplateMissingError) as error:
-        load_templates(model(tokenizer=[{"name": "default"}]))
-    assert str(error.value) == sentence
+    assert "conflicting files" in error_of(ValueError, ProcessorMixin.get_processor_dict, directory.path)
+    error = error_of(TemplateError, load_templates, directory)
+    assert error.replace(str(directory.path), "MODEL") == sentence
 
 
 @pytest.mark.parametrize(
@@ -159,9 +153,7 @@ MISSING = {"all": ({}, None), "a name": (SEVERAL, "chat"), "the default": (WITHO
 @pytest.mark.parametrize("case", MISSING)
 def test_a_missing_template_is_named(case, sentence):
     templates, name = MISSING[case]
-    with pytest.raises(TemplateMissingError) as error:
-        choose_template(templates, name=name, has_tools=False)
-    assert str(error.value) == sentence
+    assert error_of(TemplateMissingError, choose_template, templates, name=name, has_tools=False) == sentence
 
 
 ADDED = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False, "special": True, "single_word": False}  # fmt: skip

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
+from kit import error_of, user
 from mmrender.errors import InputError
 
-NEW = [{"role": "user", "content": "And now?"}]
+NEW = [user("And now?")]
 
 
 @pytest.fixture(scope="module")
 def prompt(renderer):
-    return renderer.render_ids([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
+    return renderer.render_ids([user("Hi.")], add_generation_prompt=True)
 
 
 def wrong_ids(vocab_size):
@@ -43,8 +44,7 @@ def test_ids_that_are_none_are_refused_with_their_place(renderer, prompt, name):
         with pytest.raises(InputError, match="not token ids") as caught:
             call()
         assert (caught.value.where, caught.value.got) == (where + place, got)
-    with pytest.raises(InputError, match="not token ids"):
-        renderer.decode(ids)
+    assert "not token ids" in error_of(InputError, renderer.decode, ids)
 
 
 def test_every_flat_form_of_integers_bridges_to_the_same_ids(renderer, prompt):

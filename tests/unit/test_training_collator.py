@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from kit import data_url, noise
+from kit import assistant, data_url, error_of, noise, shown, text
 from mmrender import Renderer
 from mmrender.errors import BatchError, InputError
 from mmrender.training import Collator, ModelFamily, build_training_sample, collate
@@ -19,10 +19,10 @@ from training_cases import family_of
 
 def conversation(index: int) -> dict[str, Any]:
     """One example in each form: messages with the image in place or beside, a prompt and a completion."""
-    parts: list[Any] = [{"type": "text", "text": f"Question {index}?"}]
-    image = {"type": "image"} if index % 3 == 1 else {"type": "image", "image": noise(index, 60, 40)}
+    parts: list[Any] = [text(f"Question {index}?")]
+    image = {"type": "image"} if index % 3 == 1 else shown(noise(index, 60, 40))
     user = {"role": "user", "content": parts if index % 4 == 3 else [image, *parts]}
-    answer = {"role": "assistant", "content": f"Answer {index}."}
+    answer = assistant(f"Answer {index}.")
     images = [noise(index, 60, 40)] if index % 3 == 1 and index % 4 != 3 else None
     if index % 2:
         return {"prompt": [user], "completion": [answer], "images": images}
@@ -45,7 +45,7 @@ def assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_examples_become_what_their_samples_become(collator: Collator, packed: bool) -> None:
+def test_examples_become_what_their_samples_become(collator, packed):
     own = Collator(collator.family, 0, collator.renderer, packed=packed, multiple=8)
     samples = []
     for one in CONVERSATIONS:
@@ -59,7 +59,7 @@ def test_examples_become_what_their_samples_become(collator: Collator, packed: b
     assert segment.extra == {"group": 3}
 
 
-def test_workers_of_a_data_loader_collate_alike(collator: Collator) -> None:
+def test_workers_of_a_data_loader_collate_alike(collator):
     again = pickle.loads(pickle.dumps(collator))
     assert_equal(again(CONVERSATIONS[:4]), collator(CONVERSATIONS[:4]))
     loader = DataLoader(CONVERSATIONS, 4, collate_fn=collator, num_workers=1, multiprocessing_context="spawn")
@@ -85,17 +85,18 @@ def test_workers_of_a_data_loader_collate_alike(collator: Collator) -> None:
         ),
     ],
 )
-def test_other_examples_are_refused(collator: Collator, example: Any, message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        collator([example])
-    assert str(caught.value).startswith(message)
+def test_other_examples_are_refused(collator, example, message):
+    assert error_of(InputError, collator, [example]).startswith(message)
 
 
-def test_what_a_trainer_cannot_do_is_refused_at_once() -> None:
+def test_what_a_trainer_cannot_do_is_refused_at_once(collator):
     with pytest.raises(BatchError, match="packed rows of qwen3_5 need a block around each forward"):
         Collator(family_of("qwen3_5"), 0, packed=True)
     with pytest.raises(InputError, match="a conversation needs a renderer"):
         Collator(family_of("qwen3_vl"), 0)(CONVERSATIONS[:1])
+    short = replace(collator, max_length=4)
+    with pytest.raises(BatchError, match=r"examples\[0\]: no token of the first 4 is trained on"):
+        short([CONVERSATIONS[0]])
 
 
 def trained(
@@ -132,9 +133,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("packed", [False, True])
-def test_transformers_trainer_trains(
-    collator: Collator, tiny_model: Path, tmp_path: Path, packed: bool
-) -> None:
+def test_transformers_trainer_trains(collator, tiny_model, tmp_path, packed):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate: the dependency group `trainers`")
     from transformers import Trainer, TrainingArguments
 
@@ -151,15 +150,15 @@ def stored(datasets: Any) -> Any:
     examples = []
     for index in range(8):
         url = data_url(noise(index, 60, 40))
-        parts = [{"type": "image", "image": url}, {"type": "text", "text": f"Question {index}?"}]
-        answer = [{"type": "text", "text": f"Answer {index}."}]
+        parts = [shown(url), text(f"Question {index}?")]
+        answer = [text(f"Answer {index}.")]
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
         examples.append({"messages": messages})
     return datasets.Dataset.from_list(examples)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trl_trains(collator: Collator, tiny_model: Path, tmp_path: Path) -> None:
+def test_trl_trains(collator, tiny_model, tmp_path):
     trl = pytest.importorskip("trl", reason="the dependency group `trainers`")
     datasets = pytest.importorskip("datasets", reason="the dependency group `trainers`")
     from transformers import AutoTokenizer
@@ -176,22 +175,22 @@ def test_trl_trains(collator: Collator, tiny_model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("option", ["train_on", "weights", "select", "final_stop", "on_rewritten"])
-def test_a_row_sets_template_variables_and_no_option_of_the_sample(collator: Collator, option: str) -> None:
+def test_a_row_sets_template_variables_and_no_option_of_the_sample(collator, option):
     row = {**CONVERSATIONS[0], "chat_template_kwargs": {option: "all_messages"}}
     with pytest.raises(InputError, match="this argument") as caught:
         collator([row])
     assert caught.value.where == f"chat_template_kwargs.{option}"
 
 
-def test_a_row_s_template_variables_go_before_those_of_all() -> None:
+def test_a_row_s_template_variables_go_before_those_of_all():
     options = {"train_on": "all_messages", "day": 1, "chat_template_kwargs": {"a": 1, "b": 1}}
     expected = {"train_on": "all_messages", "chat_template_kwargs": {"a": 1, "b": 2, "day": 2}}
     assert with_row_arguments(options, {"b": 2, "day": 2}) == expected
     assert with_row_arguments(options, {}) == options
 
 
-def test_weights_that_labels_cannot_carry_are_refused(collator: Collator) -> None:
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes.", "weight": 0.5}]
+def test_weights_that_labels_cannot_carry_are_refused(collator):
+    messages = [{"role": "user", "content": "Hi."}, assistant("Yes.", weight=0.5)]
     with pytest.raises(BatchError, match="messages have weights, and a loss over labels ignores them"):
         collator([{"messages": messages}])
     weights = collator.batch([{"messages": messages}]).loss_weights
@@ -201,21 +200,13 @@ def test_weights_that_labels_cannot_carry_are_refused(collator: Collator) -> Non
     assert (collator([{"messages": whole}])["labels"] >= 0).any()
 
 
-def test_an_example_without_a_label_is_refused(collator: Collator) -> None:
-    short = replace(collator, max_length=4)
-    with pytest.raises(BatchError, match=r"examples\[0\]: no token of the first 4 is trained on"):
-        short([CONVERSATIONS[0]])
-
-
 @pytest.mark.parametrize("model_name", ["qwen3_5", "qwen3_vl_thinking", "qwen3_vl"])
-def test_data_without_reasoning_trains_models_that_reason(
-    renderers: Any, shared_models: Path, model_name: str
-) -> None:
+def test_data_without_reasoning_trains_models_that_reason(renderers, shared_models, model_name):
     """As the page on TRL has it: both forms of an example, packed unless the family is recurrent."""
     renderer = renderers(model_name)
     family = ModelFamily.from_config(shared_models / model_name)
     collator = Collator(family, 0, renderer, packed=not family.recurrent)
-    ask, answer = {"role": "user", "content": "Moo?"}, {"role": "assistant", "content": "A cow."}
+    ask, answer = {"role": "user", "content": "Moo?"}, assistant("A cow.")
     for example in ({"messages": [ask, answer]}, {"prompt": [ask], "completion": [answer]}):
         labels = collator([example] * 3)["labels"]
         assert renderer.decode(labels[labels >= 0].tolist()) == "A cow.<|im_end|>" * 3

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kit import encoded, noise
+from kit import encoded, error_of, noise
 from mmrender.client.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
 from mmrender.media.item import ReferenceItem
 from mmrender.media.load import load_image
-from mmrender.media.vllm_items import (
-    BatchedField,
-    FieldElem,
-    FlatField,
-    SharedField,
-    encode_mm_kwargs_item,
-)
+from mmrender.media.vllm_items import BatchedField, FieldElem, FlatField, SharedField, encode_mm_kwargs_item
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange
 from mmrender.training import collate, decode_mm_kwargs, resolve_references
 from mmrender.training.kwargs import collate_mm_kwargs
@@ -60,9 +54,8 @@ def test_levels_are_normalised_or_refused(count: int) -> None:
     kwargs = decode_mm_kwargs({"image": entries}, arithmetic=items[0].arithmetic, dtype=torch.bfloat16)
     expected = torch.cat([item.tensors("bfloat16", framework="torch")["pixel_values"] for item in items])
     assert torch.equal(kwargs["pixel_values"], expected)
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": entries})
-    assert str(caught.value).startswith(
+    caught = error_of(BatchError, decode_mm_kwargs, {"image": entries})
+    assert caught.startswith(
         "pixel_values: the pixels are levels that are still to be normalised - expected floating values, got uint8"
     )
 
@@ -117,9 +110,7 @@ def test_the_dtype_of_floats_can_be_chosen() -> None:
     ids=["an item without data", "an item without a tensor", "a field of two modalities"],
 )
 def test_errors(entries: Any, sentence: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs(entries())
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, decode_mm_kwargs, entries()) == sentence
 
 
 def grids_of(*grids: list[int]) -> list[str]:
@@ -140,9 +131,7 @@ def test_grids_that_are_not_those_of_the_patches(grid: list[int], count: int, se
     assert decode_mm_kwargs({"image": grids_of(*[[1, 4, 4]] * count)})
     (item,) = collate_items(QWEN, [patch_item(16, 16).tensors()])
     del item["image_grid_thw"]
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": vllm_items([item])})
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, decode_mm_kwargs, {"image": vllm_items([item])}) == sentence
 
 
 def test_grids_are_held_to_each_item(sentence: Any) -> None:
@@ -151,9 +140,7 @@ def test_grids_are_held_to_each_item(sentence: Any) -> None:
     items = collate_items(QWEN, tensors)
     grids = [item["image_grid_thw"] for item in items]
     items[0]["image_grid_thw"], items[1]["image_grid_thw"] = grids[::-1]
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": vllm_items(items)})
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, decode_mm_kwargs, {"image": vllm_items(items)}) == sentence
 
 
 @pytest.mark.parametrize("lost", [1, 15])
@@ -161,9 +148,7 @@ def test_slices_beyond_the_rows_are_refused(lost: int, sentence: Any) -> None:
     items = collate_items(QWEN, [patch_item(16, 16).tensors(), patch_item(16, 24, seed=1).tensors()])
     pixels = items[1]["pixel_values"]
     items[1]["pixel_values"] = FieldElem(pixels.data[:-lost], pixels.field)
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs({"image": vllm_items(items)})
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, decode_mm_kwargs, {"image": vllm_items(items)}) == sentence
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -172,9 +157,7 @@ def test_values_that_are_not_finite_are_refused_where_asked(value: float, senten
     tensors["pixel_values"][7, 3] = value
     entries = {"image": vllm_items(collate_items(QWEN, [tensors]))}
     assert not torch.isfinite(decode_mm_kwargs(entries)["pixel_values"]).all()
-    with pytest.raises(BatchError) as caught:
-        decode_mm_kwargs(entries, check_finite=True)
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, decode_mm_kwargs, entries, check_finite=True) == sentence
 
 
 @pytest.mark.parametrize("entries", [["!!"], ["AAAA"]])
@@ -216,9 +199,7 @@ def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatc
 
 def test_references_must_be_resolved_and_become_what_they_were(sentence: Any) -> None:
     one, _ = by_reference(encoded(noise(0, 30, 20)))
-    with pytest.raises(BatchError) as caught:
-        collate([one], family_of("qwen3_vl"), pad_token_id=PAD_ID)
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, collate, [one], family_of("qwen3_vl"), pad_token_id=PAD_ID) == sentence
     stale, _ = by_reference(encoded(noise(0, 30, 20)), source=encoded(noise(1, 30, 20)))
     with pytest.raises(MediaError, match="processing again gives another identity"):
         resolve_references([stale], PROCESSOR)
@@ -228,9 +209,7 @@ def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyP
     one, item = by_reference(encoded(noise(0, 30, 20)))
     larger = patch_item(32, 32, seed=1)
     monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: larger)
-    with pytest.raises(BatchError) as caught:
-        resolve_references([one], PROCESSOR)
-    assert str(caught.value) == sentence
+    assert error_of(BatchError, resolve_references, [one], PROCESSOR) == sentence
     tiled = tiled_item((1, 3, 6, 6), 4)  # text stands between its tokens
     reference = ReferenceItem.of(tiled, encoded(noise(0, 30, 20)), 8)
     range_ = PlaceholderRange(4, 7, ((2, 4), (5, 7)))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from kit import assistant
+from kit import assistant, error_of, raised
 from mmrender import Renderer
 from mmrender.errors import InputError, MessageError, RenderError
 from mmrender.sidecar import MediaItem
@@ -80,7 +80,7 @@ CONVERSATION = [
 ]
 
 
-def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Renderer) -> None:
+def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer):
     sample = build_training_sample(renderer, CONVERSATION, tools=TOOLS)
     assert sample.token_ids.tolist() == renderer.render_ids(CONVERSATION, tools=TOOLS)
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [
@@ -93,7 +93,7 @@ def test_the_models_turns_are_trained_on_through_their_stop_tokens(renderer: Ren
     assert len(sample) == len(sample.loss_mask) == len(sample.mm_token_type_ids)
 
 
-def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
+def test_token_types_follow_ranges_and_no_image_is_trained_on(renderer):
     pad = "<|image_pad|>"
     sample = build_training_sample(renderer, [*CONVERSATION[:3], user(f"{pad}{pad}"), assistant(pad)])
     (placeholder,) = sample.multi_modal_data.mm_placeholders["image"]
@@ -101,9 +101,6 @@ def test_token_types_follow_ranges_and_not_ids(renderer: Renderer) -> None:
     assert types.dtype == np.int64
     assert types.sum() == placeholder.length > 0
     assert types[placeholder.offset : placeholder.offset + placeholder.length].all()
-
-
-def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Renderer) -> None:
     shown = [{"type": "text", "text": "Here:"}, {"type": "image", "image": PHOTO}]
     sample = build_training_sample(renderer, [user(), assistant(shown)])
     assert not (sample.loss_mask & (sample.mm_token_type_ids != 0)).any()
@@ -114,7 +111,7 @@ def test_no_image_is_trained_on_even_where_the_assistant_shows_one(renderer: Ren
     "select",
     [[-1], {4}, (np.int64(4),), lambda message: message.role == "assistant" and not message.tool_calls],
 )
-def test_selection_narrows_and_changes_no_token(renderer: Renderer, select: Any) -> None:
+def test_selection_narrows_and_changes_no_token(renderer, select):
     sample = build_training_sample(renderer, CONVERSATION, select=select, train_on=("assistant", "tool"))
     assert sample.token_ids.tolist() == build_training_sample(renderer, CONVERSATION).token_ids.tolist()
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [
@@ -139,10 +136,8 @@ NAMED = "'last_assistant_message', 'last_turn', 'all_assistant_messages', 'all_m
     ],
     ids=lambda options: str(*options),
 )
-def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any], sentence: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        build_training_sample(renderer, CONVERSATION, **options)
-    assert str(caught.value) == sentence
+def test_options_that_cannot_be_meant(renderer, options, sentence):
+    assert error_of(InputError, build_training_sample, renderer, CONVERSATION, **options) == sentence
 
 
 @pytest.mark.parametrize(
@@ -154,13 +149,12 @@ def test_options_that_cannot_be_meant(renderer: Renderer, options: dict[str, Any
         ("add_vision_idd", "add_vision_id"),
     ],
 )
-def test_an_option_that_nobody_reads_names_the_nearest(renderer: Renderer, name: str, nearest: str) -> None:
-    with pytest.raises(InputError) as caught:
-        build_training_sample(renderer, CONVERSATION, **{name: None})
-    assert (caught.value.where, caught.value.remedy) == (name, f"Did you mean {nearest!r}?")
+def test_an_option_that_nobody_reads_names_the_nearest(renderer, name, nearest):
+    caught = raised(InputError, build_training_sample, renderer, CONVERSATION, **{name: None})
+    assert (caught.where, caught.remedy) == (name, f"Did you mean {nearest!r}?")
 
 
-def test_documents_reach_the_sample(tiny_model: Path) -> None:
+def test_documents_reach_the_sample(tiny_model):
     source = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     source += "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=source)
@@ -173,14 +167,14 @@ def test_documents_reach_the_sample(tiny_model: Path) -> None:
     assert trained(renderer, sample.token_ids, sample.loss_mask) == ["b"]
 
 
-def test_an_image_without_a_source(renderer: Renderer) -> None:
+def test_an_image_without_a_source(renderer):
     messages = [user([{"type": "image"}, {"type": "text", "text": "Look."}]), assistant()]
     with pytest.raises(MessageError, match=r"^messages\[0\]\.content\[0\]: the image part has no source"):
         build_training_sample(renderer, messages)
     assert build_training_sample(renderer, messages, images=[PHOTO]).mm_token_type_ids.any()
 
 
-def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(tiny_model: Path) -> None:
+def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(tiny_model):
     renderer = variant(tiny_model, OPENERS_CLOSE)
     messages = [user(), assistant("This."), user(), assistant("That.")]
     plain = renderer.render(messages)
@@ -191,9 +185,12 @@ def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(tiny_mode
     open_ended = build_training_sample(renderer, messages, final_stop=False)
     assert open_ended.token_ids.tolist() == plain.token_ids
     assert trained(renderer, plain.token_ids, open_ended.loss_mask) == ["This.<|im_start|>", "That."]
+    renderer = variant(tiny_model, OPENERS_CLOSE)
+    messages = [user(), assistant("This."), user()]
+    assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
 
 
-def test_the_stop_token_depends_on_whether_tools_were_called(renderers: Any) -> None:
+def test_the_stop_token_depends_on_whether_tools_were_called(renderers):
     renderer = renderers("glm4_5v")
     answered = build_training_sample(renderer, [user(), assistant("This.")])
     called = build_training_sample(renderer, [user(), assistant("", tool_calls=[CALL])], tools=TOOLS)
@@ -201,13 +198,7 @@ def test_the_stop_token_depends_on_whether_tools_were_called(renderers: Any) -> 
     assert renderer.decode(called.token_ids[-1:]) == "<|observation|>"
 
 
-def test_a_conversation_that_ends_with_the_user_is_left_as_it_is(tiny_model: Path) -> None:
-    renderer = variant(tiny_model, OPENERS_CLOSE)
-    messages = [user(), assistant("This."), user()]
-    assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
-
-
-def test_a_turn_ends_with_its_first_stop_token_under_every_policy(tiny_model: Path) -> None:
+def test_a_turn_ends_with_its_first_stop_token_under_every_policy(tiny_model):
     conversation = [user(), assistant("a<|im_end|>b"), user(), assistant("x<|im_end|>y")]
     rewritten = build_training_sample(
         variant(tiny_model, FORGETS_REASONING), conversation, on_rewritten="content"
@@ -223,11 +214,9 @@ def test_a_turn_ends_with_its_first_stop_token_under_every_policy(tiny_model: Pa
     assert trained(renderer, empty.token_ids, empty.loss_mask) == ["<|im_start|>"]
 
 
-def test_a_stop_token_that_nothing_proves(tiny_model: Path, sentence: Any) -> None:
+def test_a_stop_token_that_nothing_proves(tiny_model, sentence):
     renderer = variant(tiny_model, NOTHING_CLOSES)
-    with pytest.raises(RenderError) as caught:
-        build_training_sample(renderer, [user(), assistant()])
-    assert str(caught.value) == sentence
+    assert error_of(RenderError, build_training_sample, renderer, [user(), assistant()]) == sentence
     sample = build_training_sample(renderer, [user(), assistant()], final_stop=False)
     assert "This." in trained(renderer, sample.token_ids, sample.loss_mask)[0]
 
@@ -240,7 +229,7 @@ TWO_THOUGHTS = [
 ]
 
 
-def test_a_rewritten_turn_is_an_error(tiny_model: Path, sentence: Any) -> None:
+def test_a_rewritten_turn_is_an_error(tiny_model, sentence):
     with pytest.raises(RenderError) as caught:
         build_training_sample(variant(tiny_model, FORGETS_REASONING), TWO_THOUGHTS)
     assert str(caught.value) == sentence
@@ -254,21 +243,18 @@ def test_a_rewritten_turn_is_an_error(tiny_model: Path, sentence: Any) -> None:
         ({"select": [3]}, ["Hm\n</think>\n\nThat.<|im_end|>"]),
     ],
 )
-def test_policies_for_rewritten_turns(tiny_model: Path, options: dict[str, Any], expected: list[str]) -> None:
+def test_policies_for_rewritten_turns(tiny_model, options, expected):
     renderer = variant(tiny_model, FORGETS_REASONING)
     sample = build_training_sample(renderer, TWO_THOUGHTS, **options)
     assert sample.rewritten.keys() == {1}
     assert trained(renderer, sample.token_ids, sample.loss_mask) == expected
 
 
-def test_reasoning_that_the_template_drops(tiny_model: Path) -> None:
+def test_reasoning_that_the_template_drops(tiny_model):
     renderer = variant(tiny_model, EMPTY_REASONING)
     messages = [user(), assistant("This.", reasoning_content="What else?"), user(), assistant("That.")]
-    with pytest.raises(RenderError) as caught:
-        build_training_sample(renderer, messages)
-    assert str(caught.value).startswith(
-        "messages[1]: the template drops this assistant message's reasoning - expected"
-    )
+    caught = error_of(RenderError, build_training_sample, renderer, messages)
+    assert caught.startswith("messages[1]: the template drops this assistant message's reasoning - expected")
     skipped = build_training_sample(renderer, messages, on_rewritten="skip")
     assert skipped.rewritten.keys() == {1}
     assert trained(renderer, skipped.token_ids, skipped.loss_mask) == ["<think></think>That.<|im_end|>"]
@@ -282,7 +268,7 @@ def test_reasoning_that_the_template_drops(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "dropped"), [(CALLS_DROP_CONTENT, "content"), (EMPTY_REASONING, "tool calls")]
 )
-def test_content_or_calls_that_the_template_drops(tiny_model: Path, template: str, dropped: str) -> None:
+def test_content_or_calls_that_the_template_drops(tiny_model, template, dropped):
     with pytest.raises(
         RenderError, match=rf"^messages\[1\]: the template drops this assistant message's {dropped}"
     ):
@@ -298,7 +284,7 @@ CONTENT_AFTER_RESULTS = """{% for m in messages if m.role != 'tool' %}<|im_start
 {% endif %}"""
 
 
-def test_content_that_the_template_writes_behind_the_results_of_its_calls(tiny_model: Path) -> None:
+def test_content_that_the_template_writes_behind_the_results_of_its_calls(tiny_model):
     """As Gemma 4's template does: the model ends its turn with the calls, so it never samples the text."""
     renderer = variant(tiny_model, CONTENT_AFTER_RESULTS)
     messages = [user(), assistant("Let me look.", tool_calls=[CALL]), tool(), user(), assistant("That.")]
@@ -316,7 +302,7 @@ def test_content_that_the_template_writes_behind_the_results_of_its_calls(tiny_m
     assert trained(renderer, sample.token_ids, sample.loss_mask) == [call, "That.<|im_end|>"]
 
 
-def test_a_template_without_a_trainable_turn_says_so(tiny_model: Path) -> None:
+def test_a_template_without_a_trainable_turn_says_so(tiny_model):
     """Also where another message holds the same short text."""
     renderer = variant(tiny_model, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
     messages = [user("Yes."), assistant("Yes.")]
@@ -333,7 +319,7 @@ def test_a_template_without_a_trainable_turn_says_so(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "selected"), [({"select": []}, 0), ({"select": [0]}, 0), ({"weights": {-1: 0}}, 1)]
 )
-def test_a_sample_has_a_token_to_train_on(renderer: Renderer, options: dict[str, Any], selected: int) -> None:
+def test_a_sample_has_a_token_to_train_on(renderer, options, selected):
     with pytest.raises(RenderError, match=r"^row 7: no token of this conversation is trained on") as caught:
         build_training_sample(renderer, [user(), assistant()], sample_id="row 7", **options)
     assert caught.value.got == f"2 messages, of which {selected} are selected"
@@ -355,9 +341,7 @@ WITHOUT_REASONING = [
     ("model_name", "arguments"),
     [("qwen3_5", {}), ("qwen3_5", {"enable_thinking": False}), ("qwen3_vl_thinking", {})],
 )
-def test_without_reasoning_the_answers_are_trained_on(
-    renderers: Any, model_name: str, arguments: dict[str, Any]
-) -> None:
+def test_without_reasoning_the_answers_are_trained_on(renderers, model_name, arguments):
     """Where the prompt opens reasoning: no token of a block, which a prompt writes, and every stop token."""
     renderer = renderers(model_name)
     sample = build_training_sample(renderer, WITHOUT_REASONING, tools=TOOLS, **arguments)
@@ -383,7 +367,7 @@ def test_without_reasoning_the_answers_are_trained_on(
         assert text.startswith(WITHOUT_REASONING[prompt_length]["content"])
 
 
-def test_reasoning_that_history_leaves_out_is_still_an_error(renderers: Any) -> None:
+def test_reasoning_that_history_leaves_out_is_still_an_error(renderers):
     """Also where it stands in the content, and where only an earlier turn had it in its prompt."""
     renderer = renderers("qwen3_5")
     within = assistant("<think>\nIt moos.\n</think>\n\nA cow.")
@@ -402,18 +386,16 @@ def test_reasoning_that_history_leaves_out_is_still_an_error(renderers: Any) -> 
 
 
 @pytest.mark.parametrize("weight", ["1", True, -1, float("inf")])
-def test_a_weight_is_a_number(renderer: Renderer, weight: Any) -> None:
+def test_a_weight_is_a_number(renderer, weight):
     messages = [user(), assistant(weight=weight)]
     with pytest.raises(InputError, match=r"^messages\[1\]\.weight: a weight is malformed - expected a fin"):
         build_training_sample(renderer, messages)
 
 
-def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model: Path) -> None:
+def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model):
     renderer = variant(tiny_model, FORGETS_REASONING)
     prompt, completion = TWO_THOUGHTS[:1], TWO_THOUGHTS[1:]
-    with pytest.raises(RenderError) as caught:
-        step_of(renderer, prompt, completion)
-    error = caught.value
+    error = raised(RenderError, step_of, renderer, prompt, completion)
     start = len(renderer.render_ids(prompt, add_generation_prompt=True)) - 2
     assert error.where == "messages[1]"
     assert error.problem == f"the prompt for this turn differs from the whole at token {start}"
@@ -426,16 +408,14 @@ def test_a_prompt_that_is_not_the_beginning_of_the_whole(tiny_model: Path) -> No
     assert trained(renderer, step.token_ids, step.loss_mask) == ["Hm\n</think>\n\nThat.<|im_end|>"]
 
 
-def test_a_completion_begins_with_the_models_turn(renderer: Renderer, sentence: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        step_of(renderer, [user()], [user(), assistant()])
-    assert str(caught.value) == sentence
+def test_a_completion_begins_with_the_models_turn(renderer, sentence):
+    assert error_of(InputError, step_of, renderer, [user()], [user(), assistant()]) == sentence
     with pytest.raises(InputError, match=r"after the first message, got 2$"):
         step_of(renderer, [user(), assistant()], [])
 
 
 @pytest.mark.parametrize(("name", "pad"), [("internvl3", "<IMG_CONTEXT>"), ("qwen3_vl", "<|image_pad|>")])
-def test_types_are_those_of_the_reference_processors(renderers: Any, name: str, pad: str) -> None:
+def test_types_are_those_of_the_reference_processors(renderers, name, pad):
     """The reference marks the image token's ids, which without typed pads is the same set of tokens."""
     renderer = renderers(name)
     messages = [user([{"type": "image", "image": PHOTO}, {"type": "text", "text": "Look."}]), assistant()]

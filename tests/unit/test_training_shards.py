@@ -71,9 +71,7 @@ def trained_on(held: Any, token_ids: torch.Tensor) -> Counter[Any]:
 
 @settings(max_examples=60)
 @given(batches(), st.integers(1, 4), st.sampled_from(["ring", "ulysses"]))
-def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(
-    batch: TrainingBatch, world_size: int, layout: str
-) -> None:
+def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(batch, world_size, layout):
     if not allowed(batch, layout):
         return
     shards = [
@@ -119,7 +117,7 @@ def test_the_ranks_have_every_token_and_every_term_of_the_loss_once(
 
 @settings(max_examples=60)
 @given(batches(), st.integers(1, 3))
-def test_the_bounds_are_those_that_attention_sees(batch: TrainingBatch, world_size: int) -> None:
+def test_the_bounds_are_those_that_attention_sees(batch, world_size):
     """Whole rows after an exchange of heads; of a ring each rank has its share of each sequence."""
     shard = SequenceShard.of(batch, rank=0, world_size=world_size, layout="ulysses")
     assert torch.equal(
@@ -142,7 +140,7 @@ def test_the_bounds_are_those_that_attention_sees(batch: TrainingBatch, world_si
 
 
 @pytest.mark.parametrize("layout", ["ring", "ulysses"])
-def test_a_batch_is_split_where_it_is(layout: str) -> None:
+def test_a_batch_is_split_where_it_is(layout):
     kind = kinds()["patches"]
     samples = [sample(kind.items[:2], name="a", experts=True), sample(text=2, name="b", experts=True)]
     batch = collate(samples, kind.family, pad_token_id=PAD_ID, rows=[[0, 1], []]).to("meta")

@@ -55,8 +55,7 @@ def test_to_casts_floats_only() -> None:
     assert ids.to("cpu", torch.bfloat16).dtype == torch.int64
     assert made(dtype=torch.bool).to(torch.float16).dtype == torch.bool
     pixels = made().to(torch.bfloat16)
-    assert pixels.dtype == torch.bfloat16
-    assert pixels.lengths == LENGTHS
+    assert (pixels.dtype, pixels.lengths) == (torch.bfloat16, LENGTHS)
     assert made().to("cpu").dtype == torch.float32
     assert made().to(dtype=torch.float16).dtype == torch.float16
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 import mmcodecs
 from item_cases import same_tensors
+from kit import assistant, error_of, shown
 from mmrender.errors import TrajectoryError
 from mmrender.trajectory import (
     RoutedExperts,
@@ -28,7 +29,7 @@ PROMPT = [1, *[9] * 6, 2]
 
 def rollout(name, token=5):
     trajectory = Trajectory(name, extra={"env": "grid"})
-    messages = [{"role": "user", "content": [{"type": "image", "image": b"\x89PNG"}]}]
+    messages = [{"role": "user", "content": [shown(b"\x89PNG")]}]
     trajectory.append(
         PROMPT,
         [token],
@@ -43,14 +44,14 @@ def rollout(name, token=5):
     return trajectory
 
 
-def test_trajectories_survive_a_file(tmp_path):
+def test_trajectories_survive_a_file_with_and_without_images_of_messages(tmp_path):
     path = tmp_path / "run.mmc"
     first, group = rollout("a"), [rollout("b", 6), rollout("c", 7)]
     assert save_trajectories(path, [first, group]) == 2
     read = load_trajectories(path)
     for old, new in zip([first, *group], read, strict=True):
         # Without the image, whose pixels are in the item.
-        assert new.steps[0].messages == [{"role": "user", "content": [{"type": "image", "image": None}]}]
+        assert new.steps[0].messages == [{"role": "user", "content": [shown(None)]}]
         assert same_tensors(old.items[0], new.items[0])
         assert new.steps[0].routed_experts == old.steps[0].routed_experts
     records = TrajectoryReader(path)
@@ -58,6 +59,8 @@ def test_trajectories_survive_a_file(tmp_path):
     assert records[-1][1].trajectory_id == "c"
     with pytest.raises(IndexError):
         records[2]
+    save_trajectories(tmp_path / "run", [rollout("a")], media_sources="keep")
+    assert_same(rollout("a"), load_trajectories(tmp_path / "run")[0])
 
 
 def test_files_from_before_tools_were_kept_are_read():
@@ -65,7 +68,7 @@ def test_files_from_before_tools_were_kept_are_read():
     assert [step.tools for step in read.steps] == [None, None]
     assert [sample.tools for sample in read.samples()] == [None]
     assert read.steps[1].token_ids.tolist() == [1, 2, *[9] * 6, 3, 20, 21, 4, 22]
-    assert read.steps[0].messages[1] == {"role": "assistant", "content": "!"}
+    assert read.steps[0].messages[1] == assistant("!")
 
 
 @pytest.mark.parametrize("version", [3, 4])
@@ -78,20 +81,14 @@ def test_files_of_earlier_versions_are_read(version, tmp_path):
         assert_same(old, new)
 
 
-def test_messages_may_keep_their_images(tmp_path):
-    save_trajectories(tmp_path / "run", [rollout("a")], media_sources="keep")
-    assert_same(rollout("a"), load_trajectories(tmp_path / "run")[0])
-
-
 def test_a_file_is_taken_up_again(tmp_path):
     with TrajectoryWriter(tmp_path / "run", sync=True) as file:
         assert (file.append(rollout("a")), file.append(rollout("b"))) == (0, 1)
     with TrajectoryWriter(tmp_path / "run") as file:
         assert file.append(rollout("c")) == 2
         assert len(file) == 3
-        with pytest.raises(TrajectoryError) as error:
-            TrajectoryWriter(tmp_path / "run")
-        assert "another writer has the file open" in str(error.value)
+        error = error_of(TrajectoryError, TrajectoryWriter, tmp_path / "run")
+        assert "another writer has the file open" in error
     assert [trajectory.trajectory_id for trajectory in load_trajectories(tmp_path / "run")] == ["a", "b", "c"]
 
 
@@ -118,11 +115,7 @@ def test_a_torn_record_costs_nothing_that_was_appended_before(tmp_path, lost):
     ("spoil", "left", "message"),
     [
         (lambda starts, data: data[:-70], ["a", "b"], ": torn after 2 records - "),
-        (
-            lambda starts, data: flipped(data, starts[1] + 900),
-            ["a", "c"],
-            "[1]: left out, damaged - got ",
-        ),
+        (lambda starts, data: flipped(data, starts[1] + 900), ["a", "c"], "[1]: left out, damaged - got "),
         (
             lambda starts, data: flipped(data, starts[1] + 17),
             ["a", "c"],
@@ -189,9 +182,8 @@ def test_one_record_is_read_by_memory_map(tmp_path):
 def test_files_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "text").write_text("x" * 200)
     for open_it in (TrajectoryReader, TrajectoryWriter):
-        with pytest.raises(TrajectoryError) as error:
-            open_it(tmp_path / "text")
-        assert str(error.value).startswith(
+        error = error_of(TrajectoryError, open_it, tmp_path / "text")
+        assert error.startswith(
             f"{tmp_path / 'text'}: this file of trajectories cannot be used - got byte 0: not a record file"
         )
     with mmcodecs.RecordWriter(tmp_path / "other") as file:
@@ -211,9 +203,8 @@ def test_what_cannot_be_stored_is_refused_and_the_file_goes_on(tmp_path):
     bad.extra["image"] = Image.new("RGB", (2, 2))
     with TrajectoryWriter(tmp_path / "run") as file:
         file.append(rollout("a"))
-        with pytest.raises(TrajectoryError) as error:
-            file.append(bad)
-        assert str(error.value).startswith(
+        error = error_of(TrajectoryError, file.append, bad)
+        assert error.startswith(
             f"{tmp_path / 'run'}[1]: a trajectory cannot be stored - got $.extras.trajectories[0].image:"
         )
         file.append(rollout("b"))

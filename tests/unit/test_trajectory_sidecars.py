@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from pydantic import create_model
 
+from kit import error_of
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import strip_intermediate_mm_data
@@ -99,6 +100,4 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_steps_are_named(case, sentence):
-    with pytest.raises(TrajectoryError) as error:
-        strip_intermediate_mm_data(MALFORMED[case])
-    assert str(error.value) == sentence
+    assert error_of(TrajectoryError, strip_intermediate_mm_data, MALFORMED[case]) == sentence

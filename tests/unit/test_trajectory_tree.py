@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from item_cases import patch_item
+from kit import assistant, error_of, user
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.sidecar import MultiModalData, PlaceholderRange
@@ -42,11 +43,7 @@ def test_a_thousand_turns_cost_what_they_add():
             if turn % 4 == 0:
                 entries.append((PlaceholderRange(len(prompt), 6), (A, B)[turn % 8 == 0]))
                 prompt = [*prompt, *PAD]
-            messages = [
-                *messages,
-                {"role": "user", "content": str(turn)},
-                {"role": "assistant", "content": "!"},
-            ]
+            messages = [*messages, {"role": "user", "content": str(turn)}, assistant("!")]
             step = trajectory.append(
                 prompt,
                 [20] * 30,
@@ -94,27 +91,23 @@ def test_a_prompt_may_be_a_list_an_array_or_a_tuple():
         assert (third.parent.index, third.keep, third.own_ids.tolist()) == (1, 19, [5, 6])
 
 
-def test_equal_items_are_kept_once():
+def test_equal_items_and_messages_are_kept_once():
     trajectory = Trajectory()
     trajectory.append(PROMPT, [1], multi_modal_data=SHOWS_A)
     again = patch_item(seed=1)
     step = trajectory.append([*PROMPT, 1, *PAD], [2], multi_modal_data=sidecar((2, again), (10, again)))
     assert all(item is A for item in step.multi_modal_data.mm_items["image"])
-    assert trajectory.items == (A,)
-    assert trajectory.nbytes == A.nbytes + 4 * (10 + 7)
-
-
-def test_messages_are_stored_once_and_compared_with_what_they_hold():
+    assert (trajectory.items, trajectory.nbytes) == ((A,), A.nbytes + 4 * (10 + 7))
     pixels = np.zeros((2, 2, 3), np.uint8)
     question = Message(role="user", content=(ImagePart(pixels), TextPart("?")))
     same = Message(role="user", content=(ImagePart(pixels.copy()), TextPart("?")))
     other = Message(role="user", content=(ImagePart(pixels + 1), TextPart("?")))
-    answer = {"role": "assistant", "content": "!"}
+    answer = assistant("!")
     trajectory = Trajectory()
     trajectory.append([1], [2], messages=[question, answer])
-    step = trajectory.append([1, 2, 3], [4], messages=[same, answer, {"role": "user", "content": "more"}])
+    step = trajectory.append([1, 2, 3], [4], messages=[same, answer, user("more")])
     assert (step.messages_keep, len(step.new_messages)) == (2, 1)
-    assert step.messages == [question, answer, {"role": "user", "content": "more"}]
+    assert step.messages == [question, answer, user("more")]
     changed = trajectory.append([1, 2, 5], [4], messages=[other])
     assert (changed.messages_keep, changed.messages) == (0, [other])
     image = Image.new("RGB", (2, 2))
@@ -135,8 +128,7 @@ def test_samples_hold_rewards_and_versions():
     (sample,) = trajectory.samples()
     assert sample.rewards.nonzero()[0].tolist() == [9, 10, 18]
     assert sample.rewards[[9, 10, 18]].tolist() == [0.5, 0.25, 2.0]
-    assert sample.weight_versions == (("a", 20, 21), ("b", 21, 22))
-    assert sample.sample_id == "t/0"
+    assert (sample.weight_versions, sample.sample_id) == ((("a", 20, 21), ("b", 21, 22)), "t/0")
     trajectory.extra["group"] = 3
     (sample,) = trajectory.samples()
     assert sample.extra == {"group": 3, "trajectory_id": "t", "steps": (0, 1, 2)}
@@ -167,19 +159,8 @@ def test_rewards_of_steps_that_sampled_nothing_or_are_held_in_part():
 def test_logprobs_are_required_unless_waived(sentence):
     trajectory = Trajectory("t")
     trajectory.append([1], [2, 3])
-    with pytest.raises(TrajectoryError) as error:
-        trajectory.samples()
-    assert str(error.value) == sentence
+    assert error_of(TrajectoryError, trajectory.samples) == sentence
     assert trajectory.samples(require_logprobs=False)[0].logprobs.tolist() == [0, 0, 0]
-
-
-def test_pickles_hold_arrays_out_of_band():
-    trajectory = rollout()
-    buffers = []
-    data = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
-    assert sum(len(buffer.raw()) for buffer in buffers) >= A.nbytes + B.nbytes
-    assert len(data) < 6000
-    assert_same(trajectory, pickle.loads(data, buffers=buffers))
 
 
 def test_routed_experts_are_stored_once_and_put_together():
@@ -210,6 +191,12 @@ def test_long_trajectories_can_be_pickled_copied_and_printed():
     assert repr(step) == "Step(601: 20 tokens of step 600; 0 of the prompt, 1 sampled, 0 media)"
     assert repr(trajectory.steps[0]) == "Step(0: a root; 9 of the prompt, 2 sampled, 1 media)"
     assert repr(trajectory) == "Trajectory('t', 602 steps, 2 media items)"
+    trajectory = rollout()
+    buffers = []
+    data = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)
+    assert sum(len(buffer.raw()) for buffer in buffers) >= A.nbytes + B.nbytes
+    assert len(data) < 6000
+    assert_same(trajectory, pickle.loads(data, buffers=buffers))
 
 
 def call(trajectory, prompt=(1,), completion=(2,), **fields):
@@ -249,9 +236,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_fit_is_refused_and_changes_nothing(case, sentence):
     trajectory = rollout()
-    with pytest.raises(MMRenderError) as error:
-        BAD[case](trajectory)
-    assert str(error.value) == sentence
+    assert error_of(MMRenderError, BAD[case], trajectory) == sentence
     assert len(trajectory) == 2
     assert trajectory.items == (A, B)
 
@@ -267,7 +252,7 @@ def test_a_turn_is_appended_with_everything_that_its_engine_said():
         "allowed": (AllowedTokens(0, 1, (20, 30)),),
     }
     turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), **fields)
-    rest = {"messages": [{"role": "user", "content": "Which?"}], "reward": 1.0}
+    rest = {"messages": [user("Which?")], "reward": 1.0}
     whole, named = Trajectory("t"), Trajectory("t")
     whole.append_turn(turn, extra={"note": 1}, **rest)
     named.append(PROMPT, [20, 21], extra={"note": 1}, **fields, **rest)

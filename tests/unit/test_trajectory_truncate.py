@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kit import error_of
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
@@ -26,12 +27,7 @@ def test_prompts_are_cut_at_whole_images(limit, length):
     assert (types == 1).tolist() == [token == 9 for token in cut.token_ids]
 
 
-def test_what_fits_is_returned_as_it_is():
-    prompt = RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),))
-    assert truncate(prompt, 18) is prompt
-
-
-def test_rendered_prompts_keep_their_attribution():
+def test_rendered_prompts_keep_their_attribution_or_are_returned_as_they_are():
     spans = (
         TokenSpan(0, 2, 0, "content", False),
         TokenSpan(2, 8, 0, "image", False),
@@ -43,6 +39,8 @@ def test_rendered_prompts_keep_their_attribution():
     assert cut.multi_modal_data.mm_items == {"image": [A]}
     assert len(cut.message_indices) == 10
     assert [span.kind for span in truncate(prompt, 5).spans] == ["content"]
+    prompt = RenderedTokens(IDS, (TokenSpan(0, 18, 0, "content", False),))
+    assert truncate(prompt, 18) is prompt
 
 
 def test_samples_are_cut_in_everything():
@@ -99,14 +97,7 @@ def test_the_rewards_of_cut_tokens_go_to_the_last_token_that_is_trained_on():
     assert sample.rewards.tolist() == [0, 0, 0.25, 0, 0, 0, -0.5, 2]
 
 
-def test_a_reward_that_nothing_is_left_for_is_refused(sentence):
-    with pytest.raises(TrajectoryError) as error:
-        truncate(rewarded([0, 0, 0, 3, 0], trained=[3, 4]), 3)
-    assert str(error.value) == sentence
+def test_what_cannot_be_cut_is_refused(sentence):
+    assert error_of(TrajectoryError, truncate, rewarded([0, 0, 0, 3, 0], trained=[3, 4]), 3) == sentence
     assert truncate(rewarded([0, 1, 0, 0, 0], trained=[3, 4]), 3).rewards.tolist() == [0, 1, 0]
-
-
-def test_a_negative_length_is_refused(sentence):
-    with pytest.raises(TrajectoryError) as error:
-        whole_media_length(SIDECAR, -1)
-    assert str(error.value) == sentence
+    assert error_of(TrajectoryError, whole_media_length, SIDECAR, -1) == sentence

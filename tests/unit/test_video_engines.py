@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit import shown, text
 from mmrender import Renderer, generate
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm_fields import PixelDtype, WireForm, layout_for
@@ -59,7 +60,7 @@ def test_time_steps_between_text_go_as_images(tmp_path: Path, pixels: PixelDtype
     steps = [
         decode_mm_kwargs_item(bytes(data.data)[1:-1].decode()) for data in features["kwargs_data"]["image"]
     ]
-    whole = span.item.tensors()["pixel_values_videos"] if pixels == "float32" else span.item.levels()  # type: ignore[attr-defined]
+    whole = span.item.tensors()["pixel_values_videos"] if pixels == "float32" else span.item.levels()
     np.testing.assert_array_equal(
         np.concatenate([np.asarray(step["pixel_values"].data) for step in steps]), whole
     )
@@ -95,7 +96,7 @@ def test_a_video_that_cannot_go_as_tensors_is_refused_for_the_first_reason(rende
         )
 
 
-def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny_model: Path) -> None:
     """Two turns, the second bridged and with an image; files, samples and batches hold the video."""
     renderer = Renderer.from_pretrained(tiny_model)
     backend = LocalBackend(tiny_model)
@@ -103,15 +104,11 @@ def test_a_rollout_with_a_video_is_saved_batched_and_scored(tmp_path: Path, tiny
     client = RendererClient(renderer, backend=backend, sampling_params=sampling)
     frames = frames_of(5, 64, 96)
     video = {"type": "video", "video": frames, "times": [0.0, 0.5, 1.0, 1.5, 2.0]}
-    messages: list[Any] = [{"role": "user", "content": [video, {"type": "text", "text": "What happens?"}]}]
+    messages: list[Any] = [{"role": "user", "content": [video, text("What happens?")]}]
     trajectory = Trajectory("group")
-
-    async def talk() -> Any:
-        first = await client.create_completion(messages, trajectory=trajectory)
-        question = {"role": "user", "content": [{"type": "image", "image": frames[3]}]}
-        return await client.create_completion([*messages, first.message, question], trajectory=trajectory)
-
-    second = asyncio.run(talk())
+    first = await client.create_completion(messages, trajectory=trajectory)
+    question = {"role": "user", "content": [shown(frames[3])]}
+    second = await client.create_completion([*messages, first.message, question], trajectory=trajectory)
     assert second.why_rendered is None  # it was bridged
     save_trajectories(tmp_path / "saved.mmc", [trajectory])
     (saved,) = load_trajectories(tmp_path / "saved.mmc")

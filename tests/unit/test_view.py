@@ -11,6 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 import vocabularies
+from kit import assistant, user
 from mmrender.renderer import Renderer
 from mmrender.sidecar import MultiModalData, PlaceholderRange, Repeat
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
@@ -50,8 +51,8 @@ def rendered(renderer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image", "image": picture}, "What is\tit? 日本🙂"]},
-        {"role": "assistant", "content": "A picture.", "reasoning_content": "Look."},
-        {"role": "user", "content": "Say <|im_end|>"},
+        assistant("A picture.", reasoning_content="Look."),
+        user("Say <|im_end|>"),
     ]
     return renderer.render(messages, add_generation_prompt=True)
 
@@ -120,26 +121,19 @@ def test_words_of_a_sentencepiece_vocabulary_keep_their_blanks():
     assert [line for line in shown if "blue" in line] == [" big blue world", " big blue moon"]
 
 
-def test_tokens_without_a_tokenizer_are_shown_by_their_ids(rendered):
-    shown = token_strip(pickle.loads(pickle.dumps(rendered))).plain
-    assert shown.startswith("".join(f"⟨{token_id}⟩" for token_id in rendered.token_ids[:4]))
-
-
-def test_the_table_counts_tokens(rendered):
+def test_the_table_counts_tokens_and_the_legend_names_every_colour(rendered):
     assert printed(message_table(rendered)) == TABLE
     assert sum(rendered.tokens_per_message) + 6 == len(rendered)
-
-
-def test_the_legend_names_every_colour():
     assert legend().plain.split() == ["sampled", "content", "reasoning", "tool", "call", "image", "template"]
+    shown = token_strip(pickle.loads(pickle.dumps(rendered))).plain
+    assert shown.startswith("".join(f"⟨{token_id}⟩" for token_id in rendered.token_ids[:4]))
 
 
 def test_findings_are_plain_data_and_a_table(renderer):
     findings = diagnose(renderer)
     assert json.loads(json.dumps(findings))["template"]["prefix_stable"] is True
     stops = {token: renderer.tokenizer.token_id(token) for token in ("<|endoftext|>", "<|im_end|>")}
-    assert findings["tokenizer"]["stop tokens"] == stops
-    assert findings["images"]["back end"] == "pil"
+    assert (findings["tokenizer"]["stop tokens"], findings["images"]["back end"]) == (stops, "pil")
     assert findings["problems"] == {}
     table = printed(findings_table(findings))
     assert "prefix stable" in table

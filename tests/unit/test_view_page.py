@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from kit import assistant, error_of, user
 from mmrender.audit.report import AuditReport, Comparison, Finding
 from mmrender.errors import InputError
 from mmrender.rollout.client import RendererClient
@@ -36,7 +37,7 @@ def conversation():
     picture = Image.fromarray(rows.astype(np.uint8))
     return [
         {"role": "user", "content": [{"type": "image", "image": picture}, HOSTILE]},
-        {"role": "assistant", "content": "A picture.", "reasoning_content": "Look."},
+        assistant("A picture.", reasoning_content="Look."),
     ]
 
 
@@ -92,7 +93,7 @@ def test_texts_of_tokens_join_to_the_text(renderer, pieces):
     assert "".join(texts) == renderer.decode(ids)
 
 
-def test_a_conversation_is_never_markup(renderer, rendered, trajectory):
+def test_a_conversation_is_never_markup_nor_a_control_of_the_terminal(renderer, rendered, trajectory):
     """One data block and one script, whose digest the policy names; no `<` and no control from outside."""
     for page in (Page(rendered, title=HOSTILE, names=[HOSTILE]), Page(trajectory, renderer=renderer)):
         html = page.html
@@ -106,9 +107,6 @@ def test_a_conversation_is_never_markup(renderer, rendered, trajectory):
             r"\son\w+=|\sstyle=|https?://", html.split("<script type")[0].split("</style>")[1]
         )
     assert "&lt;/script&gt;" in page._repr_html_()
-
-
-def test_a_terminal_gets_no_control_either(rendered):
     shown = token_strip(rendered).plain
     assert "␛[31m" in shown
     assert "⟨U+202E⟩" in shown
@@ -170,10 +168,7 @@ def test_a_rollout_with_tools_is_shown_by_its_messages(renderer):
     """Nobody names the tools again, and yet the text of the user is the user's."""
     backend = ScriptedBackend(renderer, lambda _: "A cow.")
     client, made = RendererClient(renderer, backend=backend, model="m"), Trajectory()
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Which animal is it?"},
-    ]
+    messages = [{"role": "system", "content": "Be brief."}, user("Which animal is it?")]
     asyncio.run(client.create_completion(messages, tools=TOOLS, trajectory=made))
     (strip,) = shown(Page(made, renderer=renderer))["strips"]
     texts = [strip["vocabulary"][str(token)] for token in strip["ids"]]
@@ -185,7 +180,7 @@ def test_a_rollout_with_tools_is_shown_by_its_messages(renderer):
 def test_a_trajectory_is_shown_with_its_tools(renderer):
     """The system's message with the tools, the user's text, and what was sampled have their own sections."""
     tools = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
-    messages = [{"role": "user", "content": "Look there."}, {"role": "assistant", "content": "A cow."}]
+    messages = [user("Look there."), assistant("A cow.")]
     prompt = renderer.render(messages[:1], tools=tools, add_generation_prompt=True).token_ids
     completion = renderer.render_ids(messages, tools=tools)[len(prompt) : -1]
     roles = {}
@@ -239,8 +234,7 @@ def test_a_difference_is_all_that_is_not_shared(first, second):
 def test_pages_of_everything_in_notebooks(rendered, trajectory):
     for thing in (rendered, trajectory, Trajectory()):
         assert thing._repr_html_().startswith('<iframe sandbox="allow-scripts" srcdoc=')
-    with pytest.raises(InputError, match="cannot show this value"):
-        Page("text")
+    assert "cannot show this value" in error_of(InputError, Page, "text")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pybase64
 import pytest
 import torch
 
+from kit import error_of
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError, EncodeError, LimitError, UnsupportedTypeError
 from mmcodecs.values import Limits
@@ -86,15 +87,12 @@ FLOATS = Ext(3, b"abcd")
     ids=count(),
 )
 def test_what_is_not_an_item_is_refused_by_name(text, sentence):
-    with pytest.raises(CodecError) as caught:
-        decode_mm_kwargs_item(text)
-    assert str(caught.value) == sentence
+    assert error_of(CodecError, decode_mm_kwargs_item, text) == sentence
 
 
 @pytest.mark.parametrize("text", ["gA=", "gA", "gA==\n", " gA==", "g-_=", "g\u00e9==", "gA==gA=="])
 def test_base64_is_strict(text):
-    with pytest.raises(CodecError, match="not standard padded base64"):
-        decode_mm_kwargs_item(text)
+    assert "not standard padded base64" in error_of(CodecError, decode_mm_kwargs_item, text)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +107,7 @@ def test_base64_is_strict(text):
 )
 def test_limits_hold_while_reading(limits, sentence):
     text = wire_item([["uint8", [1, 2], Ext(3, b"ab")]])
-    with pytest.raises(LimitError) as caught:
-        decode_mm_kwargs_item(text, limits=limits)
-    assert str(caught.value) == sentence
+    assert error_of(LimitError, decode_mm_kwargs_item, text, limits=limits) == sentence
 
 
 @pytest.mark.parametrize("filler", [b"\x90", b"\x80", b"\x91", b"\x81\xa0"])
@@ -142,9 +138,7 @@ def test_ten_megabytes_of_containers_cost_next_to_nothing(filler):
     ],
 )
 def test_what_the_format_lacks_is_refused(elem, sentence):
-    with pytest.raises(UnsupportedTypeError) as caught:
-        encode_mm_kwargs_item({"x": elem})
-    assert str(caught.value) == sentence
+    assert error_of(UnsupportedTypeError, encode_mm_kwargs_item, {"x": elem}) == sentence
 
 
 QWEN = {
@@ -197,13 +191,11 @@ def test_torch_and_raw_tensors_are_joined_too():
     ],
 )  # fmt: skip
 def test_outputs_that_do_not_fit_their_layout_are_refused(outputs, sentence):
-    with pytest.raises(EncodeError) as caught:
-        collate_items(layout_of("Qwen2VLForConditionalGeneration"), outputs)
-    assert str(caught.value) == sentence
+    caught = error_of(EncodeError, collate_items, layout_of("Qwen2VLForConditionalGeneration"), outputs)
+    assert caught == sentence
 
 
 def test_unknown_architectures_are_refused():
-    with pytest.raises(EncodeError, match="no field layout for 'Nobody'"):
-        layout_of("Nobody")
+    assert "no field layout for 'Nobody'" in error_of(EncodeError, layout_of, "Nobody")
     names = [name for layout in LAYOUTS for name in layout.architectures]
     assert len(names) == len(set(names))
