@@ -12,8 +12,11 @@ from mmrender.parsing import ParsedResponse
 _OPENER: Final = 32
 """Characters withheld while a tool call may be opening. Openers of all grammars are shorter."""
 
-_SHARE: Final = 64
-"""An answer is parsed again once it has grown by this part. Parsing is linear, so all of it is, too."""
+_SHARE: Final = 16
+_LONG_SHARE: Final = 64
+_STEP: Final = 64
+"""An answer is parsed again once it has grown by a 16th or by 64 tokens, and a long one by a 64th. Parsing is
+linear, so all of it is, too."""
 
 
 def without_stop(text: str, stop: str | None) -> str:
@@ -63,9 +66,10 @@ class TextDeltas:
     ) -> None:
         """Take sampled tokens, as `OnTokens` does, and send the text that is certain now."""
         self._ids += token_ids
-        if len(self._ids) - self._parsed < max(1, len(self._ids) // _SHARE):
+        length = len(self._ids)
+        if length - self._parsed < max(1, min(length // _SHARE, _STEP), length // _LONG_SHARE):
             return
-        self._parsed = len(self._ids)
+        self._parsed = length
         parsed = self._parse(self._ids)
         if not parsed.reasoning_closed:
             self._show("reasoning", self._certain(parsed.reasoning_content or ""))

@@ -88,7 +88,7 @@ class _ToolChoice(Strict, kw_only=True):
 
 class _Request(Strict, kw_only=True):
     model: str = ""
-    max_tokens: int
+    max_tokens: int | None = None  # absent if tokens are counted only
     messages: list[Any]
     system: str | list[Any] | None = None
     tools: list[dict[str, Any]] | None = None

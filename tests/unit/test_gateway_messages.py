@@ -279,7 +279,6 @@ BROKEN = {
     "prefill": {"messages": [*ASKED, {"role": "assistant", "content": "{"}]},
     "unknown field": {"colour": 1},
     "max_tokens": {"max_tokens": 0},
-    "no max_tokens": {"max_tokens": None},
     "stop": {"stop": ["a"]},
     "system": {"system": [IMAGE]},
     "tool type": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
