@@ -247,7 +247,7 @@ class Rendering:
             )
         # The parts of a probe stay unexpanded placeholders.
         is_probe = any(entry.part.source is UNKNOWN_SOURCE for entry in parts)
-        if parts and not is_probe:
+        if parts and not is_probe and self.media.processor.is_deferred:
             self.media.require_processor(parts[0].path)
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:

@@ -102,6 +102,7 @@ class MediaProcessor(ABC):
         depends_on_image_count: Whether the tensors of a lone image differ from the tensors of an image among
             several. All numbers above one are equal.
         videos: The model's processing of videos, or None.
+        is_deferred: Whether `load` returns another object.
     """
 
     name: str
@@ -111,6 +112,7 @@ class MediaProcessor(ABC):
     placeholder_tokens: frozenset[str]
     depends_on_image_count: bool = False
     videos: "VideoProcessor | None" = None
+    is_deferred: bool = False
 
     @abstractmethod
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:

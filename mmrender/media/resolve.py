@@ -264,27 +264,23 @@ def source_fingerprint(source: Any) -> Hashable | None:
             return None
         return "file", status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     if isinstance(source, Image.Image):
-        return _image_fingerprint(source)
+        if isinstance(source, ImageFile.ImageFile) and (source.tile or getattr(source, "is_animated", False)):
+            return None
+        try:
+            orientation = decode_in_place(source)
+        except MediaError:  # loading it raises the same error, with its path
+            return None
+        digest = xxhash.xxh3_128(seed=_SEED)
+        for strip in raw_strips(source):
+            digest.update(strip.reshape(-1).data)
+        palette = source.palette
+        colours = None if palette is None else (palette.mode, bytes(palette.palette))
+        transparency = repr(source.info.get("transparency"))
+        return "image", digest.digest(), source.mode, source.size, colours, transparency, orientation
     if isinstance(source, np.ndarray) and not source.dtype.hasobject:
         memory = np.ascontiguousarray(source).reshape(-1).view(np.uint8).data
         return "array", xxhash.xxh3_128_digest(memory, seed=_SEED), source.shape, source.dtype.str
     return None
-
-
-def _image_fingerprint(image: Image.Image) -> Hashable | None:
-    if isinstance(image, ImageFile.ImageFile) and (image.tile or getattr(image, "is_animated", False)):
-        return None
-    try:
-        orientation = decode_in_place(image)
-    except MediaError:  # loading it raises the same error, with its path
-        return None
-    digest = xxhash.xxh3_128(seed=_SEED)
-    for strip in raw_strips(image):
-        digest.update(strip.reshape(-1).data)
-    palette = image.palette
-    colours = None if palette is None else (palette.mode, bytes(palette.palette))
-    transparency = repr(image.info.get("transparency"))
-    return "image", digest.digest(), image.mode, image.size, colours, transparency, orientation
 
 
 def map_shared(

@@ -97,7 +97,8 @@ class Tokenizer:
             token_id for token, token_id in self.added_ids.items() if not is_blank(token)
         )
         """Ids of added tokens other than white space."""
-        self._added = frozenset(added)
+        self.all_added_ids = frozenset(added)
+        """Ids of all added tokens."""
         self._flags = {
             token.content: _Flags(token.lstrip, token.rstrip, token.single_word)
             for token in added.values()
@@ -215,12 +216,6 @@ class Tokenizer:
         if position < len(text):
             ids += self.encode_run(text[position:], before="token" if ids else "nothing").ids
         return ids
-
-    def before(self, ids: Sequence[int]) -> Before:
-        """Return the kind of text before a run that is appended to `ids`."""
-        if not ids:
-            return "nothing"
-        return "token" if ids[-1] in self._added else "text"
 
     def encode_run(
         self,

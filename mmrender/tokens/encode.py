@@ -14,12 +14,13 @@ from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from mmrender.errors import PlaceholderError, ProcessorError, SpecialTokenError, TokenizerError
+from mmrender.errors import ProcessorError, SpecialTokenError, TokenizerError
 from mmrender.media.processor import Affixes, BosPlace
 from mmrender.messages import Modality
-from mmrender.model.tokenizer import Match, Tokenizer, is_blank
-from mmrender.sidecar import Expansion, MediaItem, PlaceholderRange, Repeat
+from mmrender.model.tokenizer import Before, Match, Tokenizer, is_blank
+from mmrender.sidecar import MediaItem, PlaceholderRange, Repeat
 from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
+from mmrender.tokens.expansion import SplitExpansion, split_expansion
 from mmrender.tokens.rendered import TokenKind, TokenSpan
 
 SpecialTokenRule: TypeAlias = Literal["text", "parse", "error"]
@@ -120,32 +121,6 @@ class Encoded:
         self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
-class _Piece(NamedTuple):
-    """Tokens within an expansion, several times: encoded text, or one added token."""
-
-    ids: list[int]
-    times: int
-    is_text: bool
-
-
-class _SplitExpansion(NamedTuple):
-    """An expansion: a core, and the text at its edges, which joins its neighbours.
-
-    Attributes:
-        head: Text before its first token.
-        core: The pieces from its first token through its last.
-        range: The range of the core in its own tokens.
-        edges: The texts of the first and of the last token, once if they are the same token.
-        text: The expansion as its neighbours meet it, without the inside of the core.
-    """
-
-    head: str
-    core: tuple[_Piece, ...]
-    range: PlaceholderRange
-    edges: str
-    text: str
-
-
 class AskAffixes(Protocol):
     """The tokens and texts that a model's processor adds to a prompt. See `MediaProcessor.affixes`."""
 
@@ -199,7 +174,7 @@ class TokenWriter:
         self._processor = processor
         self.affixes = lru_cache(8)(self._affixes)
         """The additions to the text of a prompt, such as `<s>`, by the place of BOS in it and `images=`."""
-        self._split = lru_cache(1024)(self._split_expansion)
+        self._split = lru_cache(1024)(partial(split_expansion, tokenizer))
 
     def _affixes(self, bos: BosPlace, *, images: bool) -> Affixes:
         """Return the additions to the text of a prompt, such as `<s>`.
@@ -263,7 +238,7 @@ class TokenWriter:
             ProcessorError: The model's processor refuses prompts of this kind.
         """
         text = plain(layout.text)
-        expansions: list[_SplitExpansion] = []
+        expansions: list[SplitExpansion] = []
         has_images = any(item is not None and item.modality == "image" for item in items)
         affixes = _NOTHING
         if not before:
@@ -296,62 +271,8 @@ class TokenWriter:
         stream.out.cuts = {cut: stream.out.cuts[place] for cut, place in zip(cuts, places, strict=True)}
         return stream.out
 
-    def _split_expansion(self, expansion: Expansion) -> _SplitExpansion:
-        """Find the added tokens of an expansion, in which each repeated token is written once."""
-        text = ""
-        repeats: dict[int, Repeat] = {}
-        for piece in expansion:
-            if isinstance(piece, Repeat):
-                repeats[len(text)] = piece
-            text += piece.token if isinstance(piece, Repeat) else piece.text
-        matches = {match.own_start: match for match in self.tokenizer.find(text)}
-        for start, piece in repeats.items():
-            stop = start + len(piece.token)
-            matches.setdefault(start, Match(start, stop, piece.token, start, stop))
-        tokens = [matches[start] for start in sorted(matches)]
-        solid = [
-            index
-            for index, match in enumerate(tokens)
-            if match.own_start in repeats or not is_blank(match.token)
-        ]
-        if not solid:
-            raise PlaceholderError(
-                "the image processor writes no token for an image",
-                expected="at least one added token",
-                got=repr(text[:80]),
-            )
-        first, last = tokens[solid[0]], tokens[solid[-1]]
-        core: list[_Piece] = []
-        embeds: list[tuple[int, int]] = []
-        position, length = first.start, 0
-        for match in tokens[solid[0] : solid[-1] + 1]:
-            if match.start > position:
-                run = self.tokenizer.encode_run(text[position : match.start])
-                core.append(_Piece(run.ids, 1, True))
-                length += len(run.ids)
-            repeat = repeats.get(match.own_start) or Repeat(match.token, 1, embeds=False)
-            token_id = self.tokenizer.token_id(repeat.token)
-            if token_id is None:
-                raise PlaceholderError(
-                    "the tokenizer does not know a token that the image processor writes",
-                    expected=f"{repeat.token!r} in the vocabulary",
-                    got=f"a vocabulary of {self.tokenizer.vocab_size} tokens without it",
-                    remedy="Tokenizer and processor settings must be of the same model",
-                )
-            core.append(_Piece([token_id], repeat.count, False))
-            if repeat.embeds:
-                start = embeds.pop()[0] if embeds and embeds[-1][1] == length else length
-                embeds.append((start, length + repeat.count))
-            length += repeat.count
-            position = match.stop
-        edges = first.token if len(core) == 1 else first.token + last.token
-        text = text[: first.own_start] + edges + text[last.own_stop :]
-        embed_spans = None if embeds == [(0, length)] else tuple(embeds)
-        place = PlaceholderRange(0, length, embed_spans)
-        return _SplitExpansion(text[: first.own_start], tuple(core), place, edges, text)
-
     def _joined(
-        self, layout: Layout, expansions: Sequence[_SplitExpansion], cuts: Sequence[int], affixes: Affixes
+        self, layout: Layout, expansions: Sequence[SplitExpansion], cuts: Sequence[int], affixes: Affixes
     ) -> tuple[Layout, list[int]]:
         """Write affixes and the edges of expansions into the text. Return its layout and the moved cuts."""
         pieces: list[str] = []
@@ -456,7 +377,9 @@ class _TokenStream:
     def __init__(
         self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], before: Sequence[int]
     ) -> None:
-        self._before = writer.tokenizer.before(before)
+        self._before: Before = "nothing"
+        if before:
+            self._before = "token" if before[-1] in writer.tokenizer.all_added_ids else "text"
         self._writer = writer
         self._text = plain(text)
         self._spans: Sequence[Span] = text.spans
@@ -478,11 +401,12 @@ class _TokenStream:
             self.out.extend([token_id], origin.message, origin.kind)
         self._position, self._covered, self._before = match.stop, match.own_stop, "token"
 
-    def media(self, match: Match, expansion: _SplitExpansion, placeholder: Placeholder) -> None:
+    def media(self, match: Match, expansion: SplitExpansion, placeholder: Placeholder) -> None:
         """Write the expansion of a placeholder, from its first token through its last."""
         self.write(match.start, match.own_start)
         self._position, self._covered, self._before = match.stop, match.own_stop, "token"
-        self.out.ranges.append(expansion.range.shifted(len(self.out.ids)))
+        start = len(self.out.ids)
+        self.out.ranges.append(PlaceholderRange(start, expansion.length, expansion.embed_spans))
         for ids, times, is_text in expansion.core:
             kind: TokenKind = "scaffold" if is_text else placeholder.modality
             self.out.extend(ids * times, placeholder.message, kind)

@@ -132,6 +132,7 @@ class DeferredProcessor(MediaProcessor):
     """
 
     settings_digest = b""
+    is_deferred = True
 
     def __init__(
         self,
