@@ -44,10 +44,9 @@ from measure import Clock, Contender, machine, medians, memcpy_seconds, peak_res
 from PIL import Image  # noqa: E402
 
 import mmcodecs  # noqa: E402
-from mmrender.media.item import PatchLayout  # noqa: E402
 from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.patches import PatchProcessor  # noqa: E402
+from mmrender.media.processors.patches import PatchLayout, PatchProcessor  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.training import ModelFamily, TrainingBatch, collate  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402

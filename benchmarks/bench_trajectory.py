@@ -41,10 +41,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
 from measure import shown_ms, table  # noqa: E402
 
 import mmcodecs  # noqa: E402
-from mmrender.media.item import PatchItem, PatchLayout  # noqa: E402
 from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.patches import PatchProcessor  # noqa: E402
+from mmrender.media.processors.patches import (  # noqa: E402
+    PatchItem,
+    PatchLayout,
+    PatchProcessor,
+)
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from kit import noise
-from mmrender.media.item import PatchItem, PatchLayout, ProcessedItem, ReferenceItem
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.pixels import media_identity
-from mmrender.media.processors.patches import PatchProcessor
+from mmrender.media.processors.patches import PatchItem, PatchLayout, PatchProcessor
 from mmrender.media.resolve import part_fingerprint
 from mmrender.messages import ImagePart, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem, Repeat, Text

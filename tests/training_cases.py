@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mmrender.media.item import PatchLayout, ProcessedItem
+from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import load_image
-from mmrender.media.processors.patches import PatchProcessor
+from mmrender.media.processors.patches import PatchLayout, PatchProcessor
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily, TrainingBatch
 from mmrender.trajectory.engine_data import RoutedExperts

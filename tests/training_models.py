@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 
 from adapter_models import gemma3 as gemma3_directory
-from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
+from mmrender.media.processors.patches import PatchItem
 from mmrender.media.processors.registry import load_processor
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat, Text
 from mmrender.training import ModelFamily

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.patches import PatchVideoProcessor
+from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.media.processors.reference import torchvision_hidden
 from mmrender.sidecar import Expansion, Text
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from mmrender.audit.report import Cause, described
 from mmrender.audit.trial import Case, ChangedItem, Edit, Trial, Variation, edited, part, plain, with_items
-from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.load import load_image
+from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
 from mmrender.trajectory.sample import TrainingSample
 

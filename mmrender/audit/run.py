@@ -16,7 +16,7 @@ from mmrender.audit.trainer import TrainerModel
 from mmrender.audit.trial import Case, Weights
 from mmrender.content.messages import normalize_messages
 from mmrender.errors import InputError, MMRenderError, ModelError
-from mmrender.media.item import ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import MediaProcessor

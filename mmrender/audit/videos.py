@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from mmrender.audit.report import described
 from mmrender.audit.trial import Case, Trial, Variation, with_items
-from mmrender.media.item import PatchItem
+from mmrender.media.processors.patches import PatchItem
 from mmrender.media.video import DEFAULT_FPS
 from mmrender.sidecar import MediaSpan
 

@@ -31,7 +31,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.sidecar import MediaItem, MediaSpan, Repeat, common_prefix
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]

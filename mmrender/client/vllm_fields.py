@@ -23,8 +23,9 @@ from mmcodecs.errors import CodecError, EncodeError
 from mmrender.client.exchange import encoded_once
 from mmrender.client.transport import JSONText
 from mmrender.errors import EngineUnsupportedError, PlaceholderError
-from mmrender.media.item import PatchItem, ProcessedItem
+from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Levels, expanded
+from mmrender.media.processors.patches import PatchItem
 from mmrender.media.vllm_items import (
     BatchedField,
     Field,

@@ -35,7 +35,9 @@ from mmrender.client.vllm_fields import (
     layout_for,
 )
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
-from mmrender.media.item import EncodedImage, PatchItem, encoded_image, tensor_specs, time_steps
+from mmrender.media.encoded import EncodedImage, encoded_image
+from mmrender.media.item import tensor_specs
+from mmrender.media.processors.patches import PatchItem, time_steps
 from mmrender.media.vllm_items import KwargsItem, decode_mm_kwargs_item
 from mmrender.sidecar import MediaItem, MediaSpan
 

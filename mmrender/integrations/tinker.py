@@ -21,7 +21,7 @@ import numpy as np
 import tinker
 
 from mmrender.errors import InputError
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory.sample import TrainingSample
 
@@ -29,8 +29,8 @@ from mmrender.trajectory.sample import TrainingSample
 def to_model_input(token_ids: Sequence[int], multi_modal_data: MultiModalData | None = None) -> Any:
     """Return tokens as text chunks, with an image chunk in place of each image's tokens.
 
-    Tinker processes images itself. Each is sent as `mmrender.media.item.encoded_image` returns it, with its
-    number of tokens. Tinker refuses a request if it counts another number.
+    Tinker processes images itself. Each is sent as `mmrender.media.encoded.encoded_image` returns it, with
+    its number of tokens. Tinker refuses a request if it counts another number.
 
     Raises:
         MediaError: An item cannot be sent as an encoded image, such as a video.

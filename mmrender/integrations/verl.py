@@ -29,7 +29,7 @@ from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.rollout.generator import TrajectoryID, rows_of, total_reward
 from mmrender.trajectory.prefix import media_before
 from mmrender.trajectory.tree import Trajectory

@@ -1,4 +1,4 @@
-from .item import ReferenceItem as ReferenceItem
+from .encoded import ReferenceItem as ReferenceItem
 from .policy import MediaPolicy as MediaPolicy
 from .resolve import MediaCache as MediaCache
 from .wire import item_from_wire as item_from_wire

@@ -25,8 +25,10 @@ from msgspec import Meta
 
 import mmcodecs
 from mmrender.errors import MediaError
-from mmrender.media.item import Item, PatchItem, ProcessedItem, ReferenceItem
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import Item, ProcessedItem
 from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
+from mmrender.media.processors.patches import PatchItem
 from mmrender.sidecar import MediaItem, feature_count
 
 WIRE_VERSION: Final = 2
@@ -51,7 +53,7 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
     """Return items as plain data, arrays wrapped for an encoder with a table if `share`.
 
     Raises:
-        MediaError: The class of an item is not in `mmrender.media.item`.
+        MediaError: The class of an item is not one of mmrender's.
     """
     for index, item in enumerate(items):
         if not isinstance(item, Item):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processors.patches import PatchVideoProcessor
+from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.renderer import Renderer
 from mmrender.template.text import Author
 from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images, sample_videos

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from mmrender.errors import InputError
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.messages import MODALITIES, Modality, Role
 from mmrender.notebook import Drawn
 from mmrender.sidecar import MultiModalData, collapse
@@ -105,7 +105,7 @@ class RenderedTokens(Drawn):
 
         Raises:
             PlaceholderError: As for `collapsed_ids`.
-            MediaError: An item cannot be turned into an image. See `mmrender.media.item.encoded_image`.
+            MediaError: An item cannot be turned into an image. See `mmrender.media.encoded.encoded_image`.
         """
         prompt: dict[str, Any] = {"prompt_token_ids": self.collapsed_ids}
         if self.multi_modal_data:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
-from mmrender.media.item import time_steps
+from mmrender.media.processors.patches import time_steps
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily

@@ -106,7 +106,10 @@ _BIDIRECTIONAL: Final = "text is seen in both directions, with windows that the 
 _MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is not split"
 _MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
-_CODE: Final = ("training/*.py", "testing/families.py", "media/item.py", "media/levels.py", "sidecar.py")
+_CODE: Final = (
+    *("training/*.py", "testing/families.py", "media/item.py", "media/levels.py"),
+    *("media/processors/patches.py", "sidecar.py"),
+)
 _proofs: dict[str, "Proof"] = {}
 """Proofs of this process, by digest of everything that they depend on."""
 _ROTARY_LIMITS: Final = ("original_max_position_embeddings", "max_position_embeddings")

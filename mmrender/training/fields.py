@@ -20,15 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError, PlaceholderError
-from mmrender.media.item import (
-    PatchItem,
-    ProcessedItem,
-    ReferenceItem,
-    TensorSpec,
-    expand_into,
-    tensor_specs,
-)
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import ProcessedItem, TensorSpec, expand_into, tensor_specs
 from mmrender.media.levels import Levels, PixelArithmetic
+from mmrender.media.processors.patches import PatchItem
 from mmrender.media.resolve import map_shared
 from mmrender.sidecar import MediaItem, MediaSpan, TensorDtype
 from mmrender.training.families import FieldRule, ModelFamily

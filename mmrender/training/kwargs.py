@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from mmcodecs import CodecError
 from mmrender.errors import BatchError
-from mmrender.media.item import ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor

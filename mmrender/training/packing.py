@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.media.item import ReferenceItem, tensor_specs
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import tensor_specs
 from mmrender.sidecar import MultiModalData
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate

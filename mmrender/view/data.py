@@ -15,7 +15,8 @@ import numpy.typing as npt
 from mmrender.audit.report import AuditReport, sampled_runs
 from mmrender.content import normalize_messages
 from mmrender.errors import MMRenderError
-from mmrender.media.item import PatchItem, encoded_image
+from mmrender.media.encoded import encoded_image
+from mmrender.media.processors.patches import PatchItem
 from mmrender.messages import ImagePart
 from mmrender.renderer import Renderer
 from mmrender.sidecar import MediaItem, MediaSpan, common_prefix

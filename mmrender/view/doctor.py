@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
 from mmrender.media.processor import VideoProcessor
-from mmrender.media.processors.patches import PatchVideoProcessor
+from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
 from mmrender.renderer import Renderer
 from mmrender.view.text import visible

@@ -9,9 +9,11 @@ import pybase64
 from PIL import Image
 
 from mmrender.errors import MediaError
-from mmrender.media.item import PatchItem, ProcessedItem, ReferenceItem
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Levels
 from mmrender.media.load import load_image
+from mmrender.media.processors.patches import PatchItem
 from mmrender.sidecar import MediaItem
 
 _SIDE: Final = 400

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mmrender.errors import MediaError
-from mmrender.media.item import PatchItem, PatchLayout
 from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, cast, compacted, expanded
 from mmrender.media.processors.adapter import parse_expansion
-from mmrender.media.processors.patches import smart_resize
+from mmrender.media.processors.patches import PatchItem, PatchLayout, smart_resize
 from mmrender.sidecar import Repeat, Text
 from reference_processors import expansion_text
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mmcodecs
 from item_cases import same_tensors
 from mmrender.errors import TrajectoryError
-from mmrender.media.item import ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
 from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.step import step_sample

@@ -7,7 +7,7 @@ from PIL import Image
 
 from kit import assistant, error_of, shown, text
 from mmrender.errors import PlaceholderError
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 
 SIZES = ((30, 50), (224, 224), (97, 300))
 

@@ -15,7 +15,7 @@ from mmrender.audit.run import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
-from mmrender.media.item import ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import Trajectory, save_trajectories

@@ -24,9 +24,9 @@ from mmrender.client import server_facts
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.media import item as items
+from mmrender.media import encoded as encoded_items
 from mmrender.media import load, sources
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.model import fast
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer, RendererPool
@@ -130,7 +130,7 @@ LOCKS = {
     "identities of sources": lambda renderer: [renderer.media.cache._identities._lock],
     "sources that load": lambda renderer: [renderer.media.cache._loading._lock],
     "memo of runs": lambda renderer: [renderer.tokenizer._memo._lock],
-    "encoded images": lambda _: [items._encoded._lock],
+    "encoded images": lambda _: [encoded_items._encoded._lock],
     "images": lambda _: load.image_locks._locks,
 }
 

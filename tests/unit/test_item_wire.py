@@ -9,7 +9,8 @@ import mmcodecs
 from item_cases import ITEMS, PROCESSOR, patch_item, picture, processed_item, reference_item, same_tensors
 from kit import encoded, error_of
 from mmrender.errors import MediaError
-from mmrender.media.item import ReferenceItem, expand_into, tensor_specs
+from mmrender.media.encoded import ReferenceItem
+from mmrender.media.item import expand_into, tensor_specs
 from mmrender.media.wire import item_from_wire, item_to_wire, items_from_wire, items_to_wire
 
 

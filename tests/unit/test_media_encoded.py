@@ -11,7 +11,8 @@ from PIL import Image
 
 from kit import encoded, error_of
 from mmrender.errors import MediaError
-from mmrender.media.item import EncodedImage, ProcessedItem, ReferenceItem, encoded_image
+from mmrender.media.encoded import EncodedImage, ReferenceItem, encoded_image
+from mmrender.media.item import ProcessedItem
 from mmrender.media.load import load_image
 from mmrender.media.processors.patches import smart_resize
 from mmrender.renderer import Renderer

@@ -14,10 +14,9 @@ from PIL import Image
 from item_cases import PROCESSOR, picture, same_tensors
 from kit import error_of
 from mmrender.errors import MediaError, MissingDependencyError
-from mmrender.media.item import PatchItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
-from mmrender.media.processors.patches import PatchProcessor
+from mmrender.media.processors.patches import PatchItem, PatchProcessor
 from mmrender.sidecar import MediaItem, Repeat
 
 

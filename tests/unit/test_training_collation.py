@@ -16,8 +16,8 @@ import torch
 import mmcodecs
 from kit import error_of
 from mmrender.errors import BatchError, ModelError
-from mmrender.media.item import PatchItem
 from mmrender.media.levels import compacted
+from mmrender.media.processors.patches import PatchItem
 from mmrender.sidecar import MultiModalData, PlaceholderRange
 from mmrender.training import (
     Descriptor,

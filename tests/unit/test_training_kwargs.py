@@ -12,7 +12,7 @@ import torch
 from kit import encoded, error_of, noise
 from mmrender.client.vllm_fields import collate_items, layout_of
 from mmrender.errors import BatchError, MediaError
-from mmrender.media.item import ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.media.vllm_items import BatchedField, FieldElem, FlatField, SharedField, encode_mm_kwargs_item
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange

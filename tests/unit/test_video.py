@@ -28,8 +28,9 @@ from mmrender.errors import (
     MissingDependencyError,
     MMRenderError,
 )
-from mmrender.media.item import PatchItem, ReferenceItem
+from mmrender.media.encoded import ReferenceItem
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.processors.patches import PatchItem
 from mmrender.media.video import open_video
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.messages import VideoPart

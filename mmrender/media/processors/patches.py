@@ -1,46 +1,36 @@
-"""The Qwen2-VL kind of processors (Qwen2-VL to 3.8, GLM-4V), natively and exactly.
+"""Images of the Qwen2-VL kind (Qwen2-VL to 3.8, GLM-4V), natively and exactly: their processor and items.
 
 An image becomes patches on a grid whose size follows from height and width. Its placeholder becomes one token
-per merged square of patches. Sampled frames of a video become patches of several frames on one grid, and the
-last frame fills a patch that is left open. Families differ in numbers and in three rules, each chosen by a
-class name of the reference: which frames are sampled, how they are resized, and the text around features.
-
-The reference processes videos on its torchvision back end alone, so their pixels equal that back end whatever
-back end images have. Source: `image_processing_*.py`, `video_processing_*.py` and `processing_*.py` of
-Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,glm4v,glm46v}`.
+per merged square of patches. Families differ in numbers. Source: `image_processing_*.py` of Transformers 5.23
+in `models/{qwen2_vl,glm4v,glm46v}`. `mmrender.media.processors.patch_videos` has their videos.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from msgspec import Meta
 
-from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
-from mmrender.media.item import PatchItem, PatchLayout
-from mmrender.media.levels import PixelArithmetic
+from mmrender.errors import MediaError, ProcessorError
+from mmrender.media.item import TensorItem, TensorSpec
+from mmrender.media.levels import STORAGE, PixelArithmetic
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, image_identity, media_identity, resized_planes, rgb_planes
-from mmrender.media.processor import (
-    Geometry,
-    MediaProcessor,
-    Prepared,
-    ProcessorFiles,
-    VideoProcessor,
-    digest_settings,
-)
-from mmrender.media.video import Frames, Timeline, Video
-from mmrender.sidecar import Expansion, MediaItem, Repeat, Text
+from mmrender.media.processor import Geometry, MediaProcessor, Prepared, ProcessorFiles, digest_settings
+from mmrender.sidecar import Count, MediaItem, MediaSpan, PlaceholderRange, Repeat, TensorDtype
 
 MAX_ASPECT_RATIO = 200
-_ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 1
 """Part of every identity. Raised when the same settings and pixels would produce other tensors."""
 
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 """Settings that turn off a step of processing."""
-_DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(_STEPS, True),
     "resample": 3,
     "patch_size": 14,
@@ -69,53 +59,146 @@ _WHOLE = {
     *("Glm4vProcessor", "Glm46VProcessor"),
 }
 """Classes of the whole processor that write one token per merged square, and nothing else."""
-
-_SAMPLING: Mapping[str, Any] = {
-    "do_sample_frames": True,
-    "fps": None,
-    "num_frames": None,
-    "min_frames": 4,
-    "max_frames": 768,
-    "max_duration": 300,
-    "cap_pixels_per_frame": False,
-    "max_video_tokens": 768,
-}
-"""Settings of sampling frames and their defaults."""
-_GLM_VIDEO: Mapping[str, Any] = {
-    "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
-    "fps": 2,
-    "num_frames": 16,
-}
-_VIDEO_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "Qwen2VLVideoProcessor": {
-        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
-        "do_sample_frames": False,
-        "max_video_tokens": 128000,
-    },
-    "Qwen3VLVideoProcessor": {
-        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
-        "patch_size": 16,
-        "image_mean": (0.5, 0.5, 0.5),
-        "image_std": (0.5, 0.5, 0.5),
-        "fps": 2,
-    },
-    "Glm4vVideoProcessor": _GLM_VIDEO,
-    "Glm46VVideoProcessor": _GLM_VIDEO,
-}
-"""Defaults of each class of video processors."""
-_QWEN3_CLASSES = ("Qwen3VLVideoProcessor", "Qwen3VLProcessor")
-_GLM4V_CLASSES = ("Glm4vVideoProcessor", "Glm4vProcessor")
-_OF_MODEL_TYPE: Mapping[str, tuple[str, str]] = {
-    "qwen2_vl": ("Qwen2VLVideoProcessor", "Qwen2VLProcessor"),
-    "qwen2_5_vl": ("Qwen2VLVideoProcessor", "Qwen2_5_VLProcessor"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3_CLASSES),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM4V_CLASSES),
-    "glm46v": ("Glm46VVideoProcessor", "Glm46VProcessor"),
-}
-"""Classes of the video processor and of the whole processor, if the files do not name them."""
+_BLOCK_VALUES: Final = 1 << 15
+"""Values of one channel that are expanded at once: 128 KiB as float32."""
 
 
-def _numbers(
+@dataclass(frozen=True, slots=True)
+class PatchLayout:
+    """How pixels are cut into patches.
+
+    Attributes:
+        patch: Side of a patch in pixels.
+        merge: Side, in patches, of the square that the model merges into one token.
+        temporal: Frames in a patch. An image is repeated as often.
+    """
+
+    patch: Annotated[int, Meta(ge=1, le=1024)]
+    merge: Annotated[int, Meta(ge=1, le=1024)]
+    temporal: Annotated[int, Meta(ge=1, le=64)]
+
+
+class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
+    """One image or video of the Qwen2-VL kind: the resized pixels as uint8 planes.
+
+    Its tensors are `pixel_values` `(patches, features)` and `image_grid_thw` `(1, 3)`, int64. For a video
+    `pixel_values_videos` and `video_grid_thw`, and `second_per_grid_ts` `(1,)`, float32, if the family counts
+    time in seconds.
+
+    Attributes:
+        frames: `(1, 3, height, width)` for an image; `(n, 3, height, width)` for the `n` sampled frames of a
+            video; uint8, read-only. The last frame fills the patches of its time step.
+        layout: How they are cut into patches.
+        arithmetic: How levels become values.
+        times: Time of each frame of a video, in seconds.
+        second_per_grid: Duration of a time step of a video in seconds, for families that need it.
+    """
+
+    grid: tuple[Count, Count, Count]
+    frames: npt.NDArray[np.uint8]
+    layout: PatchLayout
+    arithmetic: PixelArithmetic
+    times: tuple[float, ...] = ()
+    second_per_grid: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes."""
+        return self.frames.nbytes
+
+    @property
+    def pixel_shape(self) -> tuple[int, int]:
+        """Shape of the expanded pixel tensor: `(patches, features)`."""
+        return math.prod(self.grid), 3 * self.layout.temporal * self.layout.patch**2
+
+    def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
+        """Return the spec of each tensor by name. See `tensor_specs`."""
+        pixels = TensorSpec(self.pixel_shape, np.dtype(STORAGE[dtype]), True)
+        grid = TensorSpec((1, 3), np.dtype(np.int64), False)
+        if self.modality == "image":
+            return {"pixel_values": pixels, "image_grid_thw": grid}
+        specs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+        if self.second_per_grid is not None:
+            specs["second_per_grid_ts"] = TensorSpec((1,), np.dtype(np.float32), False)
+        return specs
+
+    def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
+        """Write the tensors that `out` names into its arrays, which follow the specs."""
+        pixels, *others = self.specs(dtype)
+        if pixels in out:
+            self._write_patches(out[pixels], dtype)
+        for name, value in zip(others, (self.grid, self.second_per_grid), strict=False):
+            if name in out:
+                out[name][0] = value
+
+    def levels(self) -> npt.NDArray[np.uint8]:
+        """Return patches before rescaling and normalising, a new uint8 array of `pixel_shape`.
+
+        For servers that normalise on the device.
+        """
+        patches = np.empty(self.pixel_shape, np.uint8)
+        self._write_patches(patches, "uint8")
+        return patches
+
+    def steps(self) -> list["PatchItem"]:
+        """Return each time step of a video with text between steps as an image. Planes are views.
+
+        Families that write text between steps attend within a step and number it like an image, so the image
+        has the same features.
+        """
+        images = []
+        steps = [piece for piece in self.expansion if isinstance(piece, Repeat)]
+        for step, features in enumerate(steps):
+            start, stop = step * self.layout.temporal, (step + 1) * self.layout.temporal
+            image = msgspec.structs.replace(
+                self,
+                identity=blake3(f"{self.identity} step {step}".encode()).hexdigest(),
+                modality="image",
+                grid=(1, *self.grid[1:]),
+                expansion=(features,),
+                frames=self.frames[start:stop],
+                times=self.times[start:stop],
+            )
+            images.append(image)
+        return images
+
+    def _write_patches(self, out: npt.NDArray[Any], dtype: TensorDtype | Literal["uint8"]) -> None:
+        layout, patch, merge = self.layout, self.layout.patch, self.layout.merge
+        steps, height, width = self.grid
+        # (time, patches of a frame, channel, frame of the patch, values of the patch)
+        target = out.reshape(steps, height * width, 3, layout.temporal, patch**2)
+        per_band = width * merge
+        bands = max(1, _BLOCK_VALUES // (per_band * patch**2))
+        scratch = np.empty(3 * bands * per_band * patch**2, target.dtype)
+        for index, planes in enumerate(self.frames):
+            step, offset = divmod(index, layout.temporal)
+            repeats = slice(offset, None if index == len(self.frames) - 1 else offset + 1)
+            # One element is one row of a patch, so the transposition moves whole rows.
+            rows = planes.view(f"V{patch}").reshape(3, height // merge, merge, patch, width // merge, merge)
+            for band in range(0, rows.shape[1], bands):
+                block = np.ascontiguousarray(rows[:, band : band + bands].transpose(0, 1, 4, 2, 5, 3))
+                levels = block.view(np.uint8).reshape(3, -1, patch**2)
+                values: npt.NDArray[Any] = levels
+                if dtype != "uint8":
+                    values = scratch[: levels.size].reshape(levels.shape)
+                    for channel in range(3):
+                        self.arithmetic.write(levels[channel], channel, dtype, values[channel])
+                start = band * per_band
+                # One store in the order of the target. Channel by channel would fetch each line three times.
+                part = target[step, start : start + levels.shape[1], :, repeats]
+                part[...] = values.transpose(1, 0, 2)[:, :, None]
+
+
+def time_steps(span: MediaSpan) -> list[MediaSpan] | None:
+    """Return each time step of a video as an image at its own tokens; None if the video has no such steps."""
+    item, runs = span.item, span.range.embed_spans
+    if runs is None or not isinstance(item, PatchItem) or len(runs) != item.grid[0]:
+        return None
+    ranges = [PlaceholderRange(span.start + start, stop - start) for start, stop in runs]
+    return [MediaSpan(span.modality, span.position, *pair) for pair in zip(ranges, item.steps(), strict=True)]
+
+
+def patch_numbers(
     medium: str, settings: Mapping[str, Any], backend: ImageBackend, *, reads_pixel_names: bool
 ) -> dict[str, Any] | None:
     """Return layout, arithmetic and bounds on pixels; None if a step of processing is not the native one."""
@@ -158,7 +241,7 @@ class PatchProcessor(MediaProcessor):
     counts_frames: bool
 
     def __post_init__(self) -> None:
-        settings = {"version": _ARITHMETIC_VERSION, "kind": "patches", **asdict(self)}
+        settings = {"version": ARITHMETIC_VERSION, "kind": "patches", **asdict(self)}
         self.settings_digest = digest_settings(settings)
         self.placeholder = {"image": self.image_token, "video": self.video_token}
         self.placeholder_tokens = frozenset(self.placeholder.values())
@@ -171,8 +254,8 @@ class PatchProcessor(MediaProcessor):
         if family is None or files.processor_class not in _WHOLE:
             return None
         values = {key: value for key, value in files.image.items() if value not in (None, {})}
-        settings = {**_DEFAULTS, **family, **values}
-        numbers = _numbers("image", settings, backend, reads_pixel_names=family is _QWEN)
+        settings = {**DEFAULTS, **family, **values}
+        numbers = patch_numbers("image", settings, backend, reads_pixel_names=family is _QWEN)
         if numbers is None:
             return None
         tokens = {**family, **files.model.special_tokens}
@@ -224,165 +307,6 @@ class PatchProcessor(MediaProcessor):
                 frames=frames[None],
                 layout=self.layout,
                 arithmetic=self.arithmetic,
-            )
-
-        return Prepared(identity, finish)
-
-
-@dataclass(eq=False)
-class PatchVideoProcessor(VideoProcessor):
-    """Videos of the Qwen2-VL kind. See `VideoProcessor`.
-
-    Attributes:
-        name: Class of the reference's video processor, which samples and resizes.
-        spelling: Class of the reference's whole processor, which writes the expansion.
-        image_token: The feature token, for families that use it for videos as well.
-        video_token: The token that the template writes.
-        edges: Tokens before and after the features of a time step, for families that write them.
-        settings: The settings of sampling and resizing.
-    """
-
-    name: str
-    spelling: str
-    image_token: str
-    video_token: str
-    edges: tuple[str, str]
-    layout: PatchLayout
-    arithmetic: PixelArithmetic
-    min_pixels: int
-    max_pixels: int
-    settings: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        described = {"version": _ARITHMETIC_VERSION, "kind": "patches of videos", **asdict(self)}
-        self.settings_digest = digest_settings(described)
-
-    @classmethod
-    def from_files(
-        cls, files: ProcessorFiles, *, image_token: str, video_token: str
-    ) -> "PatchVideoProcessor | None":
-        """Build the processor, or return None if the settings are not native here."""
-        default_name, default_spelling = _OF_MODEL_TYPE.get(
-            str(files.model.config.get("model_type")), ("", "")
-        )
-        name = files.video_processor_type or ""
-        name = name if name in _VIDEO_FAMILIES else default_name
-        spelling = files.processor_class or default_spelling
-        if not files.video or name not in _VIDEO_FAMILIES or spelling not in _SPELLINGS:
-            return None
-        # These two may be set to null, which differs from leaving them out.
-        values = {
-            key: value
-            for key, value in files.video.items()
-            if value not in (None, {}) or key in ("fps", "num_frames")
-        }
-        settings = {**_DEFAULTS, **_SAMPLING, **_VIDEO_FAMILIES[name], **values}
-        if name == "Glm4vVideoProcessor" and not settings["fps"]:
-            return None
-        is_qwen2 = name == "Qwen2VLVideoProcessor"
-        numbers = _numbers("video", settings, "torch", reads_pixel_names=is_qwen2)
-        if numbers is None:
-            return None
-        edges = ("<|begin_of_image|>", "<|end_of_image|>")
-        if name.startswith("Qwen"):
-            tokens = files.model.special_tokens
-            edges = (
-                tokens.get("vision_start_token", "<|vision_start|>"),
-                tokens.get("vision_end_token", "<|vision_end|>"),
-            )
-        return cls(
-            name=name,
-            spelling=spelling,
-            image_token=image_token,
-            video_token=video_token,
-            edges=edges,
-            settings={key: settings[key] for key in _SAMPLING},
-            **numbers,
-        )
-
-    def choose(self, timeline: Timeline) -> Sequence[int]:
-        """Return the indices of the frames that the reference samples.
-
-        Raises:
-            MediaError: The video is too short, or its frame rate is needed and unknown.
-        """
-        if not self.settings["do_sample_frames"]:
-            return range(int(timeline.total))
-        indices = _CHOICES[self.name](self, timeline)
-        if not indices:
-            raise MediaError(
-                "no frame of this video would be sampled",
-                expected=f"settings of {self.name} that sample one or more",
-                got=f"{timeline.total} frames at {timeline.fps} a second",
-                remedy="Sample it yourself, and pass the frames with times or frames_indices",
-            )
-        return indices
-
-    def resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the size to which each of `frames` frames is resized.
-
-        Raises:
-            MediaError: There are too few frames, or they are too long and thin.
-        """
-        layout, max_pixels = self.layout, self.max_pixels
-        factor, is_capped = layout.patch * layout.merge, self.settings["cap_pixels_per_frame"]
-        max_tokens = self.settings["max_video_tokens"]
-        counts: dict[str, int] = {}
-        if self.name == "Qwen2VLVideoProcessor":
-            if is_capped:
-                total = int(max_tokens * factor * factor * 0.9)
-                max_pixels = max(
-                    min(max_pixels, total * layout.temporal // frames), int(self.min_pixels * 1.05)
-                )
-        elif frames < layout.temporal:
-            raise MediaError(
-                "the video has too few frames for this model",
-                expected=f"at least {layout.temporal}",
-                got=str(frames),
-                remedy="Pass more frames, or pass the frame as an image",
-            )
-        else:
-            counts = {"frames": frames, "temporal": layout.temporal}
-            if is_capped and self.name == "Qwen3VLVideoProcessor":
-                per_frame = min(max_tokens * factor * factor, max_pixels // frames)
-                max_pixels = max(per_frame, int(self.min_pixels * 1.05)) * frames
-        return smart_resize(
-            height, width, factor=factor, min_pixels=self.min_pixels, max_pixels=max_pixels, **counts
-        )
-
-    def expansion(self, timeline: Timeline, grid: tuple[int, int, int]) -> Expansion:
-        """Return the replacement of the placeholder."""
-        return _SPELLINGS[self.spelling](self, timeline, grid)
-
-    def prepare(self, video: Video) -> Prepared:
-        """Sample and resize the frames one by one. See `VideoProcessor`."""
-        frames = video.sample(self.choose)
-        count, size = len(frames), (frames.height, frames.width)
-        resized = self.resized(count, *size)
-        frames.check_size(*resized)
-        planes = _resized(frames, resized)
-        patch, timeline = self.layout.patch, frames.timeline
-        grid = (-(-count // self.layout.temporal), resized[0] // patch, resized[1] // patch)
-        expansion = self.expansion(timeline, grid)
-        step_seconds = None
-        if self.spelling == "Qwen2_5_VLProcessor":
-            step_seconds = self.layout.temporal / timeline.sampled_fps
-        # The tensors follow from these, so a video in another encoding is the same item.
-        context = repr((size, expansion, step_seconds, timeline.seconds)).encode()
-        identity = media_identity(self.settings_digest, planes, context)
-
-        def finish() -> MediaItem:
-            return PatchItem(
-                identity=identity,
-                size=size,
-                grid=grid,
-                expansion=expansion,
-                modality="video",
-                frames=planes,
-                layout=self.layout,
-                arithmetic=self.arithmetic,
-                times=tuple(timeline.seconds),
-                second_per_grid=step_seconds,
             )
 
         return Prepared(identity, finish)
@@ -444,191 +368,3 @@ def smart_resize(
         beta = math.sqrt(min_pixels / (counted * height * width))
         return math.ceil(height * beta / factor) * factor, math.ceil(width * beta / factor) * factor
     return resized_height, resized_width
-
-
-def _resized(frames: Frames, size: tuple[int, int]) -> Any:
-    """Return the frames as read-only uint8 planes `(frames, 3, height, width)`."""
-    if (frames.height, frames.width) != size and find_spec("torch") is None:
-        raise _torch_missing()
-    planes = np.empty((len(frames), 3, *size), np.uint8)
-    last = None
-    for index, image in enumerate(frames.images):
-        if image is last:
-            planes[index] = planes[index - 1]
-        elif (image.height, image.width) == size:
-            rgb_planes(image, planes[index])
-        else:
-            resized_planes(image, *size, "torch", planes[index])
-        last = image
-    planes.flags.writeable = False
-    return planes
-
-
-def _torch_missing() -> MissingDependencyError:
-    return MissingDependencyError.of_extra(
-        "torch", "torch", "a video", otherwise="pass its frames as images, with image_backend='pil'"
-    )
-
-
-# --- sampling of frames ---
-
-
-def _known_fps(timeline: Timeline) -> float:
-    if timeline.fps is None:
-        raise MediaError(
-            "this model samples frames by time, and the frame rate is unknown",
-            expected="fps with the frames",
-            got="none",
-            remedy='Add it: {"type": "video", "video": frames, "fps": 24}, or times of sampled frames',
-        )
-    return timeline.fps
-
-
-def _choose_qwen2(processor: PatchVideoProcessor, timeline: Timeline) -> list[int]:
-    settings, temporal, total = processor.settings, processor.layout.temporal, int(timeline.total)
-    count, fps = settings["num_frames"], settings["fps"]
-    if (count is None) == (fps is None):
-        raise ProcessorError(
-            "the settings of sampling need a number of frames or a rate",
-            expected="num_frames or fps",
-            got="neither" if count is None else "both",
-        )
-    if count is not None:
-        count = round(count / temporal) * temporal
-    else:
-        max_count = math.floor(min(settings["max_frames"], total) / temporal) * temporal
-        count = total / _known_fps(timeline) * fps
-        count = min(max(count, settings["min_frames"]), max_count, total)
-        count = math.floor(count / temporal) * temporal
-    if not 0 < count <= total:
-        raise MediaError(
-            "the video cannot be sampled by the model's settings",
-            expected=f"at least {max(count, 1)} frames",
-            got=str(total),
-            remedy="Pass a longer video, or sample it yourself and pass times or frames_indices",
-        )
-    # The reference adds up steps in float32, whose rounding decides between two frames.
-    try:
-        import torch
-    except ImportError as error:
-        raise _torch_missing() from error
-
-    return [int(index) for index in torch.arange(0, total, total / count).int()]
-
-
-def _choose_qwen3(processor: PatchVideoProcessor, timeline: Timeline) -> list[int]:
-    settings, total = processor.settings, int(timeline.total)
-    count, fps = settings["num_frames"], settings["fps"]
-    if count is None and fps is not None:
-        count = int(total / (timeline.fps or 24) * fps)
-        count = min(max(count, settings["min_frames"]), settings["max_frames"], total)
-    elif count is None:
-        count = min(max(total, settings["min_frames"]), settings["max_frames"])
-    return [int(index) for index in np.linspace(0, total - 1, count).round()]
-
-
-def _choose_glm4v(processor: PatchVideoProcessor, timeline: Timeline) -> list[int]:
-    settings, total, fps = processor.settings, int(timeline.total), _known_fps(timeline)
-    last = total - 1
-    duration = timeline.duration or round(last / fps) + 1
-    target_fps, max_duration = settings["fps"], settings["max_duration"]
-    if duration <= max_duration:
-        count = max(math.floor(duration * target_fps), 1)
-        indices = [min(last, math.ceil(index * fps / target_fps)) for index in range(count)]
-    elif (count := int(max_duration * target_fps)) >= total:
-        indices = list(range(total))
-    else:
-        seconds = np.linspace(0, duration, count, endpoint=True)
-        indices = [min(last, math.ceil(second * fps)) for second in seconds]
-    return _even(indices)
-
-
-_DYNAMIC_RATES = ((30, 3.0), (300, 1.0), (2400, 0.5))
-"""GLM-4.6V: maximum duration in seconds, and the sampling rate of such videos."""
-_MAX_DYNAMIC = 640
-"""GLM-4.6V: maximum number of sampled frames."""
-
-
-def _choose_glm46v(processor: PatchVideoProcessor, timeline: Timeline) -> list[int]:
-    temporal, total, fps = processor.layout.temporal, int(timeline.total), _known_fps(timeline)
-    duration = timeline.duration or round((total - 1) / fps) + 1
-    bounded = min(duration, _DYNAMIC_RATES[-1][0])
-    rate = next(rate for seconds, rate in _DYNAMIC_RATES if bounded <= seconds)
-    count = min(int(bounded * rate * temporal), _MAX_DYNAMIC)
-    indices: list[int] = []
-    if total < count:
-        indices = np.linspace(0, total - 1, count, dtype=int).tolist()
-    else:
-        second, step, frame_seconds = 0.0, 1 / (temporal * rate), 1 / fps
-        for index in range(total):
-            if index * frame_seconds >= second:
-                second += step
-                indices.append(index)
-                if second >= int(duration):
-                    break
-    if len(indices) < count:
-        first, last = (indices[0], indices[-1]) if indices else (0, max(total - 1, 0))
-        indices = np.linspace(first, last, count, dtype=int).tolist()
-    elif len(indices) > count:
-        indices = np.linspace(0, total - 1, count, dtype=int).tolist()
-    return _even(indices)
-
-
-def _even(indices: Sequence[int]) -> list[int]:
-    """Return each index once, and the last one twice if their number is odd."""
-    once = list(dict.fromkeys(indices))
-    return [*once, once[-1]] if len(once) & 1 else once
-
-
-_CHOICES: Mapping[str, Callable[[PatchVideoProcessor, Timeline], list[int]]] = {
-    "Qwen2VLVideoProcessor": _choose_qwen2,
-    "Qwen3VLVideoProcessor": _choose_qwen3,
-    "Glm4vVideoProcessor": _choose_glm4v,
-    "Glm46VVideoProcessor": _choose_glm46v,
-}
-
-
-# --- expansions of placeholders ---
-
-
-def _spell_whole(processor: PatchVideoProcessor, _: Timeline, grid: tuple[int, int, int]) -> Expansion:
-    return (Repeat(processor.video_token, math.prod(grid) // processor.layout.merge**2),)
-
-
-def _spell_qwen3(processor: PatchVideoProcessor, timeline: Timeline, grid: tuple[int, int, int]) -> Expansion:
-    """Write the middle time of each time step before its features."""
-    temporal, seconds = processor.layout.temporal, timeline.seconds
-    seconds += seconds[-1:] * (-len(seconds) % temporal)
-    opening, closing = processor.edges
-    pieces: list[Text | Repeat] = []
-    text = ""
-    for step in range(grid[0]):
-        first, last = seconds[step * temporal], seconds[(step + 1) * temporal - 1]
-        pieces.append(Text(f"{text}<{(first + last) / 2:.1f} seconds>{opening}"))
-        pieces.append(Repeat(processor.video_token, grid[1] * grid[2] // processor.layout.merge**2))
-        text = closing
-    return (*pieces, Text(text))
-
-
-def _spell_glm(processor: PatchVideoProcessor, timeline: Timeline, grid: tuple[int, int, int]) -> Expansion:
-    """Write the time of every second frame after the features of a time step."""
-    seconds = timeline.seconds[::2][: grid[0]]
-    seconds += (seconds[-1:] or [0.0]) * (grid[0] - len(seconds))
-    opening, closing = processor.edges
-    pieces: list[Text | Repeat] = []
-    text = opening
-    for second in seconds:
-        pieces.append(Text(text))
-        pieces.append(Repeat(processor.image_token, grid[1] * grid[2] // processor.layout.merge**2))
-        time = f"{second:.1f} seconds" if processor.spelling == "Glm46VProcessor" else int(second)
-        text = f"{closing}{time}{opening}"
-    return (*pieces, Text(text.removesuffix(opening)))
-
-
-_SPELLINGS: Mapping[str, Callable[[PatchVideoProcessor, Timeline, tuple[int, int, int]], Expansion]] = {
-    "Qwen2VLProcessor": _spell_whole,
-    "Qwen2_5_VLProcessor": _spell_whole,
-    "Qwen3VLProcessor": _spell_qwen3,
-    "Glm4vProcessor": _spell_glm,
-    "Glm46VProcessor": _spell_glm,
-}

@@ -28,7 +28,8 @@ from mmrender.media.processor import (
     VideoProcessor,
     digest_settings,
 )
-from mmrender.media.processors.patches import PatchProcessor, PatchVideoProcessor
+from mmrender.media.processors.patch_videos import PatchVideoProcessor
+from mmrender.media.processors.patches import PatchProcessor
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.watched import WatchedProcessor
 from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MediaPart, Modality, VideoPart

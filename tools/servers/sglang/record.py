@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from mmrender import Renderer
-from mmrender.media.item import encoded_image
+from mmrender.media.encoded import encoded_image
 from mmrender.sidecar import collapse
 from servers.recording import Recorder
 

@@ -1,0 +1,171 @@
+"""Items as encoded images: for servers with a processor of their own, and a reference in place of tensors."""
+
+import io
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import pybase64
+from PIL import Image
+
+from mmrender.caching import LRUCache
+from mmrender.errors import MediaError
+from mmrender.media.item import Item
+from mmrender.media.load import load_image, open_image, orientation_of
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.processor import MediaProcessor
+from mmrender.media.processors.patches import PatchItem
+from mmrender.media.sources import sniff
+from mmrender.media.video import open_video
+from mmrender.messages import VideoPart
+from mmrender.sidecar import Count, Framework, MediaItem, TensorDtype
+
+_PNG_COMPRESSION: Final = 1
+"""zlib level: on photographs level 6 saves a tenth of the bytes and takes four times as long."""
+_VERBATIM: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp"}
+"""Formats that are passed on unchanged. Servers decode them with the same libraries."""
+
+
+class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
+    """One image without tensors: for servers that process images, and trainers that process them again.
+
+    It holds the encoded image or its URL, and the expected result of processing it, so two sides that process
+    differently are detected instead of trained on.
+
+    Attributes:
+        identity: Of the item that processing `source` must produce; 64 hex digits.
+        expected_length: Number of tokens of the placeholder range in the prompt.
+        source: The encoded image, or its URL.
+    """
+
+    expected_length: Count
+    source: bytes | str
+
+    @classmethod
+    def of(cls, item: MediaItem, source: bytes | str, expected_length: int) -> "ReferenceItem":
+        """Return the reference to an item of `source`."""
+        return cls(
+            identity=item.identity,
+            size=item.size,
+            grid=tuple(item.grid),
+            expansion=item.expansion,
+            expected_length=expected_length,
+            source=source,
+            modality=item.modality,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded image or of the URL."""
+        return len(self.source)
+
+    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
+        """Raise: a reference has no tensors until it is processed.
+
+        Raises:
+            MediaError: Always.
+        """
+        raise MediaError(
+            "an item by reference has no tensors",
+            where=f"item {self.identity[:12]}",
+            expected=f"{framework} tensors of {dtype}",
+            got="a URL" if isinstance(self.source, str) else f"{len(self.source)} encoded bytes",
+            remedy="Process it first: item.resolve(processor)",
+        )
+
+    def resolve(
+        self, processor: MediaProcessor, policy: MediaPolicy | None = None, *, num_images: int = 1
+    ) -> MediaItem:
+        """Load and process the image, and compare the item with the expected one.
+
+        Args:
+            processor: The model's, with the settings of the sampling side.
+            policy: Limits of loading. See `mmrender.media.policy`.
+            num_images: Number of images in the conversation, this one included.
+
+        Raises:
+            MediaError: It cannot be loaded, or becomes an unexpected item.
+        """
+        where = f"item {self.identity[:12]}"
+        if self.modality == "image":
+            item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
+        elif processor.videos is None:
+            raise MediaError(f"videos are not supported for {processor.name}", where=where)
+        else:
+            with open_video(VideoPart(self.source), policy or MediaPolicy(), where) as video:
+                item = processor.videos.prepare(video).finish()
+        for name in ("identity", "grid", "expansion"):
+            expected, got = getattr(self, name), getattr(item, name)
+            if expected != got:
+                raise MediaError(
+                    f"processing again gives another {name}",
+                    where=where,
+                    expected=str(expected),
+                    got=str(got),
+                    remedy="Sample and train with the same image, processor settings and image back end",
+                )
+        return item
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An encoded image and its MIME type, such as `image/png`."""
+
+    data: bytes = field(repr=False)
+    mime: str
+
+    @property
+    def data_url(self) -> str:
+        """The image as a `data:` URL."""
+        return f"data:{self.mime};base64,{pybase64.b64encode_as_string(self.data)}"
+
+
+_encoded: LRUCache[tuple[str, type], EncodedImage] = LRUCache(64 << 20, size_of=lambda image: len(image.data))
+
+
+def encoded_image(item: MediaItem) -> EncodedImage:
+    """Return an item as an encoded image that a server's own processor turns into the same tensors.
+
+    - For a `PatchItem` of an image: a PNG of its resized pixels. Families resize an image of these sides to
+      the same size or to another number of tokens, so a server that expands it to the item's number of tokens
+      has resized nothing.
+    - For a `ReferenceItem` with bytes: the bytes, if every decoder reads them equally (PNG, JPEG or WebP in
+      RGB, without an orientation), else a PNG of the pixels that mmrender loads from them. The server resizes
+      it with its own back end.
+
+    The last 64 MiB of encoded images are kept, so an item of many turns is encoded once.
+
+    Raises:
+        MediaError: The item is a video, or has neither pixels nor an encoded image.
+        MediaDecodeError: A reference's bytes are not an image.
+    """
+    try:
+        return _encoded.get_or_compute((item.identity, type(item)), lambda: _encode(item))
+    except MediaError as error:
+        error.at(f"item {item.identity[:12]}")
+        raise
+
+
+def _encode(item: MediaItem) -> EncodedImage:
+    if isinstance(item, PatchItem) and item.modality == "image":
+        return _png(Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB"))
+    if isinstance(item, ReferenceItem) and isinstance(item.source, bytes):
+        mime = _VERBATIM.get(sniff(item.source) or "")
+        if mime is not None:
+            opened = open_image(item.source, MediaPolicy())
+            is_plain = opened.mode == "RGB" and not getattr(opened, "is_animated", False)
+            if is_plain and orientation_of(opened) is None:
+                return EncodedImage(item.source, mime)
+        return _png(load_image(item.source).image)
+    raise MediaError(
+        "an item cannot be sent as an encoded image",
+        expected="an image of the Qwen2-VL kind, or a reference with the encoded image",
+        got=f"{type(item).__name__} of modality {item.modality!r}",
+        remedy="Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem",
+    )
+
+
+def _png(image: Image.Image) -> EncodedImage:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", compress_level=_PNG_COMPRESSION)
+    return EncodedImage(buffer.getvalue(), "image/png")
