@@ -7,36 +7,27 @@ merges or the normalizer still produce one, a second copy without that word enco
 memoised, so a long system prompt is encoded once per process.
 """
 
-import json
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from sys import getsizeof
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Engine
 
 from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import TokenizerError
+from mmrender.model.engines import Before, declare_added, finder_of, literal_engines, without_added
 from mmrender.model.fast import EngineChoice
 from mmrender.model.files import ModelDir
 from mmrender.sidecar import common_prefix
 
-_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _WORD_START = "\u2581"
-
-Before: TypeAlias = Literal["nothing", "token", "text"]
-"""Kind of text before a run: nothing, an added token, or text that it continues.
-
-Some tokenizers prefix a space to the first run alone, and some to every run, but not within a text.
-"""
 
 
 class Run(NamedTuple):
@@ -107,9 +98,9 @@ class Tokenizer:
         normalized = [token for token in added.values() if token.normalized]
         self._looked_for_later = [token.content for token in normalized]
         self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
-        self._normalized = _finder(normalized, engine.normalizer) if normalized else None
+        self._normalized = finder_of(normalized, engine.normalizer) if normalized else None
         self._within: LRUCache[str, _Matches] = LRUCache(8 << 20, size_of=lambda entry: entry.nbytes)
-        self._engines = _without_added(engine, engine.model)
+        self._engines = without_added(engine, engine.model)
         self.choice = EngineChoice(self._engines["token"], self.added_ids)
         self._memo: LRUCache[tuple[Engine, str], Run] = LRUCache(memo_bytes, size_of=lambda run: run.nbytes)
 
@@ -144,7 +135,7 @@ class Tokenizer:
                 got="true, with which no chat template can write a turn",
                 remedy="Remove the setting",
             )
-        _declare(engine, model)
+        declare_added(engine, model)
         return cls(engine)
 
     def token_id(self, token: str) -> int | None:
@@ -237,42 +228,41 @@ class Tokenizer:
         Raises:
             TokenizerError: It spells one of `forbidden` in every way.
         """
-        run = self._encoded(text, self._engines[before], with_starts)
-        if run.syntax and not run.syntax.isdisjoint(forbidden):
-            engines, unknown_id = self._literal
-            run = self._encoded(text, engines[before], with_starts)
-            spelled = (run.syntax & set(forbidden)) - {unknown_id}
-            if spelled:
-                raise TokenizerError(
-                    "the vocabulary spells an added token within text",
-                    expected="ordinary tokens",
-                    got=f"{self.token(min(spelled))!r} in {text[:80]!r}",
-                    remedy='Set content_special_tokens="error" to refuse this content',
-                )
+        engine = self._engines[before]
+        run = self._memo.get((engine, text))
+        if run is None or (with_starts and run.starts is None):
+            run = self._encoded(text, engine, with_starts)
+        if run.syntax.isdisjoint(forbidden):
+            return run
+        engines, unknown_id = self._literal
+        run = self._memo.get((engines[before], text)) or self._encoded(text, engines[before], True)
+        spelled = run.syntax.intersection(forbidden) - {unknown_id}
+        if spelled:
+            raise TokenizerError(
+                "the vocabulary spells an added token within text",
+                expected="ordinary tokens",
+                got=f"{self.token(min(spelled))!r} in {text[:80]!r}",
+                remedy='Set content_special_tokens="error" to refuse this content',
+            )
         return run
 
     def _encoded(self, text: str, engine: Engine, with_starts: bool) -> Run:
-        key = (engine, text)
-        run = self._memo.get(key)
-        if run is None or (with_starts and run.starts is None):
-            ids, starts = None, None
-            fast = self.choice.fast
-            if fast is not None and engine is self._engines["token"]:
-                ids = fast.ids(text)
-                starts = fast.starts(text, ids) if with_starts and ids is not None else None
-            if ids is None or (with_starts and starts is None):
-                self.choice.spend(len(text))
-                encoding = engine.encode(text, add_special_tokens=False)
-                ids = encoding.ids
-                starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
-            nbytes = _RUN_BYTES + _TOKEN_BYTES * len(ids) + getsizeof(text)
-            run = Run(ids, starts, self.syntax_ids.intersection(ids), nbytes)
-            self._memo.put(key, run)
-        return run
+        ids, starts = None, None
+        fast = self.choice.fast
+        if fast is not None and engine is self._engines["token"]:
+            ids = fast.ids(text)
+            starts = fast.starts(text, ids) if with_starts and ids is not None else None
+        if ids is None or (with_starts and starts is None):
+            self.choice.spend(len(text))
+            encoding = engine.encode(text, add_special_tokens=False)
+            ids = encoding.ids
+            starts = np.fromiter((start for start, _ in encoding.offsets), np.int32, len(ids))
+        nbytes = _RUN_BYTES + _TOKEN_BYTES * len(ids) + getsizeof(text)
+        return self._memo.put((engine, text), Run(ids, starts, self.syntax_ids.intersection(ids), nbytes))
 
     @cached_property
     def _literal(self) -> tuple[dict[Before, Engine], int | None]:
-        return _literal(self._engine, self.syntax_ids)
+        return literal_engines(self._engine, self.syntax_ids)
 
     def find(self, text: str, refuse: Callable[[Match], int | None] | None = None) -> list[Match]:
         """Find added tokens as `tokenizers` does, unless they are refused.
@@ -432,125 +422,3 @@ def _branches(texts: list[str], depth: int) -> str:
         else:
             branches.append("")
     return "|".join(branches)
-
-
-def _finder(added: Sequence[AddedToken], normalizer: Any) -> Engine:
-    """Return an engine that encodes text between these added tokens as 0."""
-    finder = Engine(models.WordLevel({"": 0}, unk_token=""))
-    if normalizer is not None:
-        finder.normalizer = normalizer
-    finder.add_tokens(list(added))
-    return finder
-
-
-def _without_added(engine: Engine, model: models.Model) -> dict[Before, Engine]:
-    """Return an engine without added tokens for each kind of text before a run."""
-    parts = {
-        name: None if part is None else json.loads(part.__getstate__())
-        for name, part in (("normalizer", engine.normalizer), ("pre_tokenizer", engine.pre_tokenizer))
-    }
-
-    def build(parts: Mapping[str, Any]) -> Engine:
-        built = Engine.from_str(json.dumps(json.loads(Engine(models.BPE()).to_str()) | parts))
-        # Sharing the model costs nothing, and reading the vocabulary again would take a second.
-        built.model = model
-        return built
-
-    whole = build(parts)
-    engines: dict[Before, Engine] = {"nothing": whole, "token": whole, "text": whole}
-    for before in ("token", "text"):
-        within = {name: _within(part, before) for name, part in parts.items()}
-        if within != parts:
-            engines[before] = build(within)
-    return engines
-
-
-_AT_START = {"prepend_scheme": "never", "add_prefix_space": False, "strip_left": False}
-"""Settings of normalizers and pre-tokenizers that change how a text begins, turned off."""
-
-
-def _within(part: Any, before: Before, *, leads: bool = True) -> Any:
-    """Return the definition of a normalizer or pre-tokenizer for a run within a prompt.
-
-    A part that does not lead works on pieces of a run, each with its own beginning.
-    """
-    if part is None or (before == "text" and part["type"] == "Prepend"):
-        return None
-    changed = dict(part)
-    for key in ("normalizers", "pretokenizers"):
-        if key in part:
-            ahead = [leads and (key == "normalizers" or not index) for index in range(len(part[key]))]
-            inner = [_within(item, before, leads=at) for item, at in zip(part[key], ahead, strict=True)]
-            changed[key] = [item for item in inner if item is not None]
-    if (before == "text" and leads) or part.get("prepend_scheme") == "first":
-        changed |= {key: off for key, off in _AT_START.items() if key in part}
-    return changed
-
-
-def _literal(engine: Engine, lacking: Collection[int]) -> tuple[dict[Before, Engine], int | None]:
-    """Return engines whose vocabulary lacks the words of added tokens, and their id of unknown characters."""
-    definition = {**msgspec.json.decode(engine.to_str()), "added_tokens": [], "post_processor": None}
-    model = definition["model"]
-    unknown_id = model.get("unk_id")
-    if isinstance(model["vocab"], list):
-        model["vocab"] = [
-            [_unspelled(token_id) if token_id in lacking else word, score]
-            for token_id, (word, score) in enumerate(model["vocab"])
-        ]
-    else:
-        names = {
-            word: _unspelled(token_id) for word, token_id in model["vocab"].items() if token_id in lacking
-        }
-        unknown_id = model["vocab"].get(model.get("unk_token"))
-        model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
-        model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
-        if "merges" in model:
-            prefix = len(model.get("continuing_subword_prefix") or "")
-            model["merges"] = [
-                (left, right)
-                for left, right in model["merges"]
-                if names.keys().isdisjoint((left, right, left + right[prefix:]))
-            ]
-    return _without_added(engine, Engine.from_buffer(msgspec.json.encode(definition)).model), unknown_id
-
-
-def _unspelled(token_id: int) -> str:
-    """Return a word of the vocabulary that occurs in no text."""
-    return f"\U0010ffff{token_id}"
-
-
-def _declare(engine: Engine, model: ModelDir) -> None:
-    """Add the tokens of files other than `tokenizer.json`, in the order of Transformers."""
-    known = engine.get_added_tokens_decoder().values()
-    spelled = {repr(token) for token in known}
-    texts = {token.content for token in known}
-    named = {_added_token(entry).content for entry in model.named_tokens.values()}
-    listed = model.token_settings.get("added_tokens_decoder")
-    declared: list[AddedToken] = []
-    if isinstance(listed, Mapping):
-        # A token that is listed with other flags than it has gets these.
-        entries = [_added_token(entry) for _, entry in sorted(listed.items(), key=lambda item: int(item[0]))]
-        declared = [token for token in entries if repr(token) not in spelled]
-    else:
-        numbered = sorted(model.read_json("added_tokens.json").items(), key=lambda item: int(item[1]))
-        declared = [
-            AddedToken(text, normalized=text not in named, special=text in named)
-            for text, _ in numbered
-            if text not in texts
-        ]
-    texts.update(token.content for token in declared)
-    extra = model.token_settings.get("extra_special_tokens")
-    for entry in [*model.named_tokens.values(), *(extra if isinstance(extra, list) else ())]:
-        token = _added_token(entry)
-        if token.content and token.content not in texts:
-            declared.append(token)
-    for token in declared:
-        token.special = token.special or token.content in named
-        (engine.add_special_tokens if token.special else engine.add_tokens)([token])
-
-
-def _added_token(entry: str | Mapping[str, Any]) -> AddedToken:
-    if isinstance(entry, str):
-        return AddedToken(entry, special=True)
-    flags = {key: bool(value) for key, value in entry.items() if key in _FLAGS}
-    return AddedToken(str(entry.get("content", "")), **flags)

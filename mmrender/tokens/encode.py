@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from mmrender.errors import ProcessorError, SpecialTokenError, TokenizerError
 from mmrender.media.processor import Affixes, BosPlace
 from mmrender.messages import Modality
-from mmrender.model.tokenizer import Before, Match, Tokenizer, is_blank
+from mmrender.model.engines import Before
+from mmrender.model.tokenizer import Match, Tokenizer, is_blank
 from mmrender.sidecar import MediaItem, PlaceholderRange, Repeat
 from mmrender.template.text import Author, Origin, Span, TracedStr, concat, plain
 from mmrender.tokens.expansion import SplitExpansion, split_expansion

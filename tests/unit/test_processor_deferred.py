@@ -13,7 +13,7 @@ from adapter_models import HALF, TOKENS, _write, model, square
 from kit import error_of, user
 from mmrender.errors import MissingDependencyError, ProcessorError
 from mmrender.media.processor import ProcessorFiles
-from mmrender.media.processors.adapter import AdaptedVideoProcessor, _video_tensors
+from mmrender.media.processors.adapted_videos import AdaptedVideoProcessor, _video_tensors
 from mmrender.media.processors.registry import DeferredProcessor, load_processor
 from mmrender.media.processors.watched import WatchedProcessor, errors_named
 from mmrender.media.video import Timeline

@@ -1,14 +1,12 @@
-"""Images and videos of any other family, through the model's own Transformers processor (extra `hf`).
+"""Images of any other family, through the model's own Transformers processor (extra `hf`).
 
 The processor is the authority for pixels and for text. It runs whole, on a text of one placeholder per medium
 between marks, each with the text that the template writes around it. The expansion then lies between the
 marks, for any family. Added here are expansions of images remembered by size, affixes, the smallest exact
 form of tensors, identities, and errors with names.
 
-The options that the processor passes to its image processor are recorded, so later images skip the text. A
-video processor chooses the frames before they are decoded: its own method is called with the options that it
-would get. If the processor replaces the tokens that the template writes around a video (Cosmos3-Edge), the
-expansion covers them. Videos need torchvision.
+The options that the processor passes to its image processor are recorded, so later images skip the text.
+`mmrender.media.processors.adapted_videos` does the same for videos.
 """
 
 import re
@@ -22,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmrender.caching import LRUCache, cached_property
+from mmrender.caching import LRUCache
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import PixelArithmetic, compacted
 from mmrender.media.load import LoadedImage
-from mmrender.media.pixels import ImageBackend, image_identity, media_identity
+from mmrender.media.pixels import ImageBackend, image_identity
 from mmrender.media.processor import (
     Affixes,
     BosPlace,
@@ -35,12 +33,9 @@ from mmrender.media.processor import (
     MediaProcessor,
     Prepared,
     ProcessorFiles,
-    VideoProcessor,
     digest_settings,
 )
-from mmrender.media.processors.reference import build_video_reference
-from mmrender.media.processors.watched import ChosenError, Run, WatchedProcessor, as_numpy, errors_named
-from mmrender.media.video import Timeline, Video
+from mmrender.media.processors.watched import Run, WatchedProcessor, as_numpy, errors_named
 from mmrender.messages import Modality
 from mmrender.sidecar import Expansion, Repeat, Text, common_prefix
 
@@ -49,22 +44,20 @@ _FORMAT_VERSION = 1
 _REMEMBERED_SIZES = 4096
 """Maximum number of image sizes whose expansions are kept."""
 _PROBE_SIZES = ((96, 160), (700, 230))
-_BLANK, _TIMES = np.zeros((8, 128, 128, 3), np.uint8), Timeline(8, 1.0, indices=tuple(range(8)))
-"""A video of eight seconds for probes. Its frames count as sampled: some processors sample more frames."""
-_BEFORE, _BETWEEN, _AFTER = "before", "between", "after"
+BEFORE, _BETWEEN, AFTER = "before", "between", "after"
 _NEIGHBOURS = ("", " ", "\n", "<", ".")
 """Texts next to a placeholder, besides the marks."""
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 
-def _marks(around: tuple[str, str], copies: int) -> list[str]:
+def marks_of(around: tuple[str, str], copies: int) -> list[str]:
     """Return the texts of a prompt before, between and after placeholders of copies of one medium."""
     start, end = around
-    return [_BEFORE + start, *[end + _BETWEEN + start] * (copies - 1), end + _AFTER]
+    return [BEFORE + start, *[end + _BETWEEN + start] * (copies - 1), end + AFTER]
 
 
-def _split(text: str, marks: Sequence[str], medium: str, expected: str) -> tuple[str, list[str], str]:
+def split_at(text: str, marks: Sequence[str], medium: str, expected: str) -> tuple[str, list[str], str]:
     """Return the text before the first mark, the pieces between marks, and the text after the last mark."""
     pieces: list[str] = []
     start = text.find(marks[0])
@@ -82,7 +75,7 @@ def _split(text: str, marks: Sequence[str], medium: str, expected: str) -> tuple
     return text[:start], pieces, text[position:]
 
 
-def _find_feature_token(
+def find_feature_token(
     reference: Any, files: ProcessorFiles, modalities: Sequence[Modality], text: str, *others: Any
 ) -> str | None:
     """Return the first token in a text out of those that `config.json` names, then `others`."""
@@ -91,7 +84,7 @@ def _find_feature_token(
     return next((token for token in tokens if isinstance(token, str) and token and token in text), None)
 
 
-def _digest(reference: Any, part: Any, kind: str, files: ProcessorFiles, **more: str) -> bytes:
+def digest_processor(reference: Any, part: Any, kind: str, files: ProcessorFiles, **more: str) -> bytes:
     """Digest everything but the pixels that the tensors of a part depend on."""
     import transformers
 
@@ -106,7 +99,8 @@ def _digest(reference: Any, part: Any, kind: str, files: ProcessorFiles, **more:
     })  # fmt: skip
 
 
-def _class_path(part: Any) -> str:
+def class_path(part: Any) -> str:
+    """Return the full name of a part's class."""
     return f"{type(part).__module__}.{type(part).__name__}"
 
 
@@ -176,13 +170,13 @@ class TransformersProcessor(MediaProcessor):
         self._image_options = dict(alone[0].image_options)
         self._feature_token = self._require_feature_token(files, alone[0].pieces[0])
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
-        self.settings_digest = _digest(
+        self.settings_digest = digest_processor(
             reference,
             self._image_processor,
             "transformers",
             files,
             backend=backend,
-            image_processor=_class_path(self._image_processor),
+            image_processor=class_path(self._image_processor),
             options=repr(sorted(self._image_options.items())),
         )
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
@@ -232,7 +226,7 @@ class TransformersProcessor(MediaProcessor):
         seen = self._observe(image, copies)
         pixels = seen.tensors.get("pixel_values")
         tiles = int(np.prod(pixels.shape[:-3])) if pixels is not None and pixels.ndim >= 4 else 1
-        grid = _grid(seen.tensors, "image_grid_thw", tiles)
+        grid = grid_of(seen.tensors, "image_grid_thw", tiles)
         geometry = Geometry(grid, parse_expansion(seen.pieces[0], self._feature_token))
         return self._geometries.put((image.height, image.width, copies), geometry), seen.tensors
 
@@ -248,7 +242,7 @@ class TransformersProcessor(MediaProcessor):
 
     def _texts(self, copies: int, place: BosPlace = "none") -> list[str]:
         """Return the texts of a prompt around the placeholders of copies of an image."""
-        first, *rest = _marks(self._around, copies)
+        first, *rest = marks_of(self._around, copies)
         return [self._watched.with_bos(first, place), *rest]
 
     def _run(self, texts: Sequence[str], image: Image.Image) -> Run:
@@ -267,7 +261,7 @@ class TransformersProcessor(MediaProcessor):
         self._kept |= {name: name in run.output for name in run.of_images}
         tensors = {name: as_numpy(run.output[name]) for name in run.of_images if name in run.output}
         expected = f"expansions in {self.placeholder['image'].join(texts)!r}"
-        opening, pieces, ending = _split(run.text, texts, "an image", expected)
+        opening, pieces, ending = split_at(run.text, texts, "an image", expected)
         affixes = self._watched.affixes_of(run, opening, ending)
         return _Observation(pieces, affixes, _first_of(tensors, copies), run.image_options)
 
@@ -288,7 +282,7 @@ class TransformersProcessor(MediaProcessor):
                 self._around = start, end
                 return
             try:
-                self._watched.run(_BEFORE, _medium(image), images=[[image]], return_tensors=self._framework)
+                self._watched.run(BEFORE, _medium(image), images=[[image]], return_tensors=self._framework)
             except MMRenderError:
                 raise error from None
             raise ProcessorError(
@@ -312,7 +306,7 @@ class TransformersProcessor(MediaProcessor):
             behind = self._affixes["none"].behind
         elif opening:
             head, tail = self._texts(1)
-            begun = self._run([head.removeprefix(_BEFORE), tail], image)
+            begun = self._run([head.removeprefix(BEFORE), tail], image)
             behind = "nothing" if begun.text.startswith(opening) else "leading"
         if self.placeholder["image"] in opening + ending:
             raise ProcessorError(
@@ -348,7 +342,7 @@ class TransformersProcessor(MediaProcessor):
         probes = [[head, end + after] for after in _NEIGHBOURS]
         probes += [[head, end + start, tail]]
         if place != "later":
-            opening = head.removesuffix(_BEFORE + start)
+            opening = head.removesuffix(BEFORE + start)
             probes += [[opening + before + start, tail] for before in _NEIGHBOURS]
             probes += [[opening + start, end + start, tail]]
         for texts in probes:
@@ -400,7 +394,7 @@ class TransformersProcessor(MediaProcessor):
         reference = self._watched.reference
         tokenizer = reference.tokenizer
         others = getattr(tokenizer, "image_token", None), self.placeholder["image"]
-        token = _find_feature_token(reference, files, ("image",), text, *others)
+        token = find_feature_token(reference, files, ("image",), text, *others)
         if token is not None:
             return token
         counts = Counter({token: text.count(token) for token in tokenizer.get_added_vocab() if token in text})
@@ -411,182 +405,6 @@ class TransformersProcessor(MediaProcessor):
                 got=repr(text[:200]),
             )
         return str(counts.most_common(1)[0][0])
-
-
-class AdaptedVideoProcessor(VideoProcessor):
-    """The model's own video processor behind the interface of `VideoProcessor`. Loaded with the first video.
-
-    Args:
-        files: The model's settings.
-        video_text: Text that the chat template writes for a video, placeholder included.
-        trust_remote_code: Run processor code of the directory.
-    """
-
-    def __init__(
-        self, files: ProcessorFiles, video_text: str = "", *, trust_remote_code: bool = False
-    ) -> None:
-        self.name = str(files.video.get("video_processor_type") or "the model's own")
-        self._files = files
-        self._video_text = video_text
-        build = partial(build_video_reference, files, trust_remote_code=trust_remote_code)
-        self._watched = WatchedProcessor(build, files.bos_token)
-
-    @cached_property
-    def settings_digest(self) -> bytes:  # type: ignore[override]
-        """Digest of the reference's release and of all its settings.
-
-        Raises:
-            MissingDependencyError: A package that it needs is not installed, such as torchvision.
-            ProcessorError: The model has no video processor, or Transformers cannot build it.
-        """
-        reference = self._watched.reference
-        videos = reference.video_processor
-        path = _class_path(videos)
-        return _digest(reference, videos, "videos of transformers", self._files, video_processor=path)
-
-    @cached_property
-    def covers(self) -> tuple[str, str]:  # type: ignore[override]
-        """Text of the template around a placeholder that the processor replaces as well.
-
-        Raises:
-            ProcessorError: It adds other text to a prompt with a video than to other prompts.
-        """
-        run = self._probe
-        start, end = self._around
-        is_kept = _BEFORE + start in run.text and end + _AFTER in run.text
-        covered = ("", "") if is_kept else (start, end)
-        opening, _, ending = self._pieces(run.text, covered)
-        expected = self._watched.learn_affixes()["none"]
-        affixes = self._watched.affixes_of(run, opening, ending)
-        if expected.refusal is None and affixes != expected:
-            raise ProcessorError(
-                "the model's processor adds another text to a prompt with a video than to others",
-                expected=repr(expected),
-                got=repr(affixes),
-            )
-        return covered
-
-    @cached_property
-    def takes_several(self) -> bool:  # type: ignore[override]
-        """Whether it takes two videos in a prompt.
-
-        Raises:
-            ProcessorError: It writes equal videos of one prompt differently.
-        """
-        try:
-            pair = self._run(_BLANK, _TIMES, 2).text
-        except MediaError:
-            return False
-        opening, (piece,), ending = self._pieces(self._probe.text, self.covers)
-        if self._pieces(pair, self.covers, 2) != (opening, [piece, piece], ending):
-            raise ProcessorError(
-                "the model's processor writes equal videos of one prompt differently",
-                expected="one expansion for equal videos",
-                got=repr(pair[-200:]),
-            )
-        return True
-
-    @cached_property
-    def _probe(self) -> Run:
-        """The run on one video with which other runs are compared."""
-        return self._run(_BLANK, _TIMES)
-
-    @cached_property
-    def _around(self) -> tuple[str, str]:
-        """Text that the template writes around the placeholder. Without a template, the family's tokens."""
-        reference = self._watched.reference
-        start, token, end = self._video_text.partition(reference.video_token)
-        if not token:
-            names = ("vision_start_token", "vision_end_token")
-            start, end = (getattr(reference, name, None) or "" for name in names)
-        return (start, end) if token or (start and end) else ("", "")
-
-    def _pieces(self, text: str, covered: tuple[str, str], copies: int = 1) -> tuple[str, list[str], str]:
-        """Return the text before a prompt, the expansions within it, and the text after it."""
-        start, end = self._around
-        marks = _marks((start.removesuffix(covered[0]), end.removeprefix(covered[1])), copies)
-        return _split(text, marks, "a video", "the marks of the probe")
-
-    def prepare(self, video: Video) -> Prepared:
-        """Sample the frames that the model's own processor chooses. See `VideoProcessor`."""
-        frames = video.sample(self._choose)
-        frames.check_size(frames.height, frames.width)
-        pixels = np.stack([image.array for image in frames.images])
-        timeline = frames.timeline
-        times = repr((timeline.total, timeline.fps, timeline.duration, timeline.indices)).encode()
-        identity = media_identity(self.settings_digest, pixels.transpose(0, 3, 1, 2), times)
-        return Prepared(identity, partial(self._finish, identity, pixels, timeline))
-
-    def _finish(self, identity: str, pixels: npt.NDArray[np.uint8], timeline: Timeline) -> ProcessedItem:
-        run = self._run(pixels, timeline)
-        (piece,), tensors = self._pieces(run.text, self.covers)[1], _video_tensors(run)
-        arithmetic = arithmetic_of(self._watched.reference.video_processor, "torch")
-        return ProcessedItem(
-            identity=identity,
-            size=(pixels.shape[1], pixels.shape[2]),
-            grid=_grid(tensors, "video_grid_thw", len(pixels)),
-            expansion=parse_expansion(piece, self._feature_token(piece)),
-            modality="video",
-            parts={name: compacted(values, arithmetic) for name, values in tensors.items()},
-        )
-
-    def _choose(self, timeline: Timeline) -> Sequence[int]:
-        """Run the processor until it has chosen the frames."""
-        indices: list[int] = []
-
-        def record(*args: Any, **kwargs: Any) -> None:
-            indices.extend(int(index) for index in sample(*args, **kwargs))
-            raise ChosenError("the frames are chosen")
-
-        blank = np.broadcast_to(np.zeros((1, 1, 1, 3), np.uint8), (int(timeline.total), 1, 1, 3))
-        with self._watched.lock:
-            videos = self._watched.reference.video_processor
-            sample = videos.sample_frames
-            videos.sample_frames = record
-            try:
-                if getattr(videos, "do_sample_frames", False):
-                    self._run(blank, timeline)
-            except ChosenError:
-                return indices
-            finally:
-                del videos.sample_frames
-        return range(int(timeline.total))
-
-    def _run(self, pixels: Any, timeline: Timeline, copies: int = 1) -> Run:
-        """Run the whole processor on a text with a placeholder for each copy of a video."""
-        height, width = pixels.shape[1:3]
-        metadata: dict[str, Any] = {
-            "total_num_frames": timeline.total,
-            "fps": timeline.fps,
-            "duration": timeline.duration,
-            "height": height,
-            "width": width,
-        }
-        options: dict[str, Any] = {"return_metadata": True}  # Muse's processor writes times from it
-        if timeline.indices is not None:
-            metadata["frames_indices"] = list(timeline.indices)
-            options["do_sample_frames"] = False
-        return self._watched.run(
-            self._watched.reference.video_token.join(_marks(self._around, copies)),
-            f"video {len(pixels)} frames of {width}x{height} pixels",
-            videos=[pixels] * copies,
-            video_metadata=[metadata] * copies,
-            return_tensors="pt",
-            **options,
-        )
-
-    def _feature_token(self, text: str) -> str:
-        """Return the token that holds video features in an expansion."""
-        reference = self._watched.reference
-        others = reference.video_token, getattr(reference, "image_token", None)
-        token = _find_feature_token(reference, self._files, ("video", "image"), text, *others)
-        if token is None:
-            raise ProcessorError(
-                "no token of the expansion holds features of the video",
-                expected="a token that config.json names",
-                got=repr(text[:200]),
-            )
-        return token
 
 
 def parse_expansion(text: str, feature_token: str) -> Expansion:
@@ -606,20 +424,10 @@ def arithmetic_of(part: Any, backend: ImageBackend) -> PixelArithmetic | None:
         return None
 
 
-def _grid(tensors: Tensors, name: str, count: int) -> tuple[int, ...]:
+def grid_of(tensors: Tensors, name: str, count: int) -> tuple[int, ...]:
     """Return `(t, h, w)` if the processor returns it, else the number of tiles or frames."""
     grid = tensors.get(name)
     return (count,) if grid is None else tuple(int(value) for value in grid[0])
-
-
-def _video_tensors(run: Run) -> Tensors:
-    """Return the tensors of a video, without tensors that have a value for each token."""
-    aligned = tuple(run.output["input_ids"].shape)
-    return {
-        name: as_numpy(value)
-        for name, value in run.output.items()
-        if name not in run.of_text and hasattr(value, "shape") and value.shape[:2] != aligned
-    }
 
 
 def _prompt_text(texts: Sequence[str], piece: str, affixes: Affixes) -> str:

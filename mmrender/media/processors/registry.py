@@ -278,7 +278,7 @@ def _template_text(template: KnownTemplate | None, modality: Modality) -> str:
 def _adapted_videos(
     files: ProcessorFiles, template: KnownTemplate | None, trust_remote_code: bool
 ) -> VideoProcessor:
-    from mmrender.media.processors.adapter import AdaptedVideoProcessor
+    from mmrender.media.processors.adapted_videos import AdaptedVideoProcessor
 
     text = _template_text(template, "video")
     return AdaptedVideoProcessor(files, text, trust_remote_code=trust_remote_code)
