@@ -18,7 +18,7 @@ from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import InputError, MediaError, PlaceholderError, ProcessorError, TemplateError
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, RenderRequest, TextPart
+from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, Part, RenderRequest, TextPart
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
@@ -116,7 +116,11 @@ class Rendering:
     def _refuse_unprinted_message(self, index: int, text: TracedStr, request: RenderRequest) -> None:
         """Raise if the text of a message does not affect a text that does not print it."""
         messages = request.messages
-        others = (*messages[:index], _reworded(messages[index]), *messages[index + 1 :])
+        content: str | tuple[Part, ...] = _OTHER_TEXT
+        if isinstance(parts := messages[index].content, tuple):
+            content = tuple([TextPart(_OTHER_TEXT) if isinstance(part, TextPart) else part for part in parts])
+        reworded = msgspec.structs.replace(messages[index], content=content)
+        others = (*messages[:index], reworded, *messages[index + 1 :])
         if not self._differs(text, msgspec.structs.replace(request, messages=others)):
             raise InputError(
                 f"the chat template does not print this {messages[index].role} message",
@@ -215,7 +219,12 @@ class Rendering:
         if request.media or layout.placeholders:
             placeholders = layout.placeholders
             if skipped:
-                placeholders = tuple([_counted_from(place, skipped) for place in placeholders])
+                placeholders = tuple([
+                    replace(place, message=place.message - skipped)
+                    if place.message >= skipped
+                    else replace(place, message=-1, part=-1)
+                    for place in placeholders
+                ])  # fmt: skip
             items = self._items(placeholders, request, earlier)
             if any(item is not None and item.modality == "video" for item in items):
                 layout = self._covered(layout)
@@ -304,22 +313,6 @@ def unprinted_messages(text: TracedStr, messages: Sequence[Message], first: int 
     """
     printed = {origin.message - first for _, _, origin in text.spans if origin.is_content}
     return [index for index, message in enumerate(messages) if index not in printed and message.has_text]
-
-
-def _reworded(message: Message) -> Message:
-    """The message with other text in the same places."""
-    content = message.content
-    if isinstance(content, tuple):
-        parts = [TextPart(_OTHER_TEXT) if isinstance(part, TextPart) else part for part in content]
-        return msgspec.structs.replace(message, content=tuple(parts))
-    return msgspec.structs.replace(message, content=_OTHER_TEXT)
-
-
-def _counted_from(place: Placeholder, skipped: int) -> Placeholder:
-    """A placeholder with the index of its message among those after the first `skipped` ones."""
-    if place.message < skipped:
-        return replace(place, message=-1, part=-1)
-    return replace(place, message=place.message - skipped)
 
 
 def _order(

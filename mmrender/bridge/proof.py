@@ -161,7 +161,9 @@ class TailProver:
             )
             if self._compare(self._extended(history)) == "another tail":
                 return Proof((), counts_media=True)
-        objections = tuple(map(Objection, self._omitted_texts())) or self._objections()
+        omitted = unprinted_messages(self._usual.text, self._extension, len(self._skeleton.messages))
+        reasons = [f"the template does not print the text of new_messages[{index}]" for index in omitted]
+        objections = tuple(map(Objection, reasons)) or self._objections()
         if against_rewriting:
             objections += tuple(dict.fromkeys(self._rewriting()))
         return Proof(objections)
@@ -282,12 +284,6 @@ class TailProver:
         usual_id = None if usual.end.is_opener else usual.end.token_id
         stop_id = tail.end.closer_id if tail.end.token_id is None else tail.end.token_id
         return "another stop" if stop_id not in (None, usual_id) and usual_id is not None else "another tail"
-
-    def _omitted_texts(self) -> Iterator[str]:
-        """Reasons for the texts of new messages that the template leaves out."""
-        first = len(self._skeleton.messages)
-        for index in unprinted_messages(self._usual.text, self._extension, first):
-            yield f"the template does not print the text of new_messages[{index}]"
 
     def _rewriting(self) -> Iterator[Objection]:
         """Histories whose earlier turns the template writes differently once the extension follows."""

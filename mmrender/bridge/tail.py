@@ -20,7 +20,7 @@ from mmrender.template.probes import WORD, with_reasoning
 from mmrender.template.profile import ReasoningFormat
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
-from mmrender.turns.turns import PROMPT_TOKENS, Turn, TurnEnd, Turns
+from mmrender.turns.turns import PROMPT_TOKENS, Turn, TurnEnd, Turns, turns_of
 
 
 class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
@@ -275,7 +275,7 @@ class Tails:
     def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
         self.reads = Reads.of(known.template.syntax_tree)
-        self.turns = Turns(known.profile, writer.tokenizer)
+        self.turns = turns_of(known)
         self.writer = writer
         self._known = known
 

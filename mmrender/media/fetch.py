@@ -82,13 +82,9 @@ def printable_url(url: str) -> str:
     return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"
 
 
-def _tls_context() -> ssl.SSLContext:
-    # OpenSSL locks a context in use, so a forked child needs a new one.
-    return _tls_context_of(os.getpid())
-
-
 @lru_cache(maxsize=1)
-def _tls_context_of(_: int) -> ssl.SSLContext:
+def _tls_context(_process: int) -> ssl.SSLContext:
+    # OpenSSL locks a context in use, so a forked child needs a new one.
     return ssl.create_default_context()
 
 
@@ -127,7 +123,7 @@ class _Request(httpcore.NetworkBackend):
         target, headers = self._target_and_headers()
         try:
             with (
-                httpcore.ConnectionPool(ssl_context=_tls_context(), network_backend=self) as pool,
+                httpcore.ConnectionPool(ssl_context=_tls_context(os.getpid()), network_backend=self) as pool,
                 pool.stream("GET", target, headers=headers) as response,
             ):
                 return self._answer(response)

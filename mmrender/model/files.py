@@ -125,7 +125,8 @@ class ModelDir:
     def sampling_defaults(self) -> dict[str, float]:
         """Sampling parameters of `generation_config.json` under vLLM's names. Greedy is temperature 0."""
         config = self.generation_config
-        values = {ours: config[name] for name, ours in _SAMPLING.items() if _is_number(config.get(name))}
+        numbers = {name: value for name, value in config.items() if type(value) in (int, float)}
+        values = {ours: numbers[name] for name, ours in _SAMPLING.items() if name in numbers}
         return values if config.get("do_sample") is not False else {**values, "temperature": 0.0}
 
     def stop_token_ids(self, token_id: Callable[[str], int | None]) -> list[int]:
@@ -140,10 +141,6 @@ class ModelDir:
             value = config.get("eos_token_id")
             values += value if isinstance(value, list) else [value]
         return sorted({value for value in values if isinstance(value, int)})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _token_text(entry: Any) -> Any:

@@ -97,7 +97,9 @@ class Tokenizer:
         }
         normalized = [token for token in added.values() if token.normalized]
         self._looked_for_later = [token.content for token in normalized]
-        self._pattern = _longest_of(self.added_ids.keys() - set(self._looked_for_later))
+        # The longest token at a position, as the Aho-Corasick search of `tokenizers`.
+        texts = [*(self.added_ids.keys() - set(self._looked_for_later))]
+        self._pattern = re.compile(_branches(texts, depth=8) if texts else r"(?!)")
         self._normalized = finder_of(normalized, engine.normalizer) if normalized else None
         self._within: LRUCache[str, _Matches] = LRUCache(8 << 20, size_of=lambda entry: entry.nbytes)
         self._engines = without_added(engine, engine.model)
@@ -401,11 +403,6 @@ def _is_word(char: str) -> bool:
     category = unicodedata.category(char)
     is_joiner = char in "\u200c\u200d"
     return is_joiner or char.isalpha() or category[0] == "M" or category in ("Nd", "Nl", "Pc")
-
-
-def _longest_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern of the longest text at a position, as the Aho-Corasick search of `tokenizers`."""
-    return re.compile(_branches(list(texts), depth=8) if texts else r"(?!)")
 
 
 def _branches(texts: list[str], depth: int) -> str:

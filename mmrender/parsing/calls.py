@@ -123,9 +123,6 @@ class CallScanner:
         end = self._find(self._call_end, position, inner)
         return (inner, inner) if end == inner else (end, end + len(self._call_end or ""))
 
-    def _inner_stop(self, position: int) -> int:
-        return self._bounds(position)[0]
-
     # Sections
 
     def _headed(self, start: int, pattern: re.Pattern[str]) -> Block | None:
@@ -227,7 +224,8 @@ class CallScanner:
         try:
             if part is not Field.VALUES:
                 return read_json(self._source, position, max(position, inner))
-            reader = Reader(self._source, position, inner, self._grammar.dialect, self._inner_stop)
+            dialect = self._grammar.dialect
+            reader = Reader(self._source, position, inner, dialect, lambda start: self._bounds(start)[0])
             return reader.call(), reader.position
         except CutShort:
             raise _Fault(position, "unclosed") from None

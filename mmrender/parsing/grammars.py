@@ -187,14 +187,14 @@ GROUP = "mmrender.grammars"
 
 def provided_grammars() -> dict[str, Grammar]:
     """Grammars of other packages, by name. Raises `PluginError` if one of them cannot be used."""
-    plugins = load_plugins(GROUP, _is_new, "a Grammar whose name is not used by mmrender")
+    plugins = load_plugins(
+        GROUP,
+        lambda value: isinstance(value, Grammar) and value.name not in GRAMMARS,
+        "a Grammar whose name is not used by mmrender",
+    )
     return {plugin.value.name: plugin.value for plugin in plugins.values()}
 
 
 def all_grammars(name: object) -> dict[str, Grammar]:
     """Return our grammars, and the grammars of other packages if `name` is not ours."""
     return GRAMMARS if name is None or name in GRAMMARS else {**GRAMMARS, **provided_grammars()}
-
-
-def _is_new(value: object) -> bool:
-    return isinstance(value, Grammar) and value.name not in GRAMMARS

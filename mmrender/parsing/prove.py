@@ -28,7 +28,7 @@ from mmrender.parsing.parser import (
 from mmrender.parsing.schema import KINDS
 from mmrender.template.known import KnownTemplate
 from mmrender.template.probes import WORD, assistant, tool_definition, user, with_reasoning
-from mmrender.turns.turns import Turns
+from mmrender.turns.turns import Turns, turns_of
 
 _ARGUMENTS: dict[str, Any] = {
     "text": "two lines,\n\"quoted\" and 'single', ünïcode 日本 \\ </b>",
@@ -101,7 +101,7 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
     Raises:
         InputError: The grammar is unknown.
     """
-    grammars, turns = all_grammars(grammar), Turns(known.profile, known.tokenizer)
+    grammars, turns = all_grammars(grammar), turns_of(known)
     if grammar is not None and grammar not in grammars:
         names = " or ".join(grammars)
         raise InputError("unknown tool-call grammar", where="grammar", expected=names, got=repr(grammar))

@@ -138,12 +138,6 @@ class KnownTemplate:
         return Probes(self.template, self.tokenizer, self.probed or self.variables, form=self.profile.form)
 
 
-def _printed_as(name: str, value: Any, template: ChatTemplate) -> Any:
-    """Value of a variable in probes: the same for all texts if the template only prints them."""
-    is_text = type(value) is str and value != ""
-    return _PRINTED if is_text and name in template.printed_variables else value
-
-
 class TemplateOptions(TypedDict, total=False):
     """Options of `TemplateSet` that `Renderer.from_pretrained` hands on."""
 
@@ -252,7 +246,9 @@ class TemplateSet:
                 return self._build(template, read, None)
 
         def build() -> KnownTemplate:
-            probed = {key: _printed_as(key, value, template) for key, value in read.items()}
+            # Texts that the template only prints are the same in probes.
+            printed = {name for name, value in read.items() if type(value) is str and value}
+            probed = {**read, **dict.fromkeys(printed & template.printed_variables, _PRINTED)}
             if probed != read:
                 shared = self.find(probed, has_tools=has_tools)
                 if _PRINTED not in repr(shared.profile):

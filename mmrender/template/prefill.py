@@ -71,7 +71,12 @@ class Prefill(NamedTuple):
         """
         body = plain(rendered)
         tags = [start for start, _, origin in rendered.spans if origin is self.tag]
-        tags = tags or self._template_tags(rendered)
+        tags = tags or [
+            position
+            for start, stop, origin in rendered.spans
+            if origin.message == self.tag.message and not origin.is_content
+            if (position := body.rfind(_TAG.strip(), start, stop)) >= 0
+        ]
         stop = tags[-1] if tags else 0
         origins = {origin for _, _, origin in self.text.spans}
         start = min([low for low, _, origin in rendered.spans if origin in origins], default=stop)
@@ -92,12 +97,3 @@ class Prefill(NamedTuple):
                 )
         kept = rendered[:stop]
         return kept if body.startswith(_TAG, stop) else kept.rstrip()
-
-    def _template_tags(self, rendered: TracedStr) -> list[int]:
-        """Positions of tags in the text that the template itself wrote for the message."""
-        positions = [
-            plain(rendered).rfind(_TAG.strip(), start, stop)
-            for start, stop, origin in rendered.spans
-            if origin.message == self.tag.message and not origin.is_content
-        ]
-        return [position for position in positions if position >= 0]

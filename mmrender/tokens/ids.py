@@ -39,18 +39,18 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     # Zeros and ones alone may be a mask.
     if numbers is None or (numbers.size and not (numbers.min() >= 0 and 1 < numbers.max() < vocab_size)):
         entries = ids if isinstance(ids, Sequence) else values
-        wrong = (index for index, value in enumerate(entries) if not _is_id(value, vocab_size))
+        wrong = (
+            index
+            for index, value in enumerate(entries)
+            if not isinstance(value, int | np.integer)
+            or isinstance(value, bool)
+            or not 0 <= value < vocab_size
+        )
         if (index := next(wrong, None)) is not None:
             error = _error(f"{where}[{index}]", repr(entries[index])[:80])
             error.expected = f"an integer from 0 to {vocab_size - 1}"
             raise error
     return values
-
-
-def _is_id(value: object, vocab_size: int) -> bool:
-    return (
-        isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
-    )
 
 
 def _error(where: str, got: str) -> InputError:

@@ -144,14 +144,12 @@ class RenderedTokens(Drawn):
 
         For `assistant` these are its sampled tokens, and for other roles the content of their messages.
         """
-        return self._filled([self._trained(span, roles) for span in self.spans], np.bool_)
-
-    def _trained(self, span: TokenSpan, roles: Collection[Role]) -> bool:
-        if span.message < 0 or self.roles[span.message] not in roles:
-            return False
-        if self.roles[span.message] == "assistant":
-            return span.sampled
-        return span.kind in CONTENT_KINDS and span.kind not in MODALITIES
+        trained = []
+        for span in self.spans:
+            role = self.roles[span.message] if span.message >= 0 else None
+            is_text = span.kind in CONTENT_KINDS and span.kind not in MODALITIES
+            trained.append(role in roles and (span.sampled if role == "assistant" else is_text))
+        return self._filled(trained, np.bool_)
 
     @property
     def tokens_per_message(self) -> list[int]:

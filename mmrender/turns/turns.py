@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from mmrender.model.spelling import TokenSpeller, TokenText
 from mmrender.model.tokenizer import Match, Tokenizer
+from mmrender.template.known import KnownTemplate
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.text import TracedStr, plain
 
@@ -62,7 +63,7 @@ class Opening(NamedTuple):
 
 
 class Turns:
-    """Finds the turns of one template with one set of template arguments."""
+    """Finds the turns of one template with one set of template arguments. See `turns_of`."""
 
     def __init__(self, profile: TemplateProfile, tokenizer: Tokenizer) -> None:
         self.profile = profile
@@ -168,6 +169,11 @@ class Turns:
             if match.stop <= message_stop and token_id in self._tokenizer.special_ids
         )
         return TurnEnd(message_stop, closer_id=next(closers, None))
+
+
+def turns_of(known: KnownTemplate) -> Turns:
+    """Return the turns of a template, which bridges and parsers share with their spelling of tokens."""
+    return known.findings.remember("turns", lambda: Turns(known.profile, known.tokenizer))
 
 
 class OwnedTokens(Protocol):
