@@ -248,13 +248,16 @@ def proof_texts(added: Iterable[str]) -> Iterator[str]:
     yield "x" * 70_000 + " x"
     for _ in range(60):
         pieces = [
-            source.choice(
-                (source.choice(_WORDS), _letters(source), _character(source), str(source.getrandbits(20)))
-            )
+            source.choice((
+                source.choice(_WORDS),
+                "".join(source.choices("etaoinshrdlucmfwypvbgkjqxz", k=source.randint(1, 12))),
+                chr(source.randrange(*source.choice(_RANGES))),
+                str(source.getrandbits(20)),
+            ))
             + source.choice(_MARKS)
             + source.choice((" ", " ", " ", source.choice(_SPACES), ""))
             for _ in range(60)
-        ]
+        ]  # fmt: skip
         yield "".join(pieces)
     for _ in range(20):
         yield source.randbytes(80).decode("utf-8", "replace")
@@ -262,11 +265,3 @@ def proof_texts(added: Iterable[str]) -> Iterator[str]:
     for start in range(0, len(tokens), 50):
         group = tokens[start : start + 50]
         yield "".join(f"a{token} b{token}" for token in group) + " ".join(group)
-
-
-def _letters(source: random.Random) -> str:
-    return "".join(source.choices("etaoinshrdlucmfwypvbgkjqxz", k=source.randint(1, 12)))
-
-
-def _character(source: random.Random) -> str:
-    return chr(source.randrange(*source.choice(_RANGES)))
