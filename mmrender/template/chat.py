@@ -29,8 +29,16 @@ from mmrender.errors import (
 from mmrender.messages import MediaPart, Message, Part, RenderRequest, Role, TextPart, ThinkingPart, ToolCall
 from mmrender.model.files import SPECIAL_TOKEN_KEYS
 from mmrender.template.compiler import names_printed, names_read
-from mmrender.template.environment import FailedRun, OwnedDict, RefusedByTemplate, TracingEnvironment, run
-from mmrender.template.limits import TemplateLimits
+from mmrender.template.environment import (
+    CLOCK,
+    HANDLED,
+    Joiner,
+    OwnedDict,
+    RefusedByTemplate,
+    TracingEnvironment,
+    handled_message,
+)
+from mmrender.template.limits import BUDGET, Budget, TemplateLimits
 from mmrender.template.prefill import Prefill
 from mmrender.template.text import Kind, Origin, TracedStr
 from mmrender.template.values import traced
@@ -179,10 +187,16 @@ class ChatTemplate:
             # Numbers and flags stay as they are: their text is never syntax.
             is_plain = value is None or type(value) in (bool, int, float)
             variables[key] = value if is_plain else traced(value, Origin(-1, None, "documents", key))
+        budget, clock, handled = BUDGET.set(Budget(self.limits)), CLOCK.set(self._clock), HANDLED.set({})
         try:
-            text = run(self._template, variables, limits=self.limits, clock=self._clock)
-        except FailedRun as failed:
-            raise self._named(failed.error, failed.handled) from failed.error
+            pieces = self._template.root_render_func(self._template.new_context(variables))
+            text = Joiner(root=True).join(pieces)
+        except Exception as error:
+            raise self._named(error, handled_message()) from error
+        finally:
+            BUDGET.reset(budget)
+            CLOCK.reset(clock)
+            HANDLED.reset(handled)
         return text if prefill is None else prefill.cut(text)
 
     def _named(self, error: Exception, handled: Origin | None) -> TemplateError:

@@ -14,7 +14,7 @@ import datetime
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mmrender.caching import cached_property
 from mmrender.template.compiler import GenerationBlock, Mark, MarkKind, TracingCodeGenerator, instrument
 from mmrender.template.filters import FILTERS, LEFT_OUT
-from mmrender.template.limits import BUDGET, LONG, Budget, TemplateLimits, grow
+from mmrender.template.limits import BUDGET, LONG, grow
 from mmrender.template.text import Origin, Span, TracedStr, concat, lay_out, percent, plain, tainted, text_of
 from mmrender.template.values import (
     IDENTITY_TESTS,
@@ -62,9 +62,7 @@ _TEXT_METHODS = frozenset({"center", "join", "ljust", "replace", "rjust", "zfill
 
 CLOCK: ContextVar[Callable[[], datetime.datetime]] = ContextVar("mmrender_template_clock")
 """Clock of `strftime_now` in the rendering of this context."""
-
-
-_HANDLED: ContextVar[dict[int, list[Origin | None]]] = ContextVar("mmrender_template_handled")
+HANDLED: ContextVar[dict[int, list[Origin | None]]] = ContextVar("mmrender_template_handled")
 """Current loops of a run, outermost first: the origin of the current message or part, then the origins of the
 messages that the iteration looked up."""
 
@@ -309,7 +307,7 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(value, dict):
             role = value.get("role")
             origin = role.spans[0][2].scaffold if isinstance(role, TracedStr) and role.spans else None
-        handled = _HANDLED.get()
+        handled = HANDLED.get()
         if kind == "enter":
             handled[loop] = [origin]
         elif kind == "leave":
@@ -389,44 +387,9 @@ def _output_text(value: Any) -> Any:
     return value if type(value) is TracedStr or type(value) is str else text_of(value)
 
 
-class FailedRun(Exception):  # noqa: N818 - carries the error of a run
-    """The error that a template raised, and the message or part that it was handling."""
-
-    def __init__(self, error: Exception, handled: Origin | None) -> None:
-        super().__init__(error, handled)
-        self.error = error
-        self.handled = handled
-
-
-def run(
-    template: jinja2.Template,
-    variables: Mapping[str, Any],
-    *,
-    limits: TemplateLimits,
-    clock: Callable[[], datetime.datetime],
-) -> TracedStr:
-    """Render once, with a new budget.
-
-    Raises:
-        FailedRun: The template or one of its calls failed.
-    """
-    budget = BUDGET.set(Budget(limits))
-    time = CLOCK.set(clock)
-    loops = _HANDLED.set({})
-    try:
-        pieces = template.root_render_func(template.new_context(dict(variables)))
-        return Joiner(root=True).join(pieces)
-    except Exception as error:
-        raise FailedRun(error, _handled_message([*_HANDLED.get().values()])) from error
-    finally:
-        BUDGET.reset(budget)
-        CLOCK.reset(time)
-        _HANDLED.reset(loops)
-
-
-def _handled_message(loops: Sequence[Sequence[Origin | None]]) -> Origin | None:
-    """Origin of the current message or part of the innermost loop, or of its only look-up."""
-    for current, *looked_up in reversed(loops):
+def handled_message() -> Origin | None:
+    """Origin of the current message or part of the run's innermost loop, or of its only look-up."""
+    for current, *looked_up in reversed(HANDLED.get().values()):
         if current is not None:
             return current
         if len({*looked_up}) == 1:
