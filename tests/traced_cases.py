@@ -1,5 +1,6 @@
 """Rendering one template twice: as Transformers does with plain values, and here with traced ones."""
 
+import contextvars
 import datetime
 from functools import cache, lru_cache
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from mmrender.template.environment import TracingEnvironment, run
-from mmrender.template.limits import TemplateLimits
+from mmrender.template.environment import CLOCK, HANDLED, Joiner, TracingEnvironment
+from mmrender.template.limits import BUDGET, Budget, TemplateLimits
 from mmrender.template.text import SEVERAL, Origin, TracedStr, plain
 from mmrender.template.values import traced
 
@@ -40,7 +41,12 @@ def render_plain(source: str, variables: dict[str, Any]) -> str:
 
 def render_traced(source: str, variables: dict[str, Any], limits: TemplateLimits | None = None) -> TracedStr:
     given = {name: give(value, ORIGINS[name[0]]) for name, value in variables.items()}
-    return run(_compiled(source, False), given, limits=limits or TemplateLimits(), clock=lambda: NOW)
+    template = _compiled(source, False)
+    context = contextvars.copy_context()
+    context.run(BUDGET.set, Budget(limits or TemplateLimits()))
+    context.run(CLOCK.set, lambda: NOW)
+    context.run(HANDLED.set, {})
+    return context.run(lambda: Joiner(root=True).join(template.root_render_func(template.new_context(given))))
 
 
 def outcome(call: Any, *args: Any) -> tuple[Any, Exception | None]:
