@@ -37,10 +37,9 @@ DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
 }
 """Rules by role. `caller` covers tool definitions, documents, names, arguments of tools and templates."""
 
-
 _TEMPLATE: TokenKind = "template"
 _STOP = itemgetter(1)
-"""End of a span. The first span that ends after a character is the one that holds it, or the next."""
+"""End of a span, by which `bisect` finds the first span that ends after a character."""
 
 
 @dataclass(frozen=True, slots=True)
