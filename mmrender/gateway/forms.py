@@ -5,6 +5,7 @@ system message becomes a user message in `<system-reminder>`, and the pictures f
 user message. Each change is noted on the step.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,8 +52,19 @@ async def written_for(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     template_arguments: Mapping[str, Any],
+    sampled_ids: Mapping[str, str],
 ) -> WrittenMessages:
-    """Return a conversation in the form that the renderer's template prints. It is probed if need be."""
+    """Return a conversation in the form that the renderer's template prints.
+
+    Args:
+        renderer: Its template is probed if need be.
+        messages: The conversation as the agent sends it.
+        tools: Definitions of the offered tools.
+        template_arguments: Template variables in force.
+        sampled_ids: By id of a call, the id that the model itself sampled for it, which results must name.
+    """
+    if sampled_ids:
+        messages = [_with_ids(message, sampled_ids) for message in messages]
     written: list[Sequence[Message]] = [(message,) for message in messages]
     notes: dict[int, str] = {}
     systems = [index for index in range(1, len(messages)) if messages[index].role in _SYSTEM_ROLES]
@@ -63,12 +75,28 @@ async def written_for(
     results = [index for index, message in enumerate(messages) if message.role == "tool"]
     shown = [index for index in results if any(messages[index].media())]
     if shown:
-        profile = renderer.template_profile(has_tools=tools is not None, **template_arguments)
+        profile = await asyncio.to_thread(
+            renderer.template_profile, has_tools=tools is not None, **template_arguments
+        )
         if "tool" not in profile.image_roles:
             _move_media(messages, shown, written)
             for index in shown:
                 notes[index] = f"messages[{index}]: media of a tool result, rendered in a user message"
     return WrittenMessages(written, dict(sorted(notes.items())))
+
+
+def _with_ids(message: Message, sampled_ids: Mapping[str, str]) -> Message:
+    """Return a message with the model's own ids in place of the agent's."""
+    if message.role == "tool":
+        own = sampled_ids.get(message.tool_call_id or "", message.tool_call_id)
+        return msgspec.structs.replace(message, tool_call_id=own)
+    if any(call.id in sampled_ids for call in message.tool_calls):
+        calls = [
+            msgspec.structs.replace(call, id=sampled_ids.get(call.id or "", call.id))
+            for call in message.tool_calls
+        ]
+        return msgspec.structs.replace(message, tool_calls=tuple(calls))
+    return message
 
 
 async def _prints_later_systems(

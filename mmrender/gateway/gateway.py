@@ -325,8 +325,9 @@ class Gateway:
             MMRenderError: The conversation cannot be rendered.
         """
         arguments = call.template_arguments
-        place = Index().place(call, arguments)
-        return len((await make_prompt(self.engine, self.renderer, (), place, call, arguments)).prompt.ids)
+        place = Index().place(call)
+        made = await make_prompt(self.engine, self.renderer, (), place, call, arguments, {})
+        return len(made.prompt.ids)
 
     async def check_health(self) -> None:
         """Return if an engine serves, and raise an `EngineError` if none does."""

@@ -129,6 +129,15 @@ def _kind_of_root(root: Root, main: Root | None, *, is_main: bool) -> Kind:
     return "subagent" if root.tools is not None else "side"
 
 
+def note_kind(trajectory: Trajectory, step: Step) -> None:
+    """Set the kind of a new step. A new root may change the kinds of earlier ones."""
+    record = step.extra[EXTRA]
+    if "root" in record:
+        settle_kinds(trajectory)
+    else:
+        record["kind"] = _named_kind(record) or kind_of(trajectory.steps[record["from"]])
+
+
 def kind_of(step: Step) -> Kind:
     """Return the kind of a step. A step that no gateway recorded is of the main conversation."""
     kind: Kind = step.extra.get(EXTRA, {}).get("kind", "main")

@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -43,6 +43,32 @@ _LARGEST: Final = 1 << 1023
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
+class CallDigests(NamedTuple):
+    """Digests of everything that a call's place depends on."""
+
+    tools: Digest
+    arguments: Digest
+    messages: tuple[Digest, ...]
+
+    @classmethod
+    def of(cls, call: Call, template_arguments: Mapping[str, Any]) -> "CallDigests":
+        """Return the digests of a call with the template variables in force. Large pictures take a while.
+
+        Raises:
+            InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
+        """
+        messages = [
+            _answer_of(message) if message.role == "assistant" else _message_digest(message, position)
+            for position, message in enumerate(call.messages)
+        ]
+        # Equal digests of all steps are one object.
+        tools, arguments = (
+            sys.intern(digest_of(call.offered or ())),
+            sys.intern(digest_of(template_arguments)),
+        )
+        return cls(tools, arguments, tuple(messages))
+
+
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     """Record of a step for matching. It is kept with the step, and `Index.of` reads it.
 
@@ -56,6 +82,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
         question: Digest of the last message before the answer.
         call_ids: Ids of the answer's calls, in order.
         speaker: The agent, or the thread, whose call was answered, if its headers say.
+        sampled_ids: Ids that the model itself sampled for the calls, in formats that have ids.
     """
 
     tools: Digest
@@ -66,6 +93,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     parent: int | None = None
     call_ids: tuple[str, ...] = ()
     speaker: str | None = None
+    sampled_ids: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +126,8 @@ class Place:
     question: Digest
     speaker: str | None
 
-    def recorded(self, answer: Answer) -> Recorded:
-        """Return the record of the step that answers the call."""
+    def recorded(self, answer: Answer, sampled_ids: Sequence[str | None] = ()) -> Recorded:
+        """Return the record of the step that answers the call. `sampled_ids` are as in `Recorded`."""
         calls = [(call.name, json.loads(call.arguments)) for call in answer.calls]
         return Recorded(
             self.tools,
@@ -110,6 +138,7 @@ class Place:
             self.parent,
             tuple(call.id for call in answer.calls),
             self.speaker,
+            tuple(sampled_ids) if any(sampled_ids) else (),
         )
 
 
@@ -155,9 +184,13 @@ class Index:
     Args:
         strict: Whether a turn whose text or calls the agent changed is another turn, although it shows the
             call ids of a recorded one.
+
+    Attributes:
+        sampled_ids: By id of a call, the id that the model itself sampled for it.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
+        self.sampled_ids: dict[str, str] = {}
         self._strict = strict
         self._steps: dict[int, Recorded] = {}
         self._nodes: dict[Digest, _Node] = {}
@@ -176,16 +209,15 @@ class Index:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def place(self, call: Call, template_arguments: Mapping[str, Any] | None = None) -> Place:
+    def place(self, call: Call, digests: CallDigests | None = None) -> Place:
         """Find the place of a call. The cost grows with its messages, not with the steps.
 
         Args:
             call: The call.
-            template_arguments: Template variables in force, by default the call's.
+            digests: Its digests, by default with its own template variables.
 
         Raises:
-            InputError: The conversation is empty or ends in an answer, or a picture has no text or bytes as
-                its source.
+            InputError: The conversation is empty or ends in an answer.
         """
         if not call.messages or call.messages[-1].role == "assistant":
             raise InputError(
@@ -194,14 +226,11 @@ class Index:
                 expected="a message of a user, a tool or a system",
                 got="an answer" if call.messages else "no messages",
             )
-        arguments = call.template_arguments if template_arguments is None else template_arguments
-        # Equal digests of all steps are one object.
-        digests = sys.intern(digest_of(call.offered or ())), sys.intern(digest_of(arguments))
-        root = digest_of(digests)
+        digests = CallDigests.of(call, call.template_arguments) if digests is None else digests
+        root = _hash((digests.tools + digests.arguments).encode())
         walks = [_Walk([root], None, 0, 0, root)]
         question = root
-        for position, message in enumerate(call.messages):
-            own = _answer_of(message) if message.role == "assistant" else _message_digest(message, position)
+        for position, (message, own) in enumerate(zip(call.messages, digests.messages, strict=True)):
             if message.role == "assistant":
                 walks = self._after_answer(walks, position, message, own, question)
             else:
@@ -218,8 +247,8 @@ class Index:
             why=self._why(best, digests, call.messages),
             rewritten=best.rewritten,
             path=tuple(best.path),
-            tools=digests[0],
-            arguments=digests[1],
+            tools=digests.tools,
+            arguments=digests.arguments,
             question=question,
             speaker=speaker,
         )
@@ -240,6 +269,8 @@ class Index:
         self._node(recorded.path[-1]).steps += (number,)
         self._node(_after_turn(number))
         self._by_call.update(dict.fromkeys(recorded.call_ids, number))
+        pairs = zip(recorded.call_ids, recorded.sampled_ids, strict=False)
+        self.sampled_ids.update((name, sampled) for name, sampled in pairs if sampled)
         self._by_answer[recorded.answer, recorded.question] = number
 
     def _node(self, context: Digest) -> _Node:
@@ -291,14 +322,14 @@ class Index:
         node = self._nodes.get(walk.path[-1])
         return None if node is None or not node.steps else node.steps[-1]
 
-    def _why(self, walk: _Walk, digests: tuple[Digest, Digest], messages: Sequence[Message]) -> str | None:
+    def _why(self, walk: _Walk, digests: CallDigests, messages: Sequence[Message]) -> str | None:
         """Say why a conversation does not simply continue a turn, by the first message that differs."""
         if not self._steps or self._sibling(walk) is not None:
             return None if self._steps else "the conversation begins"
         node, position = self._nodes.get(walk.last_known), walk.known
         if node is None:
             newest = max(self._steps)
-            differ = "tools" if self._steps[newest].tools != digests[0] else "template arguments"
+            differ = "tools" if self._steps[newest].tools != digests.tools else "template arguments"
             return f"the {differ} differ from step {newest}'s"
         if position == len(messages):
             return f"the conversation ends before step {node.follower}'s"

@@ -58,6 +58,7 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
     place: Place,
     call: Call,
     template_arguments: Mapping[str, Any],
+    sampled_ids: Mapping[str, str],
 ) -> CallPrompt:
     """Make the prompt of a call.
 
@@ -68,6 +69,7 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
         place: Place of the call among them.
         call: The call.
         template_arguments: Template variables in force.
+        sampled_ids: As for `Index`.
 
     Raises:
         MMRenderError: The conversation cannot be rendered.
@@ -79,7 +81,7 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
     parent = None if place.parent is None else steps[place.parent]
     # A bridged prompt contains its parent's definitions, whose keys may be in another order.
     tools = check_tools(call.offered, "tools") if parent is None else parent.tools
-    written = await written_for(renderer, call.messages, tools, template_arguments)
+    written = await written_for(renderer, call.messages, tools, template_arguments, sampled_ids)
     conversation = _Conversation(renderer, call.messages, written, tools, template_arguments)
     why = place.why
     if parent is not None or place.borrowed:

@@ -58,8 +58,8 @@ _PROBE: Final = "look"
 
 def forced_call(
     renderer: Any, call: Call, prompt: Prompt, template_arguments: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return `structured_outputs` that make the model call a tool, or None if the model may answer freely.
+) -> dict[str, Any]:
+    """Return `structured_outputs` that make the model call a tool.
 
     If the prompt leaves a reasoning block open, the model reasons first. Otherwise the call comes at once.
 
@@ -73,8 +73,6 @@ def forced_call(
         InputError: The answer must have another form as well, or the model's spelling of calls cannot be
             enforced.
     """
-    if call.tool_choice != "required" and call.forced_tool is None:
-        return None
     schemas = tool_schemas(call.offered or ())
     names = list(schemas) if call.forced_tool is None else [call.forced_tool]
     if "structured_outputs" in call.sampling_params:

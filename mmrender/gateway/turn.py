@@ -1,33 +1,32 @@
 """One sampled turn of a session: from a call and its place to the recorded step and the answer."""
 
-import json
-import time
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import msgspec
 
 from mmrender.client.engine import Engine
-from mmrender.client.types import Generation, RequestOptions
+from mmrender.client.types import RequestOptions
 from mmrender.content.messages import to_openai
 from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.errors import InputError
-from mmrender.gateway.call import Answer, AnswerCall, Call, OnDelta, new_id
-from mmrender.gateway.deltas import TextDeltas, without_stop
-from mmrender.gateway.kinds import root_of, settle_kinds
-from mmrender.gateway.matching import EXTRA, Index, Place, digest_of
+from mmrender.gateway.answers import read_turn, stop_strings
+from mmrender.gateway.call import Answer, Call, OnDelta, new_id
+from mmrender.gateway.deltas import TextDeltas
+from mmrender.gateway.kinds import note_kind, root_of
+from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of
 from mmrender.gateway.prompts import CallPrompt, make_prompt
 from mmrender.gateway.tool_choice import forced_call
-from mmrender.messages import Message, ToolCall
 from mmrender.protocols import ParseOptions, RendererProtocol
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
 
 _THINKING: Final = "enable_thinking"
 """Template variable that turns reasoning on and off."""
-_READ: Final = ("ok", "unknown_tool")
-"""Statuses of calls that the agent gets. Agents themselves answer a call of an unknown tool."""
+_LARGE: Final = 1 << 20
+"""Characters of a picture's source from which a call is digested off the event loop."""
 
 
 async def take_turn(
@@ -72,25 +71,25 @@ async def take_turn(
     renderer = engine.renderer
     if renderer is None:
         raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
-    arguments, notes = _template_arguments(renderer, call, template_arguments or {})
-    place = index.place(call, arguments)
-    prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments)
+    arguments, notes = await _template_arguments(renderer, call, template_arguments or {})
+    place = index.place(call, await _digests(call, arguments))
+    prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
-    structure = forced_call(renderer, call, prompt.prompt, arguments)
-    if structure is not None:
+    if call.tool_choice == "required" or call.forced_tool is not None:
+        structure = await asyncio.to_thread(forced_call, renderer, call, prompt.prompt, arguments)
         sampling["structured_outputs"] = structure
-    parsing: ParseOptions = {
-        "tools": call.offered,
-        "prompt_ids": prompt.prompt.ids,
-        "chat_template_kwargs": arguments,
-    }
     deltas = None
     if on_delta is not None:
+        parsing: ParseOptions = {
+            "tools": call.offered,
+            "prompt_ids": prompt.prompt.ids,
+            "chat_template_kwargs": arguments,
+        }
         deltas = TextDeltas(
             lambda ids: renderer.parse_response(ids, **parsing),
             on_delta,
             index=number,
-            stops=_stops(sampling),
+            stops=stop_strings(sampling),
             offers_tools=call.offered is not None,
         )
     generation = await engine.turn(
@@ -101,34 +100,14 @@ async def take_turn(
         on_tokens=None if deltas is None else deltas.add,
         **_request_options(options, session_name),
     )
-    read = _read_turn(generation, call, sampling)
-    answer = Answer(
-        id=answer_id or new_id(),
-        created=int(time.time()),
-        step=len(trajectory),
-        reasoning=read.reasoning,
-        content=read.content,
-        calls=read.calls,
-        finish_reason=read.finish_reason,
-        stop=read.stop,
-        usage=generation.usage,
-        token_ids=generation.completion_ids,
-        logprobs=generation.logprobs,
-        top_logprobs=generation.response.top_logprobs,
-        token_texts={} if call.logprobs is None else _token_texts(renderer, generation),
-    )
+    read = read_turn(generation, call, sampling)
+    answer = read.answer(renderer, call, generation, id=answer_id or new_id(), step=len(trajectory))
     if deltas is not None:
         deltas.finish(answer.reasoning, answer.content)
-    recorded = place.recorded(answer)
-    record = _record(
-        call,
-        place,
-        prompt,
-        answer=answer,
-        sampling=sampling,
-        trajectory=trajectory,
-        notes=(*notes, *read.notes),
-    )
+    recorded = place.recorded(answer, read.sampled_ids)
+    record = _record(call, place, prompt, sampling, trajectory.steps) | {"response": answer.id}
+    if all_notes := [*call.notes, *notes, *prompt.notes, *read.notes]:
+        record["notes"] = all_notes
     step = trajectory.append_turn(
         replace(generation, finish_reason=read.finish_reason),
         parent=prompt.parent,
@@ -137,18 +116,27 @@ async def take_turn(
         extra={EXTRA: {**record, "matching": msgspec.to_builtins(recorded)}},
     )
     index.add(step.index, recorded)
-    settle_kinds(trajectory)
+    note_kind(trajectory, step)
     return step, answer
 
 
-def _template_arguments(
+async def _digests(call: Call, arguments: Mapping[str, Any]) -> CallDigests:
+    """Return the digests of a call, off the event loop if it has large pictures."""
+    sources = (part.source for message in call.messages for _, part in message.media())
+    if any(len(source) > _LARGE for source in sources if isinstance(source, str | bytes)):
+        return await asyncio.to_thread(CallDigests.of, call, arguments)
+    return CallDigests.of(call, arguments)
+
+
+async def _template_arguments(
     renderer: RendererProtocol, call: Call, pinned: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the template variables in force, and a note if the template cannot turn reasoning on and off."""
     arguments = {**call.template_arguments, **pinned}
     if call.thinking is None or _THINKING in arguments:
         return arguments, ()
-    profile = renderer.template_profile(has_tools=call.offered is not None, **arguments)
+    has_tools = call.offered is not None
+    profile = await asyncio.to_thread(renderer.template_profile, has_tools=has_tools, **arguments)
     if _THINKING in profile.arguments:
         return {**arguments, _THINKING: call.thinking}, ()
     return arguments, (f"reasoning turned {'on' if call.thinking else 'off'}: the template cannot",)
@@ -159,21 +147,6 @@ def _request_options(options: RequestOptions | None, session_name: str | None) -
     if session_name is not None:
         headers[SESSION_HEADER] = session_name
     return {**(options or {}), "extra_headers": headers}
-
-
-def _stops(params: Mapping[str, Any]) -> Sequence[str]:
-    """Return the stop strings that are not part of the answer."""
-    stops = params.get("stop") or ()
-    if params.get("include_stop_str_in_output"):
-        return ()
-    return (stops,) if isinstance(stops, str) else stops
-
-
-def _token_texts(renderer: RendererProtocol, generation: Generation) -> dict[int, str]:
-    """Return the text of each sampled token and of its alternatives."""
-    others = (token for entry in generation.response.top_logprobs or () for token, _ in entry)
-    tokens = dict.fromkeys([*generation.completion_ids, *others])
-    return {token: renderer.decode([token]) for token in tokens}
 
 
 async def _sampling_params(
@@ -197,97 +170,34 @@ async def _sampling_params(
     return {**params, "max_tokens": min(budgets)} if budgets else params
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadTurn:
-    """A completion as the agent gets it, and the message that is recorded for it."""
-
-    reasoning: str | None
-    content: str
-    calls: tuple[AnswerCall, ...]
-    message: Message
-    finish_reason: Any
-    stop: str | None
-    notes: tuple[str, ...]
-
-
-def _read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> _ReadTurn:
-    """Read a completion.
-
-    Malformed calls are text, so that the agent sees them. A stop string and the text after it in the same
-    token are left out, as engines do.
-    """
-    parsed, response = generation.parsed, generation.response
-    stop = response.stop_reason if isinstance(response.stop_reason, str) else None
-    stop = stop if stop in _stops(params) else None
-    attempts = [each for each in parsed.tool_calls if each.status in _READ and each.arguments is not None]
-    malformed = [each.raw for each in parsed.tool_calls if each not in attempts]
-    notes: tuple[str, ...] = ()
-    if len(attempts) > 1 and not call.parallel_tool_calls:
-        notes = (f"{len(attempts) - 1} of {len(attempts)} calls were left out: parallel calls are off",)
-        attempts = attempts[:1]
-    content = without_stop("\n".join([each for each in (parsed.content, *malformed) if each]), stop)
-    reasoning = None if parsed.reasoning_content is None else without_stop(parsed.reasoning_content, stop)
-    prefix = "toolu_" if call.protocol == "messages" else "call_"
-    calls = tuple(ToolCall(each.name or "", each.arguments or {}, f"{prefix}{new_id()}") for each in attempts)
-    message = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=()).to_message()
-    return _ReadTurn(
-        reasoning,
-        content,
-        tuple(AnswerCall(each.id or "", each.name, _json(each.arguments)) for each in calls),
-        msgspec.structs.replace(message, content=message.content or None, tool_calls=calls),
-        "tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason,
-        stop,
-        notes,
-    )
-
-
-def _json(arguments: Mapping[str, Any]) -> str:
-    """Return arguments as JSON. Half a surrogate pair, which UTF-8 lacks, stays escaped."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(arguments)
-    return text
-
-
 def _record(
-    call: Call,
-    place: Place,
-    prompt: CallPrompt,
-    *,
-    answer: Answer,
-    sampling: Mapping[str, Any],
-    trajectory: Trajectory,
-    notes: Sequence[str],
+    call: Call, place: Place, prompt: CallPrompt, sampling: Mapping[str, Any], steps: Sequence[Step]
 ) -> dict[str, Any]:
     """Return the gateway's record of a step, as plain data.
 
     Agents send large schemas with every call, so the first step with a schema has it, others its digest.
     """
-    origin = {name: value for name, value in asdict(call.origin).items() if value is not None}
-    source = place.sibling if place.sibling is not None else place.parent
-    asked = call.sampling_params
-    replaced = {name: value for name, value in asked.items() if sampling.get(name) != value}
+    choice = call.forced_tool or call.tool_choice
     record: dict[str, Any] = {
         "protocol": call.protocol,
-        "response": answer.id,
         "model": call.model,
         "prompt": prompt.made,
         "why_rendered": prompt.why if prompt.made == "rendered" else None,
         "why_branched": prompt.why if prompt.made in ("bridged", "joined") else None,
         "rewritten": list(place.rewritten),
-        "notes": [*call.notes, *prompt.notes, *notes],
-        "origin": origin,
-        "tool_choice": call.forced_tool or (call.tool_choice if call.tool_choice != "auto" else None),
+        "origin": {name: value for name, value in asdict(call.origin).items() if value is not None},
+        "tool_choice": None if choice == "auto" else choice,
         "sampling_params": {key: value for key, value in sampling.items() if key != "structured_outputs"},
-        "replaced_params": replaced,
+        "replaced_params": {
+            name: value for name, value in call.sampling_params.items() if sampling.get(name) != value
+        },
     }
     if structure := sampling.get("structured_outputs"):
         digest = record["structure"] = digest_of(structure)
-        known = any(step.extra.get(EXTRA, {}).get("structure") == digest for step in trajectory.steps)
+        known = any(step.extra.get(EXTRA, {}).get("structure") == digest for step in steps)
         record["structured_outputs"] = None if known else structure
     record = {name: value for name, value in record.items() if value not in (None, [], {})}
+    source = place.sibling if place.sibling is not None else place.parent
     if source is not None:
         return {**record, "from": source}
-    return {**record, "root": msgspec.to_builtins(root_of(call, place, trajectory.steps))}
+    return {**record, "root": msgspec.to_builtins(root_of(call, place, steps))}

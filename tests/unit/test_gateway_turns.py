@@ -10,6 +10,7 @@ from mmrender.content import normalize_messages
 from mmrender.errors import EngineConnectionError, InputError
 from mmrender.gateway.call import Call
 from mmrender.gateway.turn import take_turn
+from mmrender.renderer import Renderer
 from rollout_cases import TOOLS
 from rollout_cases import call as spoken
 
@@ -256,6 +257,44 @@ async def test_what_the_agent_gets(renderer, said_text, content, names):
     asked = [*ASKED, said(answer), *results(answer, *contents), {"role": "user", "content": "So?"}]
     later, _ = await session.ask(asked)
     assert later.previous is step
+
+
+async def test_calls_without_tools_are_text(renderer):
+    session = Recording(renderer, lambda request: f"x\n{spoken(1)}")
+    for fields in ({"tools": None}, {"tool_choice": "none"}):
+        step, answer = await session.ask(ASKED, **fields)
+        assert (answer.content, answer.calls, answer.finish_reason) == (f"x\n{spoken(1)}", (), "stop")
+    later, _ = await session.ask([*ASKED, said(answer), {"role": "user", "content": "So?"}], tools=None)
+    assert later.previous is step
+
+
+KIMI = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}## {{ m.tool_call_id }}\n{% endif %}"
+    "{{ m.content or '' }}{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+    "{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+    '{"at": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+async def test_results_name_the_id_that_the_model_sampled(tiny_model):
+    """A format in which the model itself writes ids, and its template prints them with the results."""
+    renderer = Renderer.from_pretrained(
+        tiny_model, chat_template=KIMI, image_backend="pil", tool_call_grammar="kimi_sections"
+    )
+    session = Recording(renderer, lambda request: KIMI_CALL)
+    first, answer = await session.ask(ASKED)
+    assert [call.name for call in answer.calls] == ["look"]
+    assert answer.calls[0].id.startswith("call_")
+    step, _ = await session.ask([*ASKED, said(answer), *results(answer, "3 legs")])
+    assert gateway(step)["prompt"] == "bridged"
+    assert step.previous is first
+    assert "tool\n## functions.look:0\n3 legs" in renderer.decode(step.prompt_ids.tolist())
+    assert answer.calls[0].id not in renderer.decode(step.prompt_ids.tolist())
 
 
 async def test_one_call_alone(renderer):

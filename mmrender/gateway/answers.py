@@ -1,0 +1,126 @@
+"""From a completion to the answer that an agent gets, and to the message that is recorded for it."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+
+from mmrender.client.types import Generation, TurnFinishReason
+from mmrender.gateway.call import Answer, AnswerCall, Call, new_id
+from mmrender.gateway.deltas import without_stop
+from mmrender.messages import Message, ToolCall
+from mmrender.protocols import RendererProtocol
+
+_READ: Final = ("ok", "unknown_tool")
+"""Statuses of calls that the agent gets. Agents themselves answer a call of an unknown tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTurn:
+    """A completion, read.
+
+    Attributes:
+        reasoning: The reasoning, or None.
+        content: The text. Calls that are malformed, or made without tools, are text at its end, so that the
+            agent sees them.
+        calls: Calls of tools, under unique ids.
+        sampled_ids: The id that the model itself sampled for each call, or None.
+        message: The message as the template prints it, with the model's own ids if there are any.
+        finish_reason: Why sampling ended.
+        stop: The stop string that was met, or None.
+        notes: Calls that were left out, in words.
+    """
+
+    reasoning: str | None
+    content: str
+    calls: tuple[AnswerCall, ...]
+    sampled_ids: tuple[str | None, ...]
+    message: Message
+    finish_reason: TurnFinishReason
+    stop: str | None
+    notes: tuple[str, ...]
+
+    def answer(self, renderer: RendererProtocol, call: Call, generation: Generation, **names: Any) -> Answer:
+        """Return the answer. `names` are its `id` and `step`."""
+        response = generation.response
+        alternatives = (token for entry in response.top_logprobs or () for token, _ in entry)
+        tokens = () if call.logprobs is None else dict.fromkeys([*response.completion_ids, *alternatives])
+        return Answer(
+            created=int(time.time()),
+            reasoning=self.reasoning,
+            content=self.content,
+            calls=self.calls,
+            finish_reason=self.finish_reason,
+            stop=self.stop,
+            usage=generation.usage,
+            token_ids=generation.completion_ids,
+            logprobs=generation.logprobs,
+            top_logprobs=response.top_logprobs,
+            token_texts={token: renderer.decode([token]) for token in tokens},
+            **names,
+        )
+
+
+def read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> ReadTurn:
+    """Read a completion that was sampled with these parameters.
+
+    Without parallel calls the agent gets the first call alone. A stop string and the text after it in the
+    same token are left out, as engines do.
+    """
+    parsed, response = generation.parsed, generation.response
+    stop = response.stop_reason if isinstance(response.stop_reason, str) else None
+    stop = stop if stop in stop_strings(params) else None
+    made = [
+        each
+        for each in parsed.tool_calls
+        if call.offered is not None and each.status in _READ and each.arguments is not None
+    ]
+    others = [each.raw for each in parsed.tool_calls if each not in made]
+    notes: tuple[str, ...] = ()
+    if len(made) > 1 and not call.parallel_tool_calls:
+        notes = (f"{len(made) - 1} of {len(made)} calls were left out: parallel calls are off",)
+        made = made[:1]
+    content = without_stop("\n".join([text for text in (parsed.content, *others) if text]), stop)
+    reasoning = None if parsed.reasoning_content is None else without_stop(parsed.reasoning_content, stop)
+    prefix = "toolu_" if call.protocol == "messages" else "call_"
+    calls = tuple(
+        AnswerCall(prefix + new_id(), each.name or "", _json(each.arguments or {})) for each in made
+    )
+    message = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=()).to_message()
+    if made:
+        own_calls = tuple(
+            ToolCall(each.name or "", each.arguments or {}, each.id or answered.id)
+            for each, answered in zip(made, calls, strict=True)
+        )
+        message = msgspec.structs.replace(message, content=message.content or None, tool_calls=own_calls)
+    return ReadTurn(
+        reasoning=reasoning,
+        content=content,
+        calls=calls,
+        sampled_ids=tuple(each.id for each in made),
+        message=message,
+        finish_reason="tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason,
+        stop=stop,
+        notes=notes,
+    )
+
+
+def stop_strings(params: Mapping[str, Any]) -> Sequence[str]:
+    """Return the stop strings that are not part of the answer."""
+    stops = params.get("stop") or ()
+    if params.get("include_stop_str_in_output"):
+        return ()
+    return (stops,) if isinstance(stops, str) else stops
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON. Half a surrogate pair, which UTF-8 lacks, stays escaped."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments)
+    return text
