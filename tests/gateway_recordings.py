@@ -19,11 +19,12 @@ from mmrender.trajectory.step import Step
 
 @dataclass(frozen=True)
 class Said:
-    """A scripted reply. Calls are `(id, name, arguments as text)`."""
+    """A scripted reply. Calls are `(id, name, arguments as text)`. `raw` is the whole reply as the model wrote it."""
 
     reasoning: str
     content: str
     calls: tuple[tuple[str, str, str], ...]
+    raw: str | None = None
 
     @property
     def sound_calls(self) -> list[tuple[str, str, str]]:
@@ -32,6 +33,8 @@ class Said:
 
     def text(self) -> str:
         """The reply as Qwen3-VL writes it, arguments as the script spelled them."""
+        if self.raw is not None:
+            return self.raw
         calls = [
             f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
             for _, name, arguments in self.calls
@@ -105,6 +108,8 @@ def _is_object(text: str) -> bool:
 
 
 def _read_reply(reply: Any, protocol: ProtocolName) -> Said:
+    if isinstance(reply, dict) and "text" in reply:
+        return Said("", reply["text"], tuple((made, "", "{}") for made in reply["calls"]), reply["text"])
     if protocol == "chat":
         made = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
         calls = [(name, function["name"], function["arguments"]) for name, function in made]

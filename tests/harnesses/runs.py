@@ -304,12 +304,18 @@ def run(name: str, place: Place, *, seconds: float = 240) -> subprocess.Complete
     )
 
 
-def play(name: str, renderer: Renderer, folder: Path, tools: Path) -> tuple[Trajectory, ScriptedModel, str]:
-    """Run a harness against a gateway of its own. Return its session, the model, and the harness's output."""
+def play(
+    name: str, renderer: Renderer, folder: Path, tools: Path, *, wrap: Callable[[Any], Any] = lambda app: app
+) -> tuple[Trajectory, ScriptedModel, str]:
+    """Run a harness against a gateway of its own. Return its session, the model, and the harness's output.
+
+    `wrap` may put another application around the gateway's.
+    """
     harness = HARNESSES[name]
     place = Place("", "", folder / "task", folder / "home", tools)
     model = ScriptedModel(renderer, harness.script(place), tool_marker="<tools>" if harness.has_tools else "")
     gateway = Gateway(model, renderer, model="any", out=folder / "rollouts.mmr")
+    gateway._server._app = wrap(gateway.app)
     url = gateway.start()
     try:
         session = gateway.run(gateway.open_session(name))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +13,18 @@ from gateway_recordings import Replay
 from mmrender.gateway.kinds import select_samples
 from mmrender.gateway.matching import Index
 
-RECORDINGS = SHARED / "agents" / "requests"
-PATHS = sorted(RECORDINGS.glob("*.jsonl")) if RECORDINGS.is_dir() else []
+OWN = sorted((Path(__file__).parents[1] / "data" / "agents").glob("*.jsonl"))
+PATHS = OWN + sorted((SHARED / "agents" / "requests").glob("*.jsonl"))
 
 WHY = {
+    "own-browser-use": {"messages[1] differs from step": 5},
+    "own-claude-code": {"the tools differ from step": 1},
     # Each step of browser-use is a conversation of its own, and its judge has another system message.
     "browser": {"messages[1] differs from step": 3, "the system message differs from step": 1},
     # Titles come first, with other tools.
     "claude_haiku": {"the tools differ from step": 1},
     "opencode": {"the tools differ from step": 1},
+    "own-opencode": {"the tools differ from step": 1},
     # The script's broken call is text here, and the recorded agent got it as a call.
     "claude_odd": {"messages[2] is another turn than step": 1},
     "codex_odd": {"messages[3] is another turn than step": 1},
@@ -36,8 +40,9 @@ WHY = {
 }
 """Calls after the first whose prompts are rendered in full, by the beginning of the reason."""
 
-if not PATHS:
-    pytest.skip(f"needs agents/requests in {SHARED}", allow_module_level=True)
+
+def _name(path):
+    return f"own-{path.stem}" if path in OWN else path.stem
 
 
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")
@@ -51,17 +56,17 @@ ON_ALL_MODELS = (
     "smol_tool",
 )
 RUNS = [
-    (path, model) for path in PATHS for model in MODELS if model == MODELS[0] or path.stem in ON_ALL_MODELS
+    (path, model) for path in PATHS for model in MODELS if model == MODELS[0] or _name(path) in ON_ALL_MODELS
 ]
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0].stem}-{run[1]}")
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{_name(run[0])}-{run[1]}")
 def run(request, renderers):
     """A recording's name, its calls with steps and answers, and the session."""
     path, model = request.param
     replay = Replay(path, renderers(model), is_spelled=model == MODELS[0])
     session = asyncio.run(replay.run())
-    return path.stem, replay.taken, session
+    return _name(path), replay.taken, session
 
 
 def test_later_calls_are_bridged(run):
@@ -109,6 +114,8 @@ def test_kinds(run):
         "opencode": "s" + "m" * 5,
         "opencode_task": "sm" + "s" * 4 + "m",
         "qwen_loop": "m" * 8 + "c" * 40,
+        "own-claude-code": "s" + "m" * 7,
+        "own-opencode": "s" + "m" * 7,
     }
     assert kinds == expected.get(name, "m" * len(taken))
 
