@@ -470,6 +470,7 @@ def _failed(protocol: AgentProtocol, failure: Failure) -> Response:
         503: {"retry-after": "1"},
         429: {"retry-after": "1"},
         401: {"www-authenticate": "Bearer"},
+        409: {"x-should-retry": "false"},  # OpenAI's and Anthropic's clients repeat such a call otherwise
     }
     body = protocol.error(failure.status, failure.code, failure.message, failure.param)
     return _json(body, failure.status, headers.get(failure.status))

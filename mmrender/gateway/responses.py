@@ -1,5 +1,6 @@
 """OpenAI's responses: requests read strictly, replies, events of streams, errors."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
@@ -218,10 +219,14 @@ class Responses:
         answer = answers[0]
         output: list[dict[str, Any]] = []
         if answer.reasoning:
-            output.append(_reasoning(answer.id, answer.reasoning))
+            output.append(_reasoning(_item_id("rs", answer.id, 0), answer.reasoning))
         if answer.content or not answer.calls:
-            output.append(_message(answer.id, answer.content, answer, call))
-        output += [_call(answer.id, number, each) for number, each in enumerate(answer.calls)]
+            item_id = _item_id("msg", answer.id, len(output))
+            output.append(_message(item_id, answer.content, answer, call))
+        output += [
+            _call(_item_id("fc", answer.id, number), each)
+            for number, each in enumerate(answer.calls, len(output))
+        ]
         return _finished(call, answer, answer.created, output)
 
     def events(self, call: Call, answer_ids: Sequence[str]) -> "ResponseEvents":
@@ -236,14 +241,15 @@ class Responses:
 class _Conversation:
     """Reads the items of a conversation. Items of one answer become one assistant message.
 
-    An answer is reasoning, then text, then calls. An item that comes before the last one in this order
-    begins another answer.
+    Ids of ours name the answer. Many clients drop ids. Then an answer is reasoning, text and calls in this
+    order, and an item out of order begins another.
     """
 
     def __init__(self, notes: dict[str, None]) -> None:
         self._notes = notes
         self._messages: list[Message] = []
         self._stage = -1
+        self._answer_id: str | None = None
         self._thoughts: list[str] = []
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
@@ -278,16 +284,16 @@ class _Conversation:
             )
         read = convert(item, form, where, error=MessageError)
         if isinstance(read, _ReasoningItem):
-            self._begin(0, joins=True)
+            self._begin(read.id, 0, joins=True)
             text = "".join([part.text for part in read.content or ()])
             self._thoughts.append(text or "\n\n".join([part.text for part in read.summary]))
         elif isinstance(read, _CallItem):
-            self._begin(2, joins=True)
+            self._begin(read.id, 2, joins=True)
             name = read.name if read.namespace is None else f"{read.namespace}.{read.name}"
             arguments = read_arguments(read.arguments, f"{where}.arguments")
             self._calls.append(ToolCall(name, arguments, read.call_id))
         elif isinstance(read, _MessageItem) and read.role == "assistant":
-            self._begin(1, joins=False)
+            self._begin(read.id, 1, joins=False)
             self._texts.append(joined_text(read_content(read.content, f"{where}.content", _TEXTS)))
         elif isinstance(read, _MessageItem):
             self._end_answer()
@@ -298,18 +304,28 @@ class _Conversation:
             content = read_content(read.output, f"{where}.output", _PARTS)
             self._messages.append(Message(role="tool", content=content, tool_call_id=read.call_id))
 
-    def _begin(self, stage: int, *, joins: bool) -> None:
+    def _begin(self, item_id: Any, stage: int, *, joins: bool) -> None:
         """Begin an item of an answer. `joins`: whether another of its kind belongs to the same answer."""
-        if stage < self._stage or (stage == self._stage and not joins):
+        match = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+        answer_id = None if match is None else match[1]
+        if answer_id is not None and self._answer_id is not None:
+            is_new = answer_id != self._answer_id
+        else:
+            is_new = stage < self._stage or (stage == self._stage and not joins)
+        if is_new:
             self._end_answer()
-        self._stage = stage
+        self._stage, self._answer_id = stage, answer_id or self._answer_id
 
     def _end_answer(self) -> None:
         if self._stage >= 0:
             reasoning = "\n\n".join([thought for thought in self._thoughts if thought])
             self._messages.append(assistant(self._texts, reasoning, self._calls))
-        self._stage, self._thoughts, self._texts, self._calls = -1, [], [], []
+        self._stage, self._answer_id = -1, None
+        self._thoughts, self._texts, self._calls = [], [], []
 
+
+_ITEM_ID: Final = re.compile("[a-z]+_([0-9A-Za-z]{24})_[0-9]+")
+"""Id of an item of ours: its kind, the id of its answer, and its number there."""
 
 _ITEMS: Final[Mapping[str, type[_Item]]] = {
     "message": _MessageItem,
@@ -399,10 +415,19 @@ class ResponseEvents(Blocks):
     def opened(self, field: Field) -> bytes:
         """Return the beginning of an item and of its part."""
         if field == "reasoning":
-            item = {**_reasoning(self._id, ""), "summary": [], "content": [], "status": "in_progress"}
+            item = {
+                **_reasoning(self._item_id("rs"), ""),
+                "summary": [],
+                "content": [],
+                "status": "in_progress",
+            }
             part = {"type": "summary_text", "text": ""}
             return self._added(item) + self._part("reasoning_summary_part.added", field, part=part)
-        item = {**_message(self._id, "", None, self._call), "content": [], "status": "in_progress"}
+        item = {
+            **_message(self._item_id("msg"), "", None, self._call),
+            "content": [],
+            "status": "in_progress",
+        }
         return self._added(item) + self._part(
             "content_part.added", field, part=_output_text("", None, self._call)
         )
@@ -416,7 +441,7 @@ class ResponseEvents(Blocks):
     def closed(self, field: Field, text: str) -> bytes:
         """Return the end of the part and of its item."""
         if field == "reasoning":
-            item = _reasoning(self._id, text)
+            item = _reasoning(self._item_id("rs"), text)
             place = {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
             return (
                 self._part("reasoning_summary_text.done", field, text=text)
@@ -425,7 +450,7 @@ class ResponseEvents(Blocks):
                 + self._event("reasoning_text.done", **place, text=text)
                 + self._done(item)
             )
-        item = _message(self._id, text, self._answer, self._call)
+        item = _message(self._item_id("msg"), text, self._answer, self._call)
         part = item["content"][0]
         done = self._part("output_text.done", field, text=text, logprobs=part["logprobs"])
         return done + self._part("content_part.done", field, part=part) + self._done(item)
@@ -436,8 +461,8 @@ class ResponseEvents(Blocks):
         events = [self.rest(answer)]
         if not answer.calls and not answer.content:
             events += [self._text("content", ""), self._close()]
-        for number, call in enumerate(answer.calls):
-            item = _call(self._id, number, call)
+        for call in answer.calls:
+            item = _call(self._item_id("fc"), call)
             place = {"item_id": item["id"], "output_index": len(self._output)}
             events += [
                 self._added({**item, "arguments": "", "status": "in_progress"}),
@@ -456,6 +481,10 @@ class ResponseEvents(Blocks):
         response = _response(self._call, self._id, self._created, "failed", error=error)
         return self._event("failed", response=response)
 
+    def _item_id(self, kind: str) -> str:
+        """Return the id of the item that is open, or opens now."""
+        return _item_id(kind, self._id, len(self._output))
+
     def _added(self, item: Mapping[str, Any]) -> bytes:
         return self._event("output_item.added", output_index=len(self._output), item=item)
 
@@ -465,8 +494,8 @@ class ResponseEvents(Blocks):
 
     def _part(self, kind: str, field: Field, **members: Any) -> bytes:
         """Return an event of the one part of the open item."""
-        item, index = ("rs_", "summary_index") if field == "reasoning" else ("msg_", "content_index")
-        place = {"item_id": item + self._id, "output_index": len(self._output), index: 0}
+        item, index = ("rs", "summary_index") if field == "reasoning" else ("msg", "content_index")
+        place = {"item_id": self._item_id(item), "output_index": len(self._output), index: 0}
         return self._event(kind, **place, **members)
 
     def _event(self, kind: str, **members: Any) -> bytes:
@@ -475,21 +504,24 @@ class ResponseEvents(Blocks):
         return event({"type": name, "sequence_number": self._number - 1, **members}, name)
 
 
-def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
+def _item_id(kind: str, answer_id: str, number: int) -> str:
+    return f"{kind}_{answer_id}_{number}"
+
+
+def _reasoning(item_id: str, text: str) -> dict[str, Any]:
     """Return a reasoning item: clients show its summary, and some repeat nothing but its content."""
     return {
-        "id": f"rs_{answer_id}",
+        "id": item_id,
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": text}],
         "content": [{"type": "reasoning_text", "text": text}],
-        # It names the answer, and hides nothing, since history is looked up.
-        "encrypted_content": f"mmrender.{answer_id}",
+        "encrypted_content": item_id,  # nothing is hidden, since history is looked up
     }
 
 
-def _message(answer_id: str, text: str, answer: Answer | None, call: Call) -> dict[str, Any]:
+def _message(item_id: str, text: str, answer: Answer | None, call: Call) -> dict[str, Any]:
     return {
-        "id": f"msg_{answer_id}",
+        "id": item_id,
         "type": "message",
         "role": "assistant",
         "status": "incomplete" if answer is not None and is_cut(answer) else "completed",
@@ -502,10 +534,10 @@ def _output_text(text: str, answer: Answer | None, call: Call) -> dict[str, Any]
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _call(answer_id: str, number: int, call: AnswerCall) -> dict[str, Any]:
+def _call(item_id: str, call: AnswerCall) -> dict[str, Any]:
     namespace, _, name = call.name.rpartition(".")
     item = {
-        "id": f"fc_{answer_id}_{number}",
+        "id": item_id,
         "type": "function_call",
         "call_id": call.id,
         "name": name,

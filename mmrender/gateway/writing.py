@@ -1,7 +1,7 @@
 """Server-sent events, and the order of text in a streamed reply, for all protocols."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -47,8 +47,6 @@ class Blocks:
 
     A subclass writes the events that open, extend and close a block.
     """
-
-    order: ClassVar[Sequence[Field]] = ("reasoning", "content")
 
     def __init__(self) -> None:
         self._shown = Shown()

@@ -10,7 +10,7 @@ from agent_cases import ANSWERS, LOOK, PICTURE_URL, Wire, answer, data_of, messa
 from kit import error_of
 from mmrender.errors import InputError
 from mmrender.gateway import responses
-from mmrender.gateway.call import AnswerCall
+from mmrender.gateway.call import AnswerCall, Delta
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 
@@ -250,6 +250,23 @@ def test_items_of_one_answer_are_one_message():
         Message(role="tool", content=(TextPart("see"), ImagePart(PICTURE_URL)), tool_call_id="d"),
         Message(role="assistant", content="Three.", reasoning_content="Done."),
     )
+
+
+def test_an_answer_whose_text_came_in_parts_is_one_message():
+    whole = answer("One. Two.", reasoning="Hm.", calls=[LOOK])
+    writer = RESPONSES.events(read(), [whole.id])
+    parts = [Delta(0, "content", "One."), Delta(0, "reasoning", "Hm."), Delta(0, "content", " Two.")]
+    events = writer.begin() + b"".join(map(writer.delta, parts)) + writer.end([whole])
+    output = data_of(events)[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["message", "reasoning", "message", "function_call"]
+    assert len({item["id"] for item in output}) == 4
+    assert items(ASKED, *output)[1] == message_of(whole)
+
+
+def test_answers_next_to_each_other_are_kept_apart_by_their_ids():
+    one, two = answer("One.", id="aB3" * 8), answer("Two.", reasoning="Hm.", id="cD4" * 8)
+    repeated = [item for each in (one, two) for item in RESPONSES.reply(read(), [each])["output"]]
+    assert items(ASKED, *repeated)[1:] == (message_of(one), message_of(two))
 
 
 def test_an_item_out_of_order_begins_another_answer():
