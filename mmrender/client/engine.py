@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final, Unpack
 
@@ -45,10 +45,6 @@ _PAUSE: Final = 10.0
 """Seconds after a failed look-up of the prompt limit before it is repeated."""
 
 
-def _no_id(text: str) -> None:
-    """Return None, the id of a token without a tokenizer."""
-
-
 class ModelTokens:
     """The model's tokens, as far as a renderer, or None, knows them. Each is looked up once."""
 
@@ -56,9 +52,14 @@ class ModelTokens:
         self._renderer = renderer
         known = renderer if has_vocabulary(renderer) else None
         self._vocab_size = None if known is None else known.vocab_size
-        self._token_id = _no_id if known is None else cache(known.tokenizer.token_id)
+        self._token_id: Callable[[str], int | None] = lambda text: None
+        if known is not None:
+            self._token_id = cache(known.tokenizer.token_id)
         media = renderer.media if known is not None and is_multimodal(renderer) else None
         self._processor = None if media is None else media.processor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ModelTokens, (self._renderer,)
 
     @cached_property
     def stop_ids(self) -> list[int] | None:
@@ -122,10 +123,6 @@ class Engine:
         self.model = model
         self.renderer = renderer
         self._max_prompt_len = max_prompt_len
-
-    def __reduce__(self) -> tuple[object, ...]:
-        made = partial(Engine, self.backend, self.transport, model=self.model, renderer=self.renderer)
-        return partial(made, max_prompt_len=self._max_prompt_len), ()
 
     @cached_property
     def tokens(self) -> ModelTokens:
@@ -309,9 +306,9 @@ async def bridge_turn(
         # The reason belongs to the thread that bridged.
         return renderer.bridge_to_next_turn(*turn, **options), renderer.why_not_bridged
 
-    if hasattr(renderer, "abridge_to_next_turn"):
-        bridged = await renderer.abridge_to_next_turn(*turn, **options)
-        why = renderer.why_not_bridged
-    else:
+    why = None
+    if not hasattr(renderer, "abridge_to_next_turn"):
         bridged, why = await asyncio.to_thread(bridge)
+    elif (bridged := await renderer.abridge_to_next_turn(*turn, **options)) is None:
+        why = renderer.why_not_bridged
     return bridged, why or "the renderer gave no reason"

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard, Unpack
+from typing import Any, Unpack
 
 from mmrender.client.engine import Engine
 from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
 from mmrender.client.types import Generation, OnTokens, RendererBackend, RequestOptions
 from mmrender.errors import InputError
-from mmrender.protocols import AsyncRenderer, RendererProtocol, RenderOptions
+from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
@@ -104,13 +104,9 @@ async def render_prompt(
     if messages is None:
         raise InputError("the prompt is missing", where="messages", expected="messages, or prompt_ids")
     options.setdefault("add_generation_prompt", not options.get("continue_final_message"))
-    if _is_async(renderer):
-        return await renderer.arender(messages, **options)
+    if hasattr(renderer, "arender"):  # `isinstance` of a protocol takes far longer
+        rendered: RenderedTokens = await renderer.arender(messages, **options)
+        return rendered
     if in_thread:
         return await asyncio.to_thread(renderer.render, messages, **options)
     return renderer.render(messages, **options)
-
-
-def _is_async(renderer: object) -> TypeGuard[AsyncRenderer]:
-    """Whether a renderer works off the event loop. `isinstance` of a protocol takes far longer."""
-    return hasattr(renderer, "arender")

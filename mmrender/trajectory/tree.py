@@ -19,9 +19,7 @@ from dataclasses import fields
 from operator import is_
 from typing import Any
 
-import msgspec
 import numpy as np
-from blake3 import blake3
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
@@ -42,7 +40,6 @@ from mmrender.trajectory.step import (
     Branch,
     Int32Array,
     Step,
-    Tools,
     check_extra,
     check_ids,
     check_tools,
@@ -73,7 +70,6 @@ class Trajectory(Drawn):
         self.extra = check_extra(extra, "extra")
         self._steps: list[Step] = []
         self._items: dict[tuple[str, type], MediaItem] = {}
-        self._tools: dict[bytes, Tools] = {}
         self._experts_form: Any = None
         self._newest: _Newest | None = None
 
@@ -191,6 +187,9 @@ class Trajectory(Drawn):
             if conversation:
                 earlier = parent.messages if newest is None else newest.messages
                 messages_keep = shared_messages(earlier, conversation)
+        definitions = None if parent is None else parent.tools
+        if tools is not definitions:
+            definitions = None if tools is None else check_tools(tools, f"{where}.tools")
         step = Step(
             index=len(self),
             parent=parent,
@@ -208,14 +207,13 @@ class Trajectory(Drawn):
             allowed=tuple(allowed),
             messages_keep=messages_keep,
             new_messages=tuple(conversation[messages_keep:]),
-            tools=None if tools is None else self._shared_tools(tools, f"{where}.tools"),
+            tools=definitions,
             _reward=reward,
             extra=check_extra(extra, f"{where}.extra"),
         )
         self._add(step)
         if newest is None:
-            if self._newest is not None:
-                self._newest.step._sequence = self._newest.step._sidecar = None
+            self.rest()
             self._newest = _Newest(step)
         else:
             newest.extend(step, completion_ids)
@@ -331,14 +329,6 @@ class Trajectory(Drawn):
         """Return the trajectory of `to_bytes`, otherwise as `from_frames`."""
         return Trajectory.from_frames(data)
 
-    def _shared_tools(self, tools: Sequence[Any], where: str) -> Tools | None:
-        """Check definitions, and return an earlier step's if they are equal, with keys in the same order."""
-        for known in self._tools.values():
-            if known is tools:
-                return known
-        checked = check_tools(tools, where)
-        return checked and self._tools.setdefault(blake3(msgspec.msgpack.encode(checked)).digest(), checked)
-
     def rest(self) -> None:
         """Drop the buffers that make the next call cheap, which may be larger than the tokens."""
         if self._newest is not None:
@@ -396,8 +386,7 @@ class _Newest:
         """Take in a step that extends this one, and its sampled tokens as the caller passed them."""
         start, stop = len(self.step), len(step)
         if len(self._array) < stop or not self._array.flags.writeable:
-            room = np.empty(max(1024, stop), np.int32)
-            self._array = np.concatenate([self._array[:start], room])
+            self._array = np.concatenate([self._array[:start], np.empty(max(1024, stop), np.int32)])
         self._array[start:stop] = step.own_ids
         if self.prompt:
             given = isinstance(completion_ids, list)
