@@ -134,15 +134,12 @@ class Renderer:
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size, last + 1)
         self.sampling_defaults = dict(sampling_defaults or {})
         self.rules = _special_token_rules(content_special_tokens)
-        processor = media.processor if media is not None else None
         self._writer = TokenWriter(
             tokenizer,
-            placeholders=processor.placeholder if processor is not None else {},
-            placeholder_tokens=processor.placeholder_tokens if processor is not None else (),
+            # Transformers adds tokens only if a processor, not the tokenizer, encodes the prompt.
+            media.processor if media is not None else None,
             rules=self.rules,
             bos_token=templates.special_tokens.get("bos_token"),
-            # Transformers adds tokens only if a processor, not the tokenizer, encodes the prompt.
-            processor=processor.affixes if processor is not None else None,
         )
         self._memo = Memo(memo_bytes, media)
         self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)

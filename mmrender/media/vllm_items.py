@@ -284,7 +284,8 @@ class _ItemReader:
         if self._budget < 0:
             raise limit_exceeded("max_values", self._limits.max_values).at(where)
         parts = _converted(view, list[msgspec.Raw], where)
-        if parts and _is_text(memoryview(parts[0])):
+        first = memoryview(parts[0])[0] if parts else 0
+        if 0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB:  # a text, which names the dtype of a tensor
             return self._tensor(parts, where)
         if depth >= self._limits.max_depth:
             raise limit_exceeded("max_depth", self._limits.max_depth).at(where)
@@ -356,10 +357,6 @@ def _array_length(view: memoryview) -> int | None:
     if 0x90 <= first <= 0x9F:
         return first & 15
     return int.from_bytes(view[1 : 3 if first == 0xDC else 5], "big") if first in (0xDC, 0xDD) else None
-
-
-def _is_text(view: memoryview) -> bool:
-    return 0xA0 <= view[0] <= 0xBF or 0xD9 <= view[0] <= 0xDB
 
 
 def join_items(items: Sequence[Mapping[str, FieldElem]]) -> dict[str, Any]:

@@ -202,9 +202,14 @@ class ChatTemplate:
     def _named(self, error: Exception, handled: Origin | None) -> TemplateError:
         """Convert an error of Python, Jinja or the template, raised while it handled a message."""
         where = f"chat template {self.name!r}"
-        line = self._line_of(error)
-        if line is not None:
-            where = f"{where}, line {line}"
+        lines = []
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "<template>":
+                lines.append(trace.tb_lineno)
+            trace = trace.tb_next
+        if lines:
+            where = f"{where}, line {self._template.get_corresponding_lineno(lines[-1])}"
         if isinstance(error, TemplateLimitError):
             return TemplateLimitError(
                 error.problem, where=where, expected=error.expected, got=error.got, remedy=error.remedy
@@ -219,16 +224,6 @@ class ChatTemplate:
         if isinstance(error, RefusedByTemplate):
             return TemplateRefusedError(str(error), where=where)
         return TemplateRuntimeError("the chat template failed on these messages", where=where, got=got)
-
-    def _line_of(self, error: Exception) -> int | None:
-        """Line of the template that failed, from the compiled code in the traceback."""
-        lines = []
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == "<template>":
-                lines.append(trace.tb_lineno)
-            trace = trace.tb_next
-        return self._template.get_corresponding_lineno(lines[-1]) if lines else None
 
 
 @lru_cache(maxsize=1 << 16)

@@ -8,14 +8,14 @@ ends in text, that text first joins its neighbours. Every token belongs to the o
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import itemgetter
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.errors import ProcessorError, SpecialTokenError, TokenizerError
-from mmrender.media.processor import Affixes, BosPlace
+from mmrender.media.processor import Affixes, BosPlace, MediaProcessor
 from mmrender.messages import Modality
 from mmrender.model.engines import Before
 from mmrender.model.tokenizer import Match, Tokenizer, is_blank
@@ -121,23 +121,15 @@ class Encoded:
         self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
-class AskAffixes(Protocol):
-    """The tokens and texts that a model's processor adds to a prompt. See `MediaProcessor.affixes`."""
-
-    def __call__(self, bos: BosPlace, *, images: bool) -> Affixes | None:
-        """Return them, or None for the tokens of the post-processor."""
-
-
 class TokenWriter:
     """Turns traced text into tokens.
 
     Args:
         tokenizer: The model's tokenizer.
-        placeholders: Text that the template writes for one item of each modality.
-        placeholder_tokens: Every token of media. In content it is text, whatever the rules are.
+        processor: Knows the placeholders and tokens of media, which are text in content whatever the rules
+            are, and its additions to prompts. Without it, prompts are the template's text.
         rules: The rule for special tokens in the content of each author.
         bos_token: A prompt that begins with it gets no tokens of the post-processor.
-        processor: Additions of a processor to prompts. Without it, prompts are the template's text.
 
     Raises:
         TokenizerError: Runs of this tokenizer are not independent.
@@ -146,12 +138,10 @@ class TokenWriter:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        processor: MediaProcessor | None,
         *,
-        placeholders: Mapping[Modality, str],
-        placeholder_tokens: Iterable[str],
         rules: Mapping[Author, SpecialTokenRule],
         bos_token: str | None = None,
-        processor: AskAffixes | None = None,
     ) -> None:
         if tokenizer.dependent_token is not None:
             raise TokenizerError(
@@ -162,8 +152,10 @@ class TokenWriter:
             )
         self.tokenizer = tokenizer
         self.rules = rules
+        placeholders: Mapping[Modality, str] = {} if processor is None else processor.placeholder
         self.modalities: dict[str, Modality] = {text: modality for modality, text in placeholders.items()}
-        self.media_tokens = frozenset(placeholder_tokens) | set(self.modalities)
+        media_tokens = () if processor is None else processor.placeholder_tokens
+        self.media_tokens = frozenset((*media_tokens, *self.modalities))
         media_ids = (tokenizer.token_id(token) for token in self.media_tokens)
         self.media_ids = frozenset(token_id for token_id in media_ids if token_id is not None)
         ids = {modality: tokenizer.token_id(text) for modality, text in placeholders.items()}
@@ -184,7 +176,7 @@ class TokenWriter:
         """
         if self._processor is None:
             return _NOTHING
-        affixes = self._processor(bos, images=images)
+        affixes = self._processor.affixes(bos, images=images)
         if affixes is None:
             first, last = ((), ()) if bos == "first" else self.tokenizer.affixes
             return Affixes(first=tuple(first), last=tuple(last))
@@ -319,8 +311,13 @@ class TokenWriter:
         index = bisect_right(spans, match.own_start, key=_STOP)
         while index < len(spans) and spans[index][0] < match.own_stop:
             start, _, origin = spans[index]
-            if origin.is_content and not self._is_syntax(match, origin):
-                return max(start, match.own_start)
+            if origin.is_content:
+                is_media = match.token in self.media_tokens
+                rule = "parse" if is_blank(match.token) else self.rules[origin.author]
+                if rule == "error" and not is_media:
+                    raise _forbidden(match.token, origin)
+                if rule == "text" or is_media:
+                    return max(start, match.own_start)
             index += 1
         for place in places:
             # A token across an edge of an expansion would take the image's token with it.
@@ -330,16 +327,6 @@ class TokenWriter:
             ):
                 return max(match.own_start, place.start)
         return None
-
-    def _is_syntax(self, match: Match, origin: Origin) -> bool:
-        if match.token in self.media_tokens:
-            return False
-        if is_blank(match.token):
-            return True
-        rule = self.rules[origin.author]
-        if rule == "error":
-            raise _forbidden(match.token, origin)
-        return rule == "parse"
 
 
 _NOTHING = Affixes()

@@ -5,6 +5,7 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mmrender.errors import SpecialTokenError, TokenizerError
+from mmrender.media.processor import Affixes
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.renderer import Renderer
@@ -32,11 +34,10 @@ def plain_tokenizer(kind, post_processor="none"):
     return Tokenizer(build(kind, post_processor=post_processor))
 
 
-def writer_of(tokenizer, rule="text", **options):
+def writer_of(tokenizer, rule="text", affixes=lambda bos, *, images: Affixes(), **options):
     rules = dict.fromkeys(DEFAULT_RULES, rule)
-    return TokenWriter(
-        tokenizer, placeholders={"image": IMAGE}, placeholder_tokens=[IMAGE], rules=rules, **options
-    )
+    processor = SimpleNamespace(placeholder={"image": IMAGE}, placeholder_tokens=[IMAGE], affixes=affixes)
+    return TokenWriter(tokenizer, processor, rules=rules, **options)
 
 
 def reference_ids(engine, text):
@@ -266,7 +267,7 @@ def test_an_expansion_encodes_as_if_written_into_the_text(kind):
 def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
     tokenizer = plain_tokenizer(kind, post_processor)
     reference = PreTrainedTokenizerFast(tokenizer_object=build(kind, post_processor=post_processor))
-    writer = writer_of(tokenizer, "parse", bos_token="<s>", processor=lambda _, *, images: None)
+    writer = writer_of(tokenizer, "parse", bos_token="<s>", affixes=lambda _, *, images: None)
 
     @settings(max_examples=15)
     @given(texts(without=[IMAGE]), st.sampled_from(["", "<s>", " <s>"]))
