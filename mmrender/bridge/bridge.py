@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import MediaCount, ProbeHistory, shape_of, skeleton_with
+from mmrender.bridge.histories import MediaCount, ProbeHistory, shape_of
 from mmrender.bridge.proof import Proof, TailProver
 from mmrender.bridge.tail import BridgedTurn, ExtendedHistory, NotBridged, Tails, place_of_new
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
@@ -163,7 +163,7 @@ class Bridge:
                 continue
             objection = next((each for each in proof.objections if each.applies(sampled)), None)
             if objection is None:
-                return skeleton_with(request.messages, self._tails.profile, self._tails.reads, media, base)
+                return self._tails.skeleton(request.messages, media, base)
             if len(base) == _MAX_ADOPTED or not objection.is_certain(sampled):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)

@@ -102,20 +102,6 @@ def skeleton(
     return ProbeHistory(question, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 
 
-def skeleton_with(
-    extension: Sequence[Message],
-    profile: TemplateProfile,
-    reads: "Reads",
-    media: MediaCount | None,
-    base: Sequence[int],
-) -> ProbeHistory:
-    """The skeleton with these media that includes some of `all_variations`, by their indexes."""
-    history = skeleton(extension, profile, media or NO_MEDIA)
-    for index in base:
-        history = all_variations(extension, profile, reads, media)[index].of(history)
-    return history
-
-
 def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
     """Shape that extensions with one proof share. More than three equal messages in a row count as three."""
     shapes = []

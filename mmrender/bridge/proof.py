@@ -21,7 +21,6 @@ from mmrender.bridge.histories import (
     ProbeHistory,
     Variation,
     all_variations,
-    skeleton_with,
     variations,
 )
 from mmrender.bridge.tail import WITH_REASONING, BridgedTurn, ExtendedHistory, NotBridged, NotPrinted, Tails
@@ -141,7 +140,7 @@ class TailProver:
         self._extension = extension
         self._media = media
         self._base = base
-        self._skeleton = skeleton_with(extension, tails.profile, tails.reads, media, base)
+        self._skeleton = tails.skeleton(extension, media, base)
         self._usual = self._extended(self._skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
@@ -156,9 +155,7 @@ class TailProver:
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),))
         for count in _MEDIA_PROBES if self._media is None else ():
-            history = skeleton_with(
-                self._extension, self._tails.profile, self._tails.reads, count, self._base
-            )
+            history = self._tails.skeleton(self._extension, count, self._base)
             if self._compare(self._extended(history)) == "another tail":
                 return Proof((), counts_media=True)
         omitted = unprinted_messages(self._usual.text, self._extension, len(self._skeleton.messages))

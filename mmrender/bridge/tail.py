@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from mmrender.bridge.histories import ProbeHistory, Reads
+from mmrender.bridge.histories import NO_MEDIA, MediaCount, ProbeHistory, Reads, all_variations, skeleton
 from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import Message, RenderRequest, Role
@@ -297,6 +297,15 @@ class Tails:
         except TemplateError as error:
             error.where = place_of_new(error.where, len(messages))
             raise
+
+    def skeleton(
+        self, extension: Sequence[Message], media: MediaCount | None, base: Sequence[int]
+    ) -> ProbeHistory:
+        """The skeleton with these media that includes some of `all_variations`, by their indexes."""
+        history = skeleton(extension, self.profile, media or NO_MEDIA)
+        for index in base:
+            history = all_variations(extension, self.profile, self.reads, media)[index].of(history)
+        return history
 
     def syntax(self, text: TracedStr) -> frozenset[int]:
         """Added tokens of a text that are syntax."""
