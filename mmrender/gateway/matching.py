@@ -187,10 +187,13 @@ class Index:
 
     Attributes:
         sampled_ids: By id of a call, the id that the model itself sampled for it.
+        received: Steps whose answers an agent has received. Of equal answers to one prompt, an agent goes on
+            from one of these.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
         self.sampled_ids: dict[str, str] = {}
+        self.received: set[int] = set()
         self._strict = strict
         self._steps: dict[int, Recorded] = {}
         self._nodes: dict[Digest, _Node] = {}
@@ -253,11 +256,11 @@ class Index:
             speaker=speaker,
         )
 
-    def _rank(self, walk: _Walk, speaker: str | None) -> tuple[bool, int, bool, int]:
-        """Rank a reading: the longest one first, then the speaker's own, then the newest."""
+    def _rank(self, walk: _Walk, speaker: str | None) -> tuple[bool, int, bool, bool, int]:
+        """Rank a reading: the longest first, then the speaker's own, then a received one, then the newest."""
         parent = -1 if walk.parent is None else walk.parent
         is_own = parent >= 0 and self._steps[parent].speaker == speaker
-        return self._sibling(walk) is not None, walk.start, is_own, parent
+        return self._sibling(walk) is not None, walk.start, is_own, parent in self.received, parent
 
     def add(self, number: int, recorded: Recorded) -> None:
         """Take in a step, under its number in the trajectory."""

@@ -1,5 +1,6 @@
 """`SessionMemory`: the part of a session that leaves memory while no call comes. The disk has it too."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -14,6 +15,8 @@ from mmrender.trajectory.pieces import TrajectoryPieces
 from mmrender.trajectory.step import check_numbers
 from mmrender.trajectory.tree import Trajectory
 
+_LEAVE_SECONDS: Final = 0.02
+"""Seconds that the callers of an equal call have to leave, before a new call counts as another one."""
 _MAX_KEPT: Final = 64
 """Calls of one session whose answers are kept for their idempotency keys."""
 
@@ -28,7 +31,6 @@ class SessionMemory:
     Attributes:
         runs: Calls whose answers have not been delivered, by digest of the request.
         lost: Why calls have no answer on the tree, by digest of the request.
-        delivered: Steps whose answers a caller has received in full.
         tokens: Number of sampled tokens.
         nbytes: Distinct bytes of the session.
     """
@@ -38,11 +40,11 @@ class SessionMemory:
         self.index = index
         self.runs: dict[bytes, list[Run]] = {}
         self.lost: dict[bytes, str] = {}
-        self.delivered: set[int] = set()
         self.tokens = 0
         self.nbytes = 0
         self._kept: dict[str, Run] = {}
         self._steps: dict[str, int] = {}
+        self._requests: dict[int, bytes] = {}
 
     @classmethod
     def restored(cls, name: str, entries: Sequence[Entry], *, strict: bool) -> Self:
@@ -61,7 +63,7 @@ class SessionMemory:
             memory.nbytes += 0 if piece is None else piece["table"].nbytes
             memory._replay(event)
         for run in memory.undelivered_runs():
-            if all(answer.step in memory.delivered for answer in run.answers):
+            if all(answer.step in memory.index.received for answer in run.answers):
                 run.delivered = True
                 memory.drop(run)
         return memory
@@ -102,14 +104,19 @@ class SessionMemory:
         """Return the calls whose answers have not been delivered."""
         return [run for runs in self.runs.values() for run in runs]
 
-    def repeated(self, key: bytes, idempotency_key: str | None) -> Run | None:
+    async def repeated(self, key: bytes, idempotency_key: str | None) -> Run | None:
         """Return the call that a new one repeats, or None.
+
+        If callers wait for an equal call, they have a moment to leave: a caller that comes back at once may
+        be seen before its old connection is seen to end.
 
         Raises:
             InputError: The idempotency key names another request.
         """
         kept = None if idempotency_key is None else self._kept.get(idempotency_key)
         if kept is None:
+            if key in self.runs and not any(run.waits_for_retry for run in self.runs[key]):
+                await asyncio.sleep(_LEAVE_SECONDS)
             return next((run for run in self.runs.get(key, ()) if run.waits_for_retry), None)
         if kept.key != key:
             where = "idempotency-key"
@@ -137,10 +144,11 @@ class SessionMemory:
         self.lost.pop(run.key, None)
         for answer in run.answers:
             self._steps[answer.id] = answer.step
+            self._requests[answer.step] = run.key
             self.tokens += len(answer.token_ids)
             before = self.trajectory.steps[answer.step].previous
             if before is not None:  # an agent that goes on from an answer has received it
-                self.delivered.add(before.index)
+                self._receive(before.index)
 
     def note_failure(self, key: bytes, lost: str | None) -> None:
         """Take in that a call failed, and why it is lost if it was not refused."""
@@ -150,7 +158,14 @@ class SessionMemory:
 
     def note_delivery(self, answer_ids: Iterable[str]) -> None:
         """Take in that a caller has received answers."""
-        self.delivered |= {self._steps[each] for each in answer_ids if each in self._steps}
+        for answer_id in answer_ids:
+            if answer_id in self._steps:
+                self._receive(self._steps[answer_id])
+
+    def _receive(self, step: int) -> None:
+        self.index.received.add(step)
+        # The agent has an answer to this request, so equal calls that failed are not lost to it.
+        self.lost.pop(self._requests.get(step, b""), None)
 
     def step_of(self, response_id: str) -> int:
         """Return the step of a response, whose id may have a protocol's prefix.

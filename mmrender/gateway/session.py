@@ -36,7 +36,7 @@ from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
 
-_DELIVERY_SECONDS: Final = 0.05
+_DELIVERY_SECONDS: Final = 0.01
 """Seconds in which a delivery may be written together with the next call."""
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
@@ -81,6 +81,7 @@ class Session:
         self._memory: SessionMemory | None = None
         self._counts: dict[str, Any] = {}
         self._loading = asyncio.Lock()
+        self._beginning = 0
         self._changed = Notifier()
         self._closing = Closed("finished", None)
         self._end: asyncio.Task[Trajectory | None] | None = None
@@ -122,7 +123,7 @@ class Session:
     @property
     def is_busy(self) -> bool:
         """Whether a call runs, or an answer waits for a caller that may come back."""
-        return self._loading.locked() or (self._memory is not None and bool(self._memory.runs))
+        return self._beginning > 0 or (self._memory is not None and bool(self._memory.runs))
 
     @property
     def has_failed_to_end(self) -> bool:
@@ -170,16 +171,20 @@ class Session:
         self._check_open()
         self.used = time.monotonic()
         key = await call_digest(call)
-        memory = await self._loaded()
-        self._check_open()
-        run = memory.repeated(key, call.idempotency_key)
-        if run is None:
-            self._check_budgets(memory, call.n)
-            run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
-            memory.keep(run)
-            self._start(run, self._sampled(memory, run, call))
-        elif run.task is not None and run.answers and run.task.done() and run.task.exception():
-            self._start(run, self._written(run))
+        self._beginning += 1  # so that it stays in memory
+        try:
+            memory = await self._loaded()
+            run = await memory.repeated(key, call.idempotency_key)
+            self._check_open()
+            if run is None:
+                self._check_budgets(memory, call.n)
+                run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
+                memory.keep(run)
+                self._start(run, self._sampled(memory, run, call))
+            elif run.task is not None and run.answers and run.task.done() and run.task.exception():
+                self._start(run, self._written(run))
+        finally:
+            self._beginning -= 1
         return Pending(run, self._caller_ended)
 
     async def answer(self, call: Call, on_delta: OnDelta | None = None) -> tuple[Answer, ...]:
@@ -421,6 +426,7 @@ class Session:
             if memory is not None:
                 memory.note_delivery(run.answer_ids)
                 memory.drop(run)
+                self._note()
         elif run.waits_for_retry:
             self._wait_for_retry(run)
         self._changed.notify()
@@ -506,7 +512,7 @@ class Session:
             trajectory.error = f"the session is incomplete: {self.incomplete}"
         for step in trajectory.steps:
             step.extra[EXTRA].pop("matching", None)  # of use to the session alone
-            if step.index not in memory.delivered:
+            if step.index not in memory.index.received:
                 step.extra[EXTRA]["undelivered"] = True
         return trajectory
 

@@ -9,12 +9,26 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 
 
-def test_kills_at_each_point_of_a_session(tiny_model, tmp_path):
-    command = [sys.executable, TESTS / "gateway_kills.py", tiny_model, tmp_path]
+def played(script, *arguments):
+    """The result of a script beside the tests, and none of its faults."""
     path = os.pathsep.join(map(str, [TESTS, *sys.path]))
-    environment = {**os.environ, "PYTHONPATH": path}
+    command, environment = [sys.executable, TESTS / script, *arguments], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    result = json.loads(done.stdout.splitlines()[-1]) if done.stdout else done.stderr
+    result = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"faults": done.stderr}
     assert result["faults"] == []
+    return result
+
+
+def test_kills_at_each_point_of_a_session(tiny_model, tmp_path):
+    result = played("gateway_kills.py", tiny_model, tmp_path)
     assert result["runs"] > 60
     assert result["kills"] > 1.5 * result["runs"]
+
+
+def test_kills_of_a_gateway_that_serves_and_of_agents(tiny_model, tmp_path):
+    result = played(
+        "gateway_http_kills.py", tiny_model, tmp_path, "--gateways", "6", "--agents", "6", "--turns", "4"
+    )
+    assert result["gateways_killed"] >= 6
+    assert result["connections_dropped"] >= 6
+    assert result["turns"] == 4 * result["sessions"]
