@@ -110,15 +110,13 @@ def second_image(change):
 
 def test_one_patch_off_is_named_and_the_text_says_where(samples, trainer, renderer):
     moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
-    report = planted(samples, trainer, moved)
+    report = planted(samples, trainer, moved, decode=renderer.decode)
     (finding,) = report.findings
     assert (finding.cause, finding.image) == ("pixels", 1)
     assert finding.statement.startswith("the sampler saw every patch 1 place(s) earlier in image 1 (tokens ")
     ((departing, first),) = report.departing
     assert first == 12  # the second completion's first token; the first never saw that image
     assert [place.position for place in departing.suspects(first)] == [1]
-    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
-    report = planted(samples, trainer, moved, decode=renderer.decode)
     text = report.text()
     assert "1 of 3 samples depart" in text
     assert "rollout-0: first at token" in text

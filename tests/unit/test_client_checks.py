@@ -110,8 +110,8 @@ REFUSED: dict[str, Change] = {
 def test_sidecars_that_do_not_fit_are_refused(case: str, sentence: Any) -> None:
     made = prompt()
     check_sidecar(np.array(made.ids), made.sidecar)
-    caught = error_of(PlaceholderError, check_sidecar, np.array(made.ids), REFUSED[case](made.sidecar))
-    assert caught == sentence
+    problem = error_of(PlaceholderError, check_sidecar, np.array(made.ids), REFUSED[case](made.sidecar))
+    assert problem == sentence
 
 
 def test_tokens_of_an_expansion_are_held_against_the_prompt(sentence: Any) -> None:

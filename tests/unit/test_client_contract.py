@@ -40,10 +40,10 @@ def ask(engine: Engine, answer: Any = None, **fields: Any) -> Any:
 
 def refused(engine: Engine, kind: type[Exception], answer: Any = None, **fields: Any) -> str:
     transport = MemoryTransport({engine.route: Answer(engine.answer() if answer is None else answer)})
-    caught = error_of(kind, asyncio.run, engine.backend.generate(asked(**fields), transport))
+    problem = error_of(kind, asyncio.run, engine.backend.generate(asked(**fields), transport))
     if answer is None:
         assert transport.asked == []  # refused before it was sent
-    return caught
+    return problem
 
 
 # --- answers ---

@@ -83,9 +83,9 @@ def test_integers_of_any_size_and_order(dtype: str) -> None:
     ],
 )
 def test_arrays_that_cannot_be_read(data: Any, got: str, sentence: Any) -> None:
-    caught = error_of(EngineReplyError, read, data)
-    assert caught.partition(", got ")[0] == sentence
-    assert got in caught
+    problem = error_of(EngineReplyError, read, data)
+    assert problem.partition(", got ")[0] == sentence
+    assert got in problem
 
 
 def test_int32_of_another_size_is_refused() -> None:

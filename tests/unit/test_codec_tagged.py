@@ -114,8 +114,8 @@ def test_a_dict_that_merely_holds_the_tag_survives(other: dict[str, Any]) -> Non
 
 
 def test_what_the_dialect_lacks_becomes_lists_and_numbers_or_is_refused() -> None:
-    caught = error_of(mmcodecs.UnsupportedTypeError, mmcodecs.encode_tagged, {"x": [payload()]})
-    assert caught == "$.x[0]: this dict would be read as a tensor. Pass the array itself"
+    problem = error_of(mmcodecs.UnsupportedTypeError, mmcodecs.encode_tagged, {"x": [payload()]})
+    assert problem == "$.x[0]: this dict would be read as a tensor. Pass the array itself"
     value = {"t": (1, 2), "f": np.float32(0.5), 3: "int key"}
     assert mmcodecs.decode_tagged(mmcodecs.encode_tagged(value)) == {"t": [1, 2], "f": 0.5, 3: "int key"}
     for value in ({"s": {1}}, {"s": np.array(["2026"], "M8[D]")}, {"s": object()}):
@@ -141,8 +141,8 @@ MALFORMED = [
 @pytest.mark.parametrize(("broken", "message"), MALFORMED, ids=[message[:40] for _, message in MALFORMED])
 def test_malformed_payloads_are_errors_with_their_path(broken: dict[str, Any], message: str) -> None:
     assert error_of(mmcodecs.CodecError, decode_tensor_payload, broken).startswith(message)
-    caught = error_of(mmcodecs.CodecError, walk_decode_tensors, {"steps": [0, {"p": broken}]})
-    assert caught.startswith(f"$.steps[1].p: {message}")
+    problem = error_of(mmcodecs.CodecError, walk_decode_tensors, {"steps": [0, {"p": broken}]})
+    assert problem.startswith(f"$.steps[1].p: {message}")
 
 
 def test_arrays_are_read_only_views_and_tensors_writable_copies() -> None:

@@ -127,8 +127,8 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_its_path(case: str, sentence: Any) -> None:
-    caught = error_of(mmcodecs.UnsupportedTypeError, mmcodecs.encode, REFUSED[case])
-    assert ascii(caught.replace("tests.unit.", "")) == sentence
+    problem = error_of(mmcodecs.UnsupportedTypeError, mmcodecs.encode, REFUSED[case])
+    assert ascii(problem.replace("tests.unit.", "")) == sentence
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_objects_in_long_lists_do_not_pass_for_numbers() -> None:
 
 
 def test_a_message_that_does_not_fit_the_type_says_where() -> None:
-    caught = error_of(DecodeError, back, {"tokens": ["x"], "colour": "red"}, type=Step)
-    assert caught == "$.tokens[0]: Expected `int`, got `str`"
+    problem = error_of(DecodeError, back, {"tokens": ["x"], "colour": "red"}, type=Step)
+    assert problem == "$.tokens[0]: Expected `int`, got `str`"
     for value, wanted in (
         ({"pixels": np.zeros(1)}, Model),
         (np.zeros(3), dict[str, int]),

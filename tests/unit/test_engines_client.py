@@ -63,8 +63,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_input_that_is_refused(case, sentence):
     engines = setup()
-    caught = error_of((InputError, SamplingParameterError), run, engines.client.generate(REFUSED[case]))
-    assert caught == sentence
+    problem = error_of((InputError, SamplingParameterError), run, engines.client.generate(REFUSED[case]))
+    assert problem == sentence
     assert not engines.journal
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import urllib.request
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from mmrender.client.local import LocalBackend
 from mmrender.messages import Message
 from mmrender.rollout import RendererClient, Turn
 from mmrender.testing.guided import guided_params
-from mmrender.testing.scripted_engine import ScriptedEngine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LONGER = {"find_cell.py"}
@@ -78,11 +76,3 @@ def test_a_custom_environment_with_tool_images(tiny_model, renderer, photo, caps
     game.reset([], {"photo": photo, "question": "?", "answer": "cow"})
     seen = game.step(Turn(Message(role="assistant", content="A cow.")))
     assert (seen.done, seen.reward, seen.info) == (True, 1.0, {"right": 1.0})
-
-
-def test_serving(renderer):
-    import serving
-
-    with serving.serving("tiny", [ScriptedEngine()], renderer) as server:
-        reply = urllib.request.urlopen(f"{server.url}/v1/models", timeout=20).read()
-    assert json.loads(reply)["data"][0]["id"] == "tiny"

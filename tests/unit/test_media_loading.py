@@ -52,8 +52,8 @@ def test_local_files_by_name_need_a_root(png_file, tmp_path, sentence) -> None:
         np.testing.assert_array_equal(load_image(source, policy).array, PIXELS)
     np.testing.assert_array_equal(load_image(png_file).array, PIXELS)
     for source in (str(png_file), png_file.as_uri()):
-        caught = error_of(MediaBlockedError, load_image, source, where=WHERE)
-        assert caught.replace(str(png_file.parent), "FOLDER") == sentence
+        problem = error_of(MediaBlockedError, load_image, source, where=WHERE)
+        assert problem.replace(str(png_file.parent), "FOLDER") == sentence
 
 
 def test_roots_hold_against_links_and_dots(png_file: Path, tmp_path: Path) -> None:
@@ -79,16 +79,16 @@ def test_unreadable_files(tmp_path: Path, sentence) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none.png", tmp_path, tmp_path / "pipe", Path("/dev/zero"), tmp_path / "\0"):
         source_fingerprint(path)
-        caught = error_of(MediaFetchError, load_image, path, where=WHERE)
-        assert caught.replace(str(tmp_path), "FOLDER") == sentence
+        problem = error_of(MediaFetchError, load_image, path, where=WHERE)
+        assert problem.replace(str(tmp_path), "FOLDER") == sentence
 
 
 @pytest.mark.parametrize(
     "url", ["file://host/a.png", "file:a.png", "file:///a.png#x", "file:///a.png?x", "file:///a%00"]
 )
 def test_file_urls_that_name_no_local_file(url: str, sentence) -> None:
-    caught = error_of(MediaFetchError, load_image, url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
-    assert caught == sentence
+    problem = error_of(MediaFetchError, load_image, url, MediaPolicy(local_roots=(Path("/"),)), where=WHERE)
+    assert problem == sentence
 
 
 def test_streams_are_read_from_the_start_and_put_back(png_file: Path, sentence) -> None:
@@ -247,8 +247,8 @@ def test_pillows_own_limit_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     for fmt in ("PNG", "JPEG", "AVIF", "GIF", "BMP"):
         assert load_image(encoded(Image.fromarray(PIXELS), fmt)).width == 9
-    caught = error_of(MediaLimitError, load_image, encoded(Image.fromarray(PIXELS), "WEBP"), where=WHERE)
-    assert caught.endswith(
+    problem = error_of(MediaLimitError, load_image, encoded(Image.fromarray(PIXELS), "WEBP"), where=WHERE)
+    assert problem.endswith(
         "If you trust it, raise MediaPolicy(max_pixels=...) and PIL.Image.MAX_IMAGE_PIXELS."
     )
 
@@ -264,9 +264,9 @@ def test_truncated_images_are_errors(fmt: str, options: dict[str, Any]) -> None:
     np.testing.assert_array_equal(load_image(data).array, whole)
     np.testing.assert_array_equal(load_image(Image.open(io.BytesIO(data))).array, whole)
     for keep in (len(data) // 3, len(data) // 2, len(data) * 9 // 10):
-        caught = error_of(MediaDecodeError, load_image, data[:keep], where=WHERE)
-        assert caught.startswith(f"{WHERE}: the {fmt.replace('WEBP', 'WebP')} is damaged or truncated (")
-        assert caught.endswith("Check that the file was written and transferred whole.")
+        problem = error_of(MediaDecodeError, load_image, data[:keep], where=WHERE)
+        assert problem.startswith(f"{WHERE}: the {fmt.replace('WEBP', 'WebP')} is damaged or truncated (")
+        assert problem.endswith("Check that the file was written and transferred whole.")
 
 
 def test_nothing_is_decoded_while_pillow_fills_gaps(monkeypatch: pytest.MonkeyPatch, sentence) -> None:

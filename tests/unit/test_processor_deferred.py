@@ -225,5 +225,5 @@ def test_old_releases_of_transformers_are_named(tmp_path, monkeypatch, sentence)
 
     monkeypatch.setattr(transformers, "__version__", "5.0.0")
     monkeypatch.setitem(sys.modules, "transformers.image_processing_backends", None)
-    caught = error_of(MissingDependencyError, opened(model("pixtral", tmp_path)).render, shown(PICTURE))
-    assert caught == sentence
+    problem = error_of(MissingDependencyError, opened(model("pixtral", tmp_path)).render, shown(PICTURE))
+    assert problem == sentence

@@ -57,8 +57,8 @@ def test_both_spellings_of_the_pixel_bounds(tmp_path, sentence):
     assert by_size.settings_digest == by_name.settings_digest
     assert by_size.geometry(2000, 1000).grid != load(tmp_path, QWEN).geometry(2000, 1000).grid
     assert load(tmp_path, {**QWEN, "max_pixels": 262144}).max_pixels == 262144
-    caught = error_of(ProcessorError, load, tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
-    assert caught.replace(str(tmp_path), "FOLDER") == sentence
+    problem = error_of(ProcessorError, load, tmp_path, {**QWEN, "size": {"height": 448, "width": 448}})
+    assert problem.replace(str(tmp_path), "FOLDER") == sentence
 
 
 def test_defaults_of_the_family_where_the_files_are_silent(tmp_path):

@@ -39,9 +39,9 @@ FORMS = {"unix": "unix:///path/to/socket", "tcp": "tcp://host:port"}
     ],
 )
 def test_a_malformed_address_is_refused_with_the_form_that_is_right(url):
-    caught = error_of(ShippingError, Sender, url)
+    problem = error_of(ShippingError, Sender, url)
     scheme = str(url).partition(":")[0]
-    assert caught in {
+    assert problem in {
         f"url: malformed address - expected {expected}, got {url!r}"
         for expected in (FORMS.get(scheme), ", ".join(FORMS.values()))
     }

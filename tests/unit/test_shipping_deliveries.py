@@ -60,8 +60,8 @@ async def test_an_acknowledgement_counts_before_closing_and_is_refused_after(url
     await receiver.aclose()
     await asyncio.wait_for(kept, 5)
     first.ack()  # idempotent
-    caught = error_of(ShippingClosedError, second.ack)
-    assert caught == (
+    problem = error_of(ShippingClosedError, second.ack)
+    assert problem == (
         f"message '{second.id}': the receiver is closed, so the sender gets no answer. Acknowledge before "
         "closing, or pass your ids to the next receiver as seen="
     )
@@ -192,8 +192,8 @@ async def test_another_message_under_one_number_is_refused_by_name(url, acknowle
 @pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, lambda end: pickle.loads(pickle.dumps(end))])
 @pytest.mark.parametrize("kind", [Sender, Receiver, BlockingSender, BlockingReceiver])
 def test_an_end_is_not_copied(kind, copy_of, url):
-    caught = error_of(ShippingError, copy_of, kind(url))
-    assert caught == (
+    problem = error_of(ShippingError, copy_of, kind(url))
+    assert problem == (
         f"{kind.__name__}: an end of shipping cannot be copied or pickled: messages of two copies would be taken "
         "for one. Pass the address, and make another one there"
     )

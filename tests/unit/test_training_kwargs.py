@@ -54,8 +54,8 @@ def test_levels_are_normalised_or_refused(count: int) -> None:
     kwargs = decode_mm_kwargs({"image": entries}, arithmetic=items[0].arithmetic, dtype=torch.bfloat16)
     expected = torch.cat([item.tensors("bfloat16", framework="torch")["pixel_values"] for item in items])
     assert torch.equal(kwargs["pixel_values"], expected)
-    caught = error_of(BatchError, decode_mm_kwargs, {"image": entries})
-    assert caught.startswith(
+    problem = error_of(BatchError, decode_mm_kwargs, {"image": entries})
+    assert problem.startswith(
         "pixel_values: the pixels are levels that are still to be normalised - expected floating values, got uint8"
     )
 

@@ -185,7 +185,6 @@ def test_a_turn_left_open_ends_in_the_stop_token_that_would_be_sampled(tiny_mode
     open_ended = build_training_sample(renderer, messages, final_stop=False)
     assert open_ended.token_ids.tolist() == plain.token_ids
     assert trained(renderer, plain.token_ids, open_ended.loss_mask) == ["This.<|im_start|>", "That."]
-    renderer = variant(tiny_model, OPENERS_CLOSE)
     messages = [user(), assistant("This."), user()]
     assert build_training_sample(renderer, messages).token_ids.tolist() == renderer.render_ids(messages)
 
@@ -253,8 +252,8 @@ def test_policies_for_rewritten_turns(tiny_model, options, expected):
 def test_reasoning_that_the_template_drops(tiny_model):
     renderer = variant(tiny_model, EMPTY_REASONING)
     messages = [user(), assistant("This.", reasoning_content="What else?"), user(), assistant("That.")]
-    caught = error_of(RenderError, build_training_sample, renderer, messages)
-    assert caught.startswith("messages[1]: the template drops this assistant message's reasoning - expected")
+    problem = error_of(RenderError, build_training_sample, renderer, messages)
+    assert problem.startswith("messages[1]: the template drops this assistant message's reasoning - expected")
     skipped = build_training_sample(renderer, messages, on_rewritten="skip")
     assert skipped.rewritten.keys() == {1}
     assert trained(renderer, skipped.token_ids, skipped.loss_mask) == ["<think></think>That.<|im_end|>"]

@@ -217,8 +217,8 @@ def test_limits_hold_for_a_small_file_that_becomes_large(tmp_path, limit, value,
     data = encoded_video(frames_of(30, 32, 48))
     processor = video_processor(tmp_path, "Qwen2VLVideoProcessor", "Qwen2VLProcessor", SMALL)
     began = time.monotonic()
-    caught = error_of(MediaLimitError, item_of, processor, VideoPart(data), MediaPolicy(**{limit: value}))
-    text = re.sub(r"got \d+ bytes", "got N bytes", caught)  # an encoder's size may change
+    problem = error_of(MediaLimitError, item_of, processor, VideoPart(data), MediaPolicy(**{limit: value}))
+    text = re.sub(r"got \d+ bytes", "got N bytes", problem)  # an encoder's size may change
     assert text == sentence
     assert time.monotonic() - began < 60
 

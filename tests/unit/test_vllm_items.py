@@ -191,8 +191,8 @@ def test_torch_and_raw_tensors_are_joined_too():
     ],
 )  # fmt: skip
 def test_outputs_that_do_not_fit_their_layout_are_refused(outputs, sentence):
-    caught = error_of(EncodeError, collate_items, layout_of("Qwen2VLForConditionalGeneration"), outputs)
-    assert caught == sentence
+    problem = error_of(EncodeError, collate_items, layout_of("Qwen2VLForConditionalGeneration"), outputs)
+    assert problem == sentence
 
 
 def test_unknown_architectures_are_refused():
