@@ -331,7 +331,7 @@ def secure_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     context.sni_callback = lambda sock, name, _: site.asked.append(("SNI", {"name": str(name)}))
     site.socket = context.wrap_socket(site.socket, server_side=True)
     trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
-    monkeypatch.setattr(fetching, "_tls_context", lambda: trusting)
+    monkeypatch.setattr(fetching, "_tls_context", lambda _: trusting)
     with serving(site) as running:
         running.answers["/a.png"] = body(PNG)
         yield running
