@@ -257,12 +257,7 @@ def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | N
         # With an adapter all rollouts depart.
         count = 1 if head is None else 1 + len(peers)
         report = audit(
-            [planted.sample, *peers],
-            at.trainer,
-            tolerance=tolerance,
-            decode=decode,
-            explain=count,
-            **options,
+            [planted.sample, *peers], at.trainer, tolerance=tolerance, decode=decode, explain=count, **options
         )
     finally:
         if head is not None:

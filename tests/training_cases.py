@@ -96,8 +96,7 @@ def kinds() -> dict[str, Kind]:
             ),
         ),
         "counts": Kind(
-            family_of("llava_onevision"),
-            tuple(tiled_item((1, n, 3, 6, 6), 3 * n, seed=n) for n in (1, 2)),
+            family_of("llava_onevision"), tuple(tiled_item((1, n, 3, 6, 6), 3 * n, seed=n) for n in (1, 2))
         ),
     }
 

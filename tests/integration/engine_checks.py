@@ -216,10 +216,7 @@ def rolled_out(
 def bridged(renderer: Renderer, last: Generation, message: dict[str, Any]) -> RenderedTokens:
     """The next turn's prompt, of which what was sampled is the beginning."""
     rendered = renderer.bridge_to_next_turn(
-        last.prompt_ids,
-        last.completion_ids,
-        [message],
-        previous_multi_modal_data=last.multi_modal_data,
+        last.prompt_ids, last.completion_ids, [message], previous_multi_modal_data=last.multi_modal_data
     )
     assert rendered is not None, renderer.why_not_bridged
     sampled = [*last.prompt_ids, *last.completion_ids]

@@ -5,13 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from end_to_end import (
-    FAULTS,
-    completions_of,
-    no_placeholders,
-    roll_out_many,
-    ship_to_trainer,
-)
+from end_to_end import FAULTS, completions_of, no_placeholders, roll_out_many, ship_to_trainer
 from integration.engine_checks import MODEL, conversations, picture, user
 from integration.engine_server import needs_tier, start_vllm
 from kit import encoded

@@ -36,12 +36,7 @@ from mmrender.client.http import encode_json
 from mmrender.client.server_facts import Process
 from mmrender.client.vllm import ABORT_PATH, VLLMBackend
 from mmrender.client.vllm_images import GENERATE_PATH
-from mmrender.errors import (
-    EngineMismatchError,
-    EngineStatusError,
-    EngineUnsupportedError,
-    PromptTooLongError,
-)
+from mmrender.errors import EngineMismatchError, EngineStatusError, EngineUnsupportedError, PromptTooLongError
 from video_cases import frames_of
 
 pytestmark = needs_tier("vllm")

@@ -210,9 +210,7 @@ FILES = [
 MODELS = {"Qwen/Qwen3-VL-4B-Instruct": "qwen3_vl", "Qwen/Qwen3.5-9B": "qwen3_5"}
 """Directories of `shared/models` by the names that their tests have for them."""
 
-REASONS = {
-    "test_qwen3_vl_renderer_exposes_image_modality": "it asks for their own class",
-}
+REASONS = {"test_qwen3_vl_renderer_exposes_image_modality": "it asks for their own class"}
 """Tests of theirs that do not pass, and why; beside these, those that name a model which is not there."""
 
 

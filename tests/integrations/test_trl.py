@@ -132,11 +132,7 @@ def test_grpo_trains_on_trajectories(renderer, tiny_model, tmp_path, turns):
         model,
         reward,
         args=trl.GRPOConfig(
-            tmp_path,
-            per_device_train_batch_size=4,
-            num_generations=2,
-            max_completion_length=64,
-            **SETTINGS,
+            tmp_path, per_device_train_batch_size=4, num_generations=2, max_completion_length=64, **SETTINGS
         ),
         train_dataset=data,
         processing_class=processor,

@@ -17,16 +17,7 @@ from hypothesis import strategies as st
 
 from mmrender.template.environment import TracingEnvironment
 from mmrender.template.filters import to_json
-from mmrender.template.text import (
-    SEVERAL,
-    Origin,
-    TracedStr,
-    concat,
-    percent,
-    plain,
-    tainted,
-    text_of,
-)
+from mmrender.template.text import SEVERAL, Origin, TracedStr, concat, percent, plain, tainted, text_of
 
 A, B, C = (Origin(index, "user", "content", f"messages[{index}].content") for index in range(3))
 NO = None

@@ -22,13 +22,7 @@ from mmcodecs.files import BLOCK
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
 from mmrender.shipping import BlockingSender, Recorder
 from mmrender.shipping.receiver import Received
-from mmrender.training import (
-    Descriptor,
-    TrajectoryDataset,
-    collate_micro_batch,
-    plan_steps,
-    smallest_dummy,
-)
+from mmrender.training import Descriptor, TrajectoryDataset, collate_micro_batch, plan_steps, smallest_dummy
 from mmrender.trajectory import (
     Trajectory,
     TrajectoryReader,
