@@ -17,7 +17,6 @@ import torch
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.media.processors.reference import torchvision_hidden
-from mmrender.sidecar import Expansion, Text
 
 MODULES = {
     "Qwen2VLVideoProcessor": "qwen2_vl",
@@ -86,12 +85,6 @@ def decoded_by_av(data: bytes) -> list[npt.NDArray[np.uint8]]:
 
     with av.open(io.BytesIO(data)) as file:
         return [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
-
-
-def expansion_text(expansion: Expansion) -> str:
-    """Return the text of an expansion."""
-    pieces = [piece.text if isinstance(piece, Text) else piece.token * piece.count for piece in expansion]
-    return "".join(pieces)
 
 
 def video_processor(

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -57,64 +58,51 @@ def loads_or_names_the_error(source: object) -> None:
     assert len(message) < 1000
 
 
-@settings(max_examples=150)
-@given(st.binary(max_size=300))
-def test_arbitrary_bytes(data: bytes) -> None:
-    loads_or_names_the_error(data)
-
-
-@settings(max_examples=150)
-@given(st.sampled_from(FORMATS), st.binary(max_size=200), st.integers(0, 64))
-def test_arbitrary_bytes_after_a_true_beginning(name: str, data: bytes, keep: int) -> None:
-    loads_or_names_the_error(sample(name)[:keep] + data)
-
-
-@settings(max_examples=500)
-@given(
-    st.sampled_from(FORMATS),
-    st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=8),
-    st.floats(0.01, 1),
-)
-def test_damaged_images(name: str, edits: list[tuple[float, int]], keep: float) -> None:
+def damaged(name: str, edits: list[tuple[float, int]], keep: float) -> bytes:
+    """A file with some bytes changed and its end cut off."""
     data = bytearray(sample(name))
     for place, value in edits:
         data[int(place * len(data))] = value
-    loads_or_names_the_error(bytes(data[: int(keep * len(data)) + 1]))
+    return bytes(data[: int(keep * len(data)) + 1])
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(FORMATS), st.integers(0, 120), st.binary(min_size=1, max_size=4))
-def test_damaged_headers(name: str, place: int, written: bytes) -> None:
+def with_header(name: str, place: int, written: bytes) -> bytes:
     data = bytearray(sample(name))
     data[place : place + len(written)] = written
-    loads_or_names_the_error(bytes(data))
+    return bytes(data)
 
 
-@settings(max_examples=150)
-@given(
-    st.one_of(
-        st.text(max_size=60),
-        st.text(max_size=60).map("data:{}".format),
-        st.text(max_size=60).map("data:image/png;base64,{}".format),
-        st.text(max_size=60).map("file:///{}".format),
-        st.text(max_size=60).map("http://{}".format),
-        st.none() | st.integers() | st.lists(st.integers(), max_size=3),
-        st.dictionaries(st.sampled_from(["bytes", "path", "x"]), st.none() | st.text() | st.binary()),
-    )
-)
-def test_arbitrary_sources(source: object) -> None:
-    loads_or_names_the_error(source)
+def begun(name: str, data: bytes, keep: int) -> bytes:
+    """The true beginning of a file, and something else."""
+    return sample(name)[:keep] + data
 
 
-@settings(max_examples=60)
-@given(
-    npst.arrays(
-        st.sampled_from([np.uint8, np.bool_, np.float32, np.uint16, np.int64]),
-        npst.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5),
-    )
-)
-def test_arbitrary_arrays(array: np.ndarray[Any, Any]) -> None:
-    loads_or_names_the_error(array)
+formats = st.sampled_from(FORMATS)
+bytes_ = st.binary(max_size=200)
+edits = st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=8)
+schemes = st.sampled_from(["{}", "data:{}", "data:image/png;base64,{}", "file:///{}", "http://{}"])
+fields = st.dictionaries(st.sampled_from(["bytes", "path", "x"]), st.none() | st.text() | st.binary())
+dtypes = st.sampled_from([np.uint8, np.bool_, np.float32, np.uint16, np.int64])
+shapes = npst.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5)
+SOURCES: dict[str, tuple[int, st.SearchStrategy[Any]]] = {
+    "bytes": (150, st.binary(max_size=300)),
+    "bytes after a true beginning": (150, st.builds(begun, formats, bytes_, st.integers(0, 64))),
+    "damaged files": (500, st.builds(damaged, formats, edits, st.floats(0.01, 1))),
+    "damaged headers": (
+        300,
+        st.builds(with_header, formats, st.integers(0, 120), st.binary(min_size=1, max_size=4)),
+    ),
+    "text": (150, st.builds(str.format, schemes, st.text(max_size=60))),
+    "other values": (50, st.none() | st.integers() | st.lists(st.integers(), max_size=3) | fields),
+    "arrays": (60, npst.arrays(dtypes, shapes)),
+}
+"""By name: how many sources are tried, and of which kind."""
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_any_source_loads_or_names_the_error(name: str) -> None:
+    count, sources = SOURCES[name]
+    settings(max_examples=count)(given(sources)(loads_or_names_the_error))()
 
 
 @settings(max_examples=60)

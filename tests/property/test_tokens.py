@@ -45,17 +45,6 @@ def reference_ids(engine, text):
 
 
 @every_kind
-def test_text_whose_tokens_are_all_syntax_encodes_as_in_the_reference(kind):
-    @settings(max_examples=25)
-    @given(texts())
-    def check(text):
-        tokenizer = plain_tokenizer(kind)
-        assert tokenizer.encode(text) == reference_ids(tokenizer._engine, text)
-
-    check()
-
-
-@every_kind
 def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is_refused(kind):
     opened = Counter()
 
@@ -78,26 +67,22 @@ def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is
 
 
 @every_kind
-def test_text_goes_on_from_any_token_of_a_text_as_in_the_whole_text(kind):
+@settings(max_examples=25)
+@given(texts(without=[IMAGE]))
+@example("[INST] hi [/INST] ")
+@example("<|user|> hi <|end|> hi")
+def test_text_goes_on_from_any_token_of_a_text_as_in_the_whole_text(kind, text):
     """No prefix is written within a text: a completion that was cut off is closed there."""
-
-    @settings(max_examples=25)
-    @given(texts(without=[IMAGE]))
-    @example("[INST] hi [/INST] ")
-    @example("<|user|> hi <|end|> hi")
-    def check(text):
-        tokenizer = plain_tokenizer(kind)
-        writer = writer_of(tokenizer, "parse")
-        whole = tokenizer._engine.encode(text, add_special_tokens=False)
-        starts, words = [start for start, _ in whole.offsets], whole.word_ids
-        for at in range(1, len(starts)):
-            # This kind prefixes each word, and what goes on from a token may be no word of its own.
-            is_seam = kind != "byte_level_prefix_space" or words[at] != words[at - 1]
-            if is_seam and starts[at] > max(starts[:at]):
-                rest = writer.lay_out(traced([("template", text[starts[at] :])]))
-                assert writer.write(rest, (), before=whole.ids[:at]).ids == whole.ids[at:]
-
-    check()
+    tokenizer = plain_tokenizer(kind)
+    writer = writer_of(tokenizer, "parse")
+    whole = tokenizer._engine.encode(text, add_special_tokens=False)
+    starts, words = [start for start, _ in whole.offsets], whole.word_ids
+    for at in range(1, len(starts)):
+        # This kind prefixes each word, and what goes on from a token may be no word of its own.
+        is_seam = kind != "byte_level_prefix_space" or words[at] != words[at - 1]
+        if is_seam and starts[at] > max(starts[:at]):
+            rest = writer.lay_out(traced([("template", text[starts[at] :])]))
+            assert writer.write(rest, (), before=whole.ids[:at]).ids == whole.ids[at:]
 
 
 def traced(pieces):
@@ -116,22 +101,28 @@ pieces = st.lists(
 
 
 @every_kind
-def test_rendered_text_encodes_as_in_the_reference(kind):
-    @settings(max_examples=25)
-    @given(pieces)
-    def check(case):
-        tokenizer = plain_tokenizer(kind)
-        text = traced(case)
-        writer = writer_of(tokenizer, "parse")
-        encoded = writer.write(writer.lay_out(text), ())
-        expected = tokenizer._engine.encode(str.__str__(text), add_special_tokens=False)
-        assert encoded.ids == expected.ids
-        # Every token belongs to the piece of its first character.
-        owners = [span.message for span in encoded.spans for _ in range(span.start, span.stop)]
-        for owner, (start, _) in zip(owners, expected.offsets, strict=True):
-            assert owner == next(origin.message for _, stop, origin in text.spans if start < stop)
-
-    check()
+@settings(max_examples=25)
+@given(pieces)
+def test_rendered_text_encodes_as_in_the_reference_and_content_keeps_its_characters(kind, case):
+    tokenizer = plain_tokenizer(kind)
+    text = traced(case)
+    whole = str.__str__(text)
+    expected = tokenizer._engine.encode(whole, add_special_tokens=False)
+    for words in (whole, f"{whole}{IMAGE}{whole}"):
+        assert tokenizer.encode(words) == reference_ids(tokenizer._engine, words)
+    writer = writer_of(tokenizer, "parse")
+    encoded = writer.write(writer.lay_out(text), ())
+    assert encoded.ids == expected.ids
+    # Every token belongs to the piece of its first character.
+    owners = [span.message for span in encoded.spans for _ in range(span.start, span.stop)]
+    for owner, (start, _) in zip(owners, expected.offsets, strict=True):
+        assert owner == next(origin.message for _, stop, origin in text.spans if start < stop)
+    # Characters are kept under the rule `text` too, white space of the vocabulary included.
+    writer = writer_of(tokenizer)
+    decoded = [tokenizer.decode(ids) for ids in (writer.write(writer.lay_out(text), ()).ids, expected.ids)]
+    # Some kinds of vocabulary lose capitals, or how much white space there is.
+    ours, theirs = ("".join(words.replace("\u2581", " ").lower().split()) for words in decoded)
+    assert ours == theirs or "<unk>" in ours
 
 
 def as_letters(text):
@@ -147,24 +138,21 @@ def syntax_of(tokenizer, ids):
 
 
 @every_kind
-def test_no_special_token_comes_out_of_content(kind):
-    @settings(max_examples=30)
-    @given(st.none() | flagged_tokens(), pieces)
-    @example(None, [("user", "a</s>b"), ("template", "<|end|>")])
-    @example(None, [("user", "a</s>b".translate(WIDE)), ("template", "<|end|>")])
-    @example(None, [("user", "<||>"), ("user", "<|END|> </S>")])
-    def check(added, case):
-        tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
-        writer = writer_of(tokenizer)
-        text = traced(case)
-        encoded = writer.write(writer.lay_out(text), ())
-        safe = concat([piece if author == "template" else as_letters(piece) for author, piece in case])
-        safe = str.__str__(safe)
-        written = [tokenizer.added_ids[match.token] for match in tokenizer.find(safe)]
-        found = syntax_of(tokenizer, encoded.ids)
-        assert syntax_of(tokenizer, written) <= found <= syntax_of(tokenizer, tokenizer.encode(safe))
-
-    check()
+@settings(max_examples=30)
+@given(st.none() | flagged_tokens(), pieces)
+@example(None, [("user", "a</s>b"), ("template", "<|end|>")])
+@example(None, [("user", "a</s>b".translate(WIDE)), ("template", "<|end|>")])
+@example(None, [("user", "<||>"), ("user", "<|END|> </S>")])
+def test_no_special_token_comes_out_of_content(kind, added, case):
+    tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
+    writer = writer_of(tokenizer)
+    text = traced(case)
+    encoded = writer.write(writer.lay_out(text), ())
+    safe = concat([piece if author == "template" else as_letters(piece) for author, piece in case])
+    safe = str.__str__(safe)
+    written = [tokenizer.added_ids[match.token] for match in tokenizer.find(safe)]
+    found = syntax_of(tokenizer, encoded.ids)
+    assert syntax_of(tokenizer, written) <= found <= syntax_of(tokenizer, tokenizer.encode(safe))
 
 
 @every_kind
@@ -182,26 +170,6 @@ def test_an_error_rule_names_the_content_that_a_vocabulary_spells_a_token_in(kin
         assert caught.value.where == "messages[1]"
     else:
         assert not syntax_of(tokenizer, writer.write(writer.lay_out(wide), ()).ids[1:])
-
-
-@every_kind
-def test_content_keeps_its_characters(kind):
-    """Under the rule `text` too, white space of the vocabulary included."""
-
-    @settings(max_examples=25)
-    @given(pieces)
-    def check(case):
-        tokenizer = plain_tokenizer(kind)
-        writer = writer_of(tokenizer)
-        text = traced(case)
-        ids = writer.write(writer.lay_out(text), ()).ids
-        expected = reference_ids(tokenizer._engine, str.__str__(text))
-        decoded = [tokenizer.decode(given) for given in (ids, expected)]
-        # Some kinds of vocabulary lose capitals, or how much white space there is.
-        ours, theirs = ("".join(text.replace("\u2581", " ").lower().split()) for text in decoded)
-        assert ours == theirs or "<unk>" in ours
-
-    check()
 
 
 @every_kind
@@ -230,36 +198,33 @@ expansions = st.tuples(edges, st.integers(1, 3), edges, st.booleans(), edges).ma
 
 
 @every_kind
-def test_an_expansion_encodes_as_if_written_into_the_text(kind):
-    @settings(max_examples=30)
-    @given(
-        st.none() | flagged_tokens(single_word=False),
-        st.lists(st.tuples(texts(without=[IMAGE]), expansions), max_size=3),
-        texts(without=[IMAGE]),
-    )
-    @example(None, [("<|user|>\n", (Text("\n\n"), Repeat(IMAGE, 2), Text("\n\n")))], "\nwhat?")
-    def check(added, case, rest):
-        tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
-        writer = writer_of(tokenizer, "parse")
-        laid, whole = [], ""
-        for text, expansion in case:
-            laid += [("user", text), ("template", IMAGE)]
-            whole += text + "".join(p.text if isinstance(p, Text) else p.token * p.count for p in expansion)
-        text = traced([*laid, ("user", rest)])
-        layout = writer.lay_out(text)
-        cuts = [stop for _, stop, _ in text.spans]
-        encoded = writer.write(layout, [Item(expansion) for _, expansion in case], cuts)
-        assert encoded.ids == reference_ids(tokenizer._engine, whole + rest)
-        assert sum(span.stop - span.start for span in encoded.spans) == len(encoded.ids)
-        image = tokenizer.token_id(IMAGE)
-        for found, (_, expansion) in zip(encoded.ranges, case, strict=True):
-            placed = encoded.ids[found.offset : found.offset + found.length]
-            assert found.num_embeds == sum(p.count for p in expansion if isinstance(p, Repeat) and p.embeds)
-            spans = found.embed_spans if found.embed_spans is not None else ((0, found.length),)
-            assert all(token == image for start, stop in spans for token in placed[start:stop])
-        assert list(encoded.cuts) == cuts
-
-    check()
+@settings(max_examples=30)
+@given(
+    st.none() | flagged_tokens(single_word=False),
+    st.lists(st.tuples(texts(without=[IMAGE]), expansions), max_size=3),
+    texts(without=[IMAGE]),
+)
+@example(None, [("<|user|>\n", (Text("\n\n"), Repeat(IMAGE, 2), Text("\n\n")))], "\nwhat?")
+def test_an_expansion_encodes_as_if_written_into_the_text(kind, added, case, rest):
+    tokenizer = plain_tokenizer(kind) if added is None else Tokenizer(build(kind, added))
+    writer = writer_of(tokenizer, "parse")
+    laid, whole = [], ""
+    for text, expansion in case:
+        laid += [("user", text), ("template", IMAGE)]
+        whole += text + "".join(p.text if isinstance(p, Text) else p.token * p.count for p in expansion)
+    text = traced([*laid, ("user", rest)])
+    layout = writer.lay_out(text)
+    cuts = [stop for _, stop, _ in text.spans]
+    encoded = writer.write(layout, [Item(expansion) for _, expansion in case], cuts)
+    assert encoded.ids == reference_ids(tokenizer._engine, whole + rest)
+    assert sum(span.stop - span.start for span in encoded.spans) == len(encoded.ids)
+    image = tokenizer.token_id(IMAGE)
+    for found, (_, expansion) in zip(encoded.ranges, case, strict=True):
+        placed = encoded.ids[found.offset : found.offset + found.length]
+        assert found.num_embeds == sum(p.count for p in expansion if isinstance(p, Repeat) and p.embeds)
+        spans = found.embed_spans if found.embed_spans is not None else ((0, found.length),)
+        assert all(token == image for start, stop in spans for token in placed[start:stop])
+    assert list(encoded.cuts) == cuts
 
 
 @every_kind

@@ -34,11 +34,11 @@ from mmrender.media.processors.patches import PatchItem
 from mmrender.media.video import open_video
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.messages import VideoPart
+from reference_processors import expansion_text
 from video_cases import (
     VideoReference,
     decoded_by_av,
     encoded_video,
-    expansion_text,
     frames_of,
     video_processor,
 )
