@@ -2,8 +2,10 @@
 
 import asyncio
 import inspect
+import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,26 @@ def _shared(name: str) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tokenizers_of_shared_models_are_read_once() -> Iterator[None]:
+    """Dozens of tests open these models, and to read a tokenizer of a hundred thousand tokens takes a second."""
+    from mmrender.model.tokenizer import Tokenizer
+
+    load, kept = Tokenizer.load, {}
+
+    def kept_or_loaded(model: Any) -> Any:
+        files = [(model.path / name).resolve() for name in ("tokenizer.json", "tokenizer_config.json")]
+        if not files[0].is_relative_to(SHARED):
+            return load(model)
+        if (key := tuple(files)) not in kept:
+            kept[key] = load(model)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "load", staticmethod(kept_or_loaded))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_models() -> Path:
     """Folder of real model directories (no weights); skips where it is missing."""
@@ -76,9 +98,47 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+SMALL_TILES: dict[str, dict[str, dict[str, Any]]] = {
+    "idefics3": {
+        "processor_config.json": {
+            "image_seq_len": 4,
+            "image_processor": {"size": {"longest_edge": 256}, "max_image_size": {"longest_edge": 64}},
+        }
+    },
+    "internvl3": {
+        "preprocessor_config.json": {"size": {"height": 56, "width": 56}},
+        "processor_config.json": {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    },
+}
+"""Settings of tiled models with as many tiles as their own, an eighth of the side."""
+
+
 @pytest.fixture(scope="session")
-def renderers(tiny_model: Path) -> Callable[[str], Any]:
-    """Renderers by the name of their model, each opened once: "tiny", a small model, or a folder of `shared_models`."""
+def with_small_tiles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directories of `shared_models` by name; tiles are small, so that a test of text takes no minute for pixels."""
+
+    @cache
+    def copied(name: str) -> Path:
+        source = _shared("models") / name
+        if name not in SMALL_TILES:
+            return source
+        directory = tmp_path_factory.mktemp("tiles") / name
+        shutil.copytree(source, directory, copy_function=os.symlink)
+        for file, changes in SMALL_TILES[name].items():
+            path = directory / file
+            settings = json.loads(path.read_text()) if path.exists() else {}
+            for key, value in changes.items():
+                settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+            path.unlink(missing_ok=True)
+            path.write_text(json.dumps(settings))
+        return directory
+
+    return copied
+
+
+@pytest.fixture(scope="session")
+def renderers(tiny_model: Path, with_small_tiles: Callable[[str], Path]) -> Callable[[str], Any]:
+    """Renderers by the name of their model, each opened once: "tiny", a small model, or one `with_small_tiles`."""
     from mmrender.renderer import Renderer
     from small_models import MODELS
 
@@ -86,7 +146,7 @@ def renderers(tiny_model: Path) -> Callable[[str], Any]:
     def opened(name: str) -> Renderer:
         if name in MODELS:
             return MODELS[name].renderer()
-        directory = tiny_model if name == "tiny" else _shared("models") / name
+        directory = tiny_model if name == "tiny" else with_small_tiles(name)
         return Renderer.from_pretrained(directory, image_backend="pil")
 
     return opened

@@ -18,16 +18,25 @@ PATIENT = Timing(first_retry=0.005, last_retry=0.05)
 
 
 class CuttingProxy:
-    """A Unix socket before another that cuts its first connections after so many bytes, and keeps the rest."""
+    """A socket before another that cuts its first connections after so many bytes, and keeps the rest.
 
-    def __init__(self, folder: Path, back: str, budgets: Iterable[int]) -> None:
-        self.url = f"unix://{folder}/front"
-        self._path, self._back = f"{folder}/front", back.removeprefix("unix://")
+    Args:
+        url: Where it listens.
+        back: URL of the other.
+        budgets: Bytes of each of the first connections.
+    """
+
+    def __init__(self, url: str, back: str, budgets: Iterable[int]) -> None:
+        self.url, self._back = url, back
         self._budgets = list(budgets)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "CuttingProxy":
-        self._server = await asyncio.start_unix_server(self._relay, self._path)
+        if self.url.startswith("unix://"):
+            listening = asyncio.start_unix_server(self._relay, self.url.removeprefix("unix://"))
+        else:
+            listening = asyncio.start_server(self._relay, *_host_and_port(self.url))
+        self._server = await listening
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -39,7 +48,11 @@ class CuttingProxy:
     async def _relay(self, near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
         left = [self._budgets.pop(0) if self._budgets else 1 << 60]
         try:
-            far_in, far_out = await asyncio.open_unix_connection(self._back)
+            if self._back.startswith("unix://"):
+                opening = asyncio.open_unix_connection(self._back.removeprefix("unix://"))
+            else:
+                opening = asyncio.open_connection(*_host_and_port(self._back))
+            far_in, far_out = await opening
         except OSError:
             near_out.close()
             return
@@ -58,6 +71,11 @@ class CuttingProxy:
         finally:
             for writer in (near_out, far_out):
                 writer.close()
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 def tls_contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:

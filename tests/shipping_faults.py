@@ -23,10 +23,8 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
@@ -44,7 +42,7 @@ import mmcodecs
 from kit import free_port
 from mmrender.shipping import Receiver, Sender
 from mmrender.trajectory import Trajectory
-from shipping_cases import PATIENT, tls_contexts
+from shipping_cases import PATIENT, CuttingProxy, tls_contexts
 
 TRANSPORTS = ("unix", "tcp", "tcp+tls")
 STEPS = ("before append", "half an append", "after append", "after ack")
@@ -213,10 +211,8 @@ class Run:
         self.sender_dies = kind in ("sender", "both")
         proxy = self.interpose() if kind == "cut" else None
         deaths = 0 if kind == "cut" else self.random.randint(1, 4)
-        receiver, sender = (
-            self.start_receiver(deaths if kind != "sender" else 0),
-            start(lambda: asyncio.run(self.send())),
-        )
+        receiver = self.start_receiver(deaths if kind != "sender" else 0)
+        sender = start(lambda: asyncio.run(self.send()))
         try:
             while deaths:
                 victim = self.random.choice(["sender", "receiver"]) if kind == "both" else kind
@@ -257,20 +253,14 @@ class Run:
     def interpose(self) -> int:
         """Put a proxy between the two that cuts some connections."""
         budgets = [int(self.random.random() ** 3 * 2_000_000) for _ in range(self.random.randint(1, 6))]
-        if self.transport == "unix":
-            front = socket.socket(socket.AF_UNIX)
-            front.bind(f"{self.folder}/front")
-            self.sender_url = f"unix://{self.folder}/front"
-            back: Any = f"{self.folder}/socket"
-        else:
-            front = socket.socket()
-            front.bind(("127.0.0.1", 0))
-            self.sender_url = f"tcp://127.0.0.1:{front.getsockname()[1]}"
-            back = ("127.0.0.1", int(self.url.rpartition(":")[2]))
-        front.listen(8)
-        process = start(lambda: relay(front, back, budgets))
-        front.close()
-        return process
+        unix = self.transport == "unix"
+        self.sender_url = f"unix://{self.folder}/front" if unix else f"tcp://127.0.0.1:{free_port()}"
+
+        async def relay() -> None:
+            async with CuttingProxy(self.sender_url, self.url, budgets):
+                await asyncio.Event().wait()
+
+        return start(lambda: asyncio.run(relay()))
 
     def check(self, *, whole: bool = False) -> None:
         """Check the laws on what is in the files now."""
@@ -301,31 +291,6 @@ def read_records(path: Path, seed: int) -> list[tuple[str, int]]:
             raise SystemExit(f"seed {seed}: record {record['id']} is not what was sent")
         found.append((record["id"], record["number"]))
     return found
-
-
-def relay(front: socket.socket, back: Any, budgets: list[int]) -> None:
-    """Pass bytes on, and cut each connection when its budget is used up; the last ones have none."""
-
-    def pump(source: socket.socket, target: socket.socket, left: list[int]) -> None:
-        with contextlib.suppress(OSError):
-            while left[0] > 0 and (data := source.recv(min(65536, left[0]))):
-                left[0] -= len(data)
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    while True:
-        near, _ = front.accept()
-        far = socket.socket(near.family)
-        try:
-            far.connect(back)
-        except OSError:
-            near.close()
-            continue
-        left = [budgets.pop() if budgets else 1 << 60]
-        for ends in ((near, far), (far, near)):
-            threading.Thread(target=pump, args=(*ends, left), daemon=True).start()
 
 
 def start(work: Callable[[], Any]) -> int:

@@ -1,5 +1,6 @@
 """Every odd picture becomes what the model's own processor makes of it; see `image_law`."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ BACKENDS = [backend for backend in IMAGE_BACKENDS if has_reference_backend(backe
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_odd_pictures_of_the_shared_models(name: str, backend: ImageBackend, shared_models: Path) -> None:
-    outcome = image_law(shared_models / name, backend)
+def test_odd_pictures_of_the_shared_models(
+    name: str, backend: ImageBackend, with_small_tiles: Callable[[str], Path]
+) -> None:
+    outcome = image_law(with_small_tiles(name), backend)
     assert not outcome.broken
     assert outcome.equal > 40
 

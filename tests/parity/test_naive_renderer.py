@@ -34,9 +34,9 @@ def conversations(draw):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def both(request, shared_models):
+def both(request, with_small_tiles):
     pytest.importorskip("transformers")
-    directory, (placeholder, stop) = shared_models / request.param, MODELS[request.param]
+    directory, (placeholder, stop) = with_small_tiles(request.param), MODELS[request.param]
     processor = build_reference_processor(ProcessorFiles.read(directory), "pil")
 
     def expand(image):
@@ -47,7 +47,7 @@ def both(request, shared_models):
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(messages=conversations())
 def test_both_renderers_agree(both, messages):
     renderer, naive = both

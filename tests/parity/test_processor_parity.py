@@ -159,7 +159,7 @@ def adapted(
 ) -> tuple[TransformersProcessor, Any]:
     name, backend = request.param
     if name in ADAPTED_MODELS:
-        directory = request.getfixturevalue("shared_models") / name
+        directory = request.getfixturevalue("with_small_tiles")(name)
     else:
         directory = ADAPTER_FAMILIES[name](tmp_path_factory.mktemp("adapted") / name)
     if backend == "torch":

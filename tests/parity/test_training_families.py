@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from kit import error_of
 from mmrender.errors import BatchError
 from mmrender.testing.families import prove_family
 from mmrender.testing.small_architecture import build_small
@@ -47,10 +48,8 @@ def recurrent_text() -> Any:
         (lambda: config("gemma4", use_bidirectional_attention="vision"), ("mm_token_type_ids", "", {"ring"})),
         (lambda: config("paligemma"), ("token_type_ids", "", {"packed", "ring", "ulysses"})),
         (recurrent_text, (None, "conv", set())),
-        (
-            lambda: config("lfm3_vl", **CONVOLUTIONS),
-            (None, "conv", set()),
-        ),  # the vision tower has such layers, too
+        # Its vision tower has such layers, too.
+        (lambda: config("lfm3_vl", **CONVOLUTIONS), (None, "conv", set())),
     ],
     ids=["qwen3_vl", "gemma3", "gemma4", "paligemma", "lfm2", "lfm3_vl"],
 )
@@ -67,9 +66,7 @@ def test_a_refused_layout_is_named_with_the_module_at_fault() -> None:
         "packed rows differ from single forwards in model.language_model.layers.0.self_attn (GemmaAttention), by "
     )
     family = ModelFamily.from_config({"model_type": "paligemma", "image_token_id": 90})
-    with pytest.raises(BatchError) as caught:
-        collate([sample()], family, pad_token_id=0, rows=[[0]])
-    assert str(caught.value) == (
+    assert error_of(BatchError, collate, [sample()], family, pad_token_id=0, rows=[[0]]) == (
         "layout: paligemma takes no packed rows - expected right or left, "
         "got packed prompts see each other, since prompts are seen in both directions"
     )
@@ -152,9 +149,7 @@ def test_a_forward_that_takes_more_than_batches_hold_is_refused() -> None:
             return super().forward(input_ids=input_ids, **others)
 
     model.__class__ = Asking
-    with pytest.raises(BatchError) as caught:
-        prove_family(model)
-    assert str(caught.value) == (
+    assert error_of(BatchError, prove_family, model) == (
         "Asking.forward: the model takes bbox, which batches do not hold. "
         "Train on one sample at a time with the inputs of the model's own processor"
     )
@@ -197,29 +192,14 @@ def test_a_proof_is_kept_between_processes_and_damage_means_not_proved(
     assert known()
 
 
+TRAINED = {"original_max_position_embeddings": 64}
 ROTARY: dict[str, tuple[dict[str, Any], bool]] = {
     "default": ({}, False),
     "linear": ({"factor": 4.0}, False),
-    "yarn": ({"factor": 4.0, "original_max_position_embeddings": 64}, False),
-    "llama3": (
-        {
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        False,
-    ),
+    "yarn": ({"factor": 4.0, **TRAINED}, False),
+    "llama3": ({"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **TRAINED}, False),
     "dynamic": ({"factor": 4.0}, True),
-    "longrope": (
-        {
-            "factor": 4.0,
-            "short_factor": [1.0] * 8,
-            "long_factor": [16.0] * 8,
-            "original_max_position_embeddings": 64,
-        },
-        True,
-    ),
+    "longrope": ({"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [16.0] * 8, **TRAINED}, True),
 }
 """Rotary embeddings, and whether they follow the longest sample of a batch beyond 64 tokens."""
 
@@ -284,31 +264,24 @@ def test_rotary_embeddings_that_follow_the_longest_sample_bound_it(kind: str, la
     samples = [text_sample(length) for length in (20, 65, 64)]
     with pytest.raises(BatchError) as caught:
         collate(samples, family, pad_token_id=0, **layout)
-    assert (caught.value.where, caught.value.expected, caught.value.got) == (
-        "65 tokens",
-        "at most 64 tokens",
-        "65",
-    )
+    found = caught.value.where, caught.value.expected, caught.value.got
+    assert found == ("65 tokens", "at most 64 tokens", "65")
     kept, left_out = usable(samples, family)
     assert kept == [samples[0], samples[2]]
     assert list(left_out) == ["65 tokens"]
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+LAYERS = {"sliding_attention": {"rope_type": "default"}, "full_attention": LONG}
+SU = {"type": "su", "long_factor": [2.0]}
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 512}, 512),
-        ({"rope_scaling": {"type": "su", "long_factor": [2.0]}, "original_max_position_embeddings": 99}, 99),
-        (
-            {
-                "rope_parameters": {
-                    "sliding_attention": {"rope_type": "default"},
-                    "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 128},
-                },
-                "max_position_embeddings": 512,
-            },
-            128,
-        ),
+        ({"rope_scaling": SU, "original_max_position_embeddings": 99}, 99),
+        ({"rope_parameters": LAYERS, "max_position_embeddings": 512}, 128),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 128}}, None),
         ({"rope_scaling": None}, None),
     ],
@@ -324,9 +297,8 @@ def test_rotary_embeddings_are_read_wherever_they_are(
 
 def test_a_rotary_embedding_without_its_bound_is_refused() -> None:
     text = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-    with pytest.raises(BatchError) as caught:
-        ModelFamily.from_config({"model_type": "llava", "image_token_id": 90, "text_config": text})
-    assert str(caught.value) == (
+    given = {"model_type": "llava", "image_token_id": 90, "text_config": text}
+    assert error_of(BatchError, ModelFamily.from_config, given) == (
         "config.text_config.rope_scaling: the rotary embedding follows the longest sample of a batch from an "
         "unknown length on - expected original_max_position_embeddings or max_position_embeddings, got "
         "'dynamic'. Pass the configuration as Transformers reads it, which has all defaults"

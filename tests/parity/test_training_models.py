@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit import error_of
 from mmrender.errors import BatchError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
@@ -198,9 +199,7 @@ def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> N
     tiny = tiny_family("qwen3_5", folder)
     samples = make_samples(tiny, COUNTS)
     batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
-    with pytest.raises(BatchError) as caught:
-        batch.model_inputs()
-    assert str(caught.value) == (
+    assert error_of(BatchError, batch.model_inputs) == (
         "row 0: the recurrent layers of qwen3_5 would run from one sample into the next - "
         "expected a block `with recurrent_segments(model, batch)` around this call and the forward. "
         "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds"
@@ -210,9 +209,7 @@ def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> N
         logits = tiny.model(**batch.model_inputs(kept_apart=True)).logits
     mixed = dict(zip(batch.sample_ids, batch.split(logits), strict=True))
     assert (mixed["s0"] - expected["s0"]).abs().max() > 1e-2
-    with pytest.raises(BatchError) as caught, recurrent_segments(torch.nn.Linear(1, 1), batch):
-        pass
-    assert str(caught.value) == (
+    assert error_of(BatchError, recurrent_segments(torch.nn.Linear(1, 1), batch).__enter__) == (
         "Linear: the recurrent layers of qwen3_5 are not found - expected modules named linear_attn. "
         "Use padded batches"
     )

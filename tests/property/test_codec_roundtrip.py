@@ -23,7 +23,7 @@ forms = st.sampled_from(sorted(FORMS))
 frameworks = st.sampled_from(["numpy", "torch"])
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(values, forms, frameworks, st.booleans())
 def test_a_value_comes_back(value: Any, form: str, framework: Any, copy: bool) -> None:
     got = mmcodecs.decode(FORMS[form](value), framework=framework, copy=copy)
@@ -32,7 +32,7 @@ def test_a_value_comes_back(value: Any, form: str, framework: Any, copy: bool) -
         assert got.stride() == torch.empty(value.shape).stride()
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(st.dictionaries(texts, leaves, max_size=4))
 def test_all_forms_say_the_same_bytes(value: dict[str, Any]) -> None:
     single = bytes(mmcodecs.encode(value))
@@ -40,7 +40,7 @@ def test_all_forms_say_the_same_bytes(value: dict[str, Any]) -> None:
     assert single == bytes(mmcodecs.encode(value, buffer=mmcodecs.BufferPool()))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(values)
 def test_encoding_what_was_decoded_changes_nothing(value: Any) -> None:
     # Tensors become arrays or raw bits, of another kind on the wire, but the same from then on.
@@ -53,7 +53,7 @@ def test_the_strategies_reach_every_leaf(kind: str) -> None:
     # A strategy that never drew a tensor would make the laws above say nothing about tensors.
     seen = set()
 
-    @settings(max_examples=300)
+    @settings(max_examples=150)
     @given(leaves)
     def collect(value: Any) -> None:
         seen.add(type(as_seen(value, kind)).__name__)

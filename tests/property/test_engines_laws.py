@@ -31,7 +31,7 @@ BUDGETS = st.integers(1, 24)
 
 
 @given(prompts, BUDGETS, faults, pauses, st.sampled_from([MODES, MODES, (), ("abort",), ("keep",)]))
-@settings(max_examples=100)
+@settings(max_examples=60)
 @in_loop
 async def test_a_disturbed_completion_is_the_undisturbed_one(prompts, budget, faults, pauses, modes):
     """Also where engines do not know a mode, so that the client alone holds their requests."""
@@ -105,7 +105,7 @@ class Letters:
 
 
 @given(prompts, st.integers(4, 40), faults, pauses, st.data(), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=60)
 @in_loop
 async def test_stop_strings_end_a_completion_across_aborts(prompts, budget, faults, pauses, data, streamed):
     text = letters(sampled(prompts[0], budget).completion_ids) or "a"
@@ -153,7 +153,7 @@ def test_a_penalty_beyond_what_engines_take_as_bias_starts_over():
 
 
 @given(prompts, st.integers(8, 24), pauses)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @in_loop
 async def test_weight_versions_cover_the_completion_in_order(prompts, budget, pauses):
     case = setup()
@@ -170,7 +170,7 @@ async def test_weight_versions_cover_the_completion_in_order(prompts, budget, pa
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
     """Cut an uninterrupted answer anywhere; rows that a later piece computes again are not taken from it."""
     prompt_len = data.draw(st.integers(1, 5), "prompt")
@@ -214,7 +214,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
 
 
 @given(faults, st.integers(0, 30))
-@settings(max_examples=40)
+@settings(max_examples=25)
 @in_loop
 async def test_a_cancelled_batch_leaves_nothing_behind(faults, moment):
     case = setup(faults)

@@ -1,11 +1,12 @@
 """Long conversations: the sampled turns are those that follow their prompt, found in time that grows with the length."""
 
 import random
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bridge_cases import REAL
 from mmrender import Renderer
 from mmrender.content import normalize_messages
 from mmrender.errors import TemplateError
@@ -17,7 +18,6 @@ from mmrender.turns import sampled
 from mmrender.turns.sampled import sampled_turns
 from small_models import MODELS
 
-SHARED = ("glm4_5v", "qwen3_5", "qwen3_vl", "qwen3_vl_thinking", "idefics3", "internvl3", "qwen2_5_vl")
 LAST = """{% for m in messages %}{{ m.role }}:{{ m.content }}{% if loop.last %} (last){% endif %};{% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 COUNTED = "{{ messages | length > 9 }}" + LAST
@@ -44,22 +44,16 @@ def conversation(source: random.Random, rounds: int, kinds: str) -> tuple[Messag
     return normalize_messages(messages)
 
 
-@cache
-def known_template(name: str, folder: Any) -> KnownTemplate:
-    if name in SOURCES:
-        renderer = Renderer.from_pretrained(folder, image_backend="pil", chat_template=SOURCES[name])
-    elif name in SHARED:
-        renderer = Renderer.from_pretrained(folder / name, image_backend="pil")
-    else:
-        renderer = MODELS[name].renderer()
+@pytest.fixture
+def known(name: str, renderers: Any, tiny_model: Path) -> KnownTemplate:
+    renderer = renderers(name) if name not in SOURCES else None
+    if renderer is None:
+        renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=SOURCES[name])
     return renderer.templates.find({}, has_tools=False)
 
 
-@pytest.mark.parametrize("name", [*SHARED, *SOURCES, *MODELS])
-def test_turns_of_long_conversations_are_those_that_whole_prompts_show(
-    name, shared_models, tiny_model, monkeypatch
-):
-    known = known_template(name, tiny_model if name in SOURCES else shared_models)
+@pytest.mark.parametrize("name", [*REAL, *SOURCES, *MODELS])
+def test_turns_of_long_conversations_are_those_that_whole_prompts_show(name, known, monkeypatch):
     source = random.Random(name)
     compared = 0
     for kinds in ("", "r", "t", "rt", "rt"):
@@ -87,8 +81,7 @@ def test_turns_of_long_conversations_are_those_that_whole_prompts_show(
 
 @pytest.mark.parametrize("kinds", ["", "r", "t", "rt"])
 @pytest.mark.parametrize("name", ["glm4_5v", "qwen3_vl_thinking", "reasoning_optional", "everything"])
-def test_turns_are_found_in_time_that_grows_with_the_conversation(name, kinds, shared_models, monkeypatch):
-    known = known_template(name, shared_models)
+def test_turns_are_found_in_time_that_grows_with_the_conversation(known, kinds, monkeypatch):
     rendered = []
     run = ChatTemplate.render
 
@@ -98,7 +91,7 @@ def test_turns_are_found_in_time_that_grows_with_the_conversation(name, kinds, s
 
     assert known.profile.prefix_stable is False
     monkeypatch.setattr(ChatTemplate, "render", counting)
-    for rounds in (50, 100):
+    for rounds in (25, 50):
         messages = conversation(random.Random(1), rounds, kinds)
         text = known.render(RenderRequest(messages))
         rendered.clear()

@@ -53,7 +53,7 @@ def assert_same(rendered: RenderedTokens, expected: RenderedTokens) -> None:
         np.testing.assert_array_equal(item.tensors()["pixel_values"], twin.tensors()["pixel_values"])
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 1 << 32), cache_bytes=st.sampled_from([1 << 30, 20_000, 0]))
 def test_rendering_is_the_same_from_sixteen_threads(
     tiny_model: Path, alone: Renderer, seed: int, cache_bytes: int
@@ -76,7 +76,7 @@ def test_rendering_is_the_same_from_sixteen_threads(
                 assert_same(rendered, expected[index])
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 1 << 32), workers=st.integers(1, 5), queue_size=st.integers(0, 3))
 def test_rendering_is_the_same_from_coroutines_of_many_loops(
     tiny_model: Path, alone: Renderer, seed: int, workers: int, queue_size: int

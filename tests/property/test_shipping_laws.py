@@ -63,7 +63,7 @@ async def consume(plan: dict[str, Any], url: str, numbers: list[int]) -> Receive
 async def run(plan: dict[str, Any], folder: Path) -> None:
     url = f"unix://{folder}/back"
     numbers: list[int] = []
-    async with CuttingProxy(folder, url, plan["cuts"]) as proxy:
+    async with CuttingProxy(f"unix://{folder}/front", url, plan["cuts"]) as proxy:
         sender = Sender(proxy.url, timing=QUICK)
         consumer = asyncio.create_task(consume(plan, url, numbers))
         await sender.connect(timeout=None)
@@ -92,7 +92,7 @@ async def ship(trajectories: list[Trajectory], cuts: list[int], folder: Path) ->
     """Send each by itself; return what arrived, its bytes, and the number of connections."""
     async with (
         Receiver(f"unix://{folder}/back", timing=QUICK) as receiver,
-        CuttingProxy(folder, receiver.url, cuts) as proxy,
+        CuttingProxy(f"unix://{folder}/front", receiver.url, cuts) as proxy,
     ):
         sender = Sender(proxy.url, timing=QUICK)
         await sender.connect(timeout=None)

@@ -13,7 +13,7 @@ from tree_cases import calls
 
 
 @given(trajectories())
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_stripping_changes_nothing_but_sidecars_and_not_its_input(trajectory):
     before = copy.deepcopy(trajectory)
     stripped = strip_intermediate_mm_data(trajectory)
@@ -31,7 +31,7 @@ def steps_of(rollout):
 
 
 @given(calls())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_stripping_loses_no_step_its_images(rollout):
     stripped = strip_intermediate_mm_data(steps_of(rollout))
     for index, call in enumerate(rollout):

@@ -73,7 +73,7 @@ def conversation(renderer: Renderer, source: random.Random) -> tuple[list[dict[s
     return messages, options
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(source=sources(), prompted=st.booleans())
 def test_moved_images_render_as_a_user_turn_written_by_hand(
     pair: tuple[Renderer, Renderer], source: random.Random, prompted: bool
@@ -103,7 +103,7 @@ def test_moved_images_render_as_a_user_turn_written_by_hand(
     assert found.rewritten == tuple([owners[index] for index in expected.rewritten])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(source=sources())
 def test_bridge_over_moved_images_equals_rendering(
     pair: tuple[Renderer, Renderer], source: random.Random

@@ -96,7 +96,7 @@ def check_padding(batch: TrainingBatch, row: int, used: Any) -> None:
     assert int(batch.attention_mask[row][free].sum()) == (0 if used.any() else 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(sample_lists(), st.sampled_from(["left", "right"]), st.sampled_from([1, 8]))
 def test_padded(given_samples: Any, side: Any, multiple: int) -> None:
     family, samples = given_samples
@@ -106,7 +106,7 @@ def test_padded(given_samples: Any, side: Any, multiple: int) -> None:
     check([batch.widened(batch.width + 5)], samples, family)
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(sample_lists(), st.sampled_from(["left", "right"]), st.integers(0, 40), st.integers(0, 2))
 def test_packed(given_samples: Any, side: Any, spare: int, empty_rows: int) -> None:
     family, samples = given_samples
@@ -125,7 +125,7 @@ def test_packed(given_samples: Any, side: Any, spare: int, empty_rows: int) -> N
         assert found == sorted([lengths[index] for index in members] + [padding] * bool(padding))
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(sample_lists(), st.sampled_from(["left", "right"]), st.integers(1, 5), st.booleans(), st.data())
 def test_rows_taken_apart_and_joined(
     given_samples: Any, side: Any, parts: int, packed: bool, data: Any
@@ -152,7 +152,7 @@ def test_rows_taken_apart_and_joined(
     check([mmcodecs.decode(message, framework="torch", type=TrainingBatch)], samples, family)
 
 
-@settings(max_examples=80)
+@settings(max_examples=45)
 @given(sample_lists(), st.integers(1, 5), st.integers(0, 60))
 def test_plans(given_samples: Any, ranks: int, spare: int) -> None:
     family, samples = given_samples
@@ -183,7 +183,7 @@ def test_plans(given_samples: Any, ranks: int, spare: int) -> None:
     check(batches, undisturbed, family)
 
 
-@settings(max_examples=80)
+@settings(max_examples=45)
 @given(sample_lists(), st.data())
 def test_truncation_cuts_at_whole_images(given_samples: Any, data: Any) -> None:
     _, samples = given_samples

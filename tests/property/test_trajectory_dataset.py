@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import mmcodecs
 from item_cases import patch_item
+from kit import error_of
 from mmcodecs import files
 from mmcodecs.files import BLOCK
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
@@ -146,21 +147,19 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ("other[0]", f"expected the checksum {state['checksum']}, got {other}"),
         ("short", "expected 2 records or more, got 1"),
     ):
-        with pytest.raises(BatchError) as caught:
-            TrajectoryDataset(tmp_path / name.removesuffix("[0]")).load_state_dict(state)
-        assert str(caught.value) == (
+        fresh = TrajectoryDataset(tmp_path / name.removesuffix("[0]"))
+        assert error_of(BatchError, fresh.load_state_dict, state) == (
             f"{tmp_path / name}: the state belongs to another file - {problem}. "
             "Keep the file that was trained on, and only append to it"
         )
-    with worker(1, 2), pytest.raises(BatchError) as caught:
-        TrajectoryDataset(tmp_path / "run").load_state_dict(state)
-    assert str(caught.value) == (
-        "state: the state belongs to another worker - expected worker 1 of 2, got worker 0 of 1. "
-        "Load states with the number of workers of their pass"
-    )
-    with pytest.raises(BatchError) as caught:
-        TrajectoryDataset(tmp_path / "run", rank=1, world=2).load_state_dict(state)
-    assert str(caught.value) == (
+    with worker(1, 2):
+        fresh = TrajectoryDataset(tmp_path / "run")
+        assert error_of(BatchError, fresh.load_state_dict, state) == (
+            "state: the state belongs to another worker - expected worker 1 of 2, got worker 0 of 1. "
+            "Load states with the number of workers of their pass"
+        )
+    fresh = TrajectoryDataset(tmp_path / "run", rank=1, world=2)
+    assert error_of(BatchError, fresh.load_state_dict, state) == (
         "state: the state belongs to another rank - expected worker 0 of 1 of rank 1 of 2, got worker 0 of 1. "
         "Load states with the number of ranks of their pass"
     )

@@ -22,9 +22,17 @@ from tree_cases import Call, assert_same, calls, grown, item, wire_bound
 
 
 @given(calls())
-@settings(max_examples=150)
-def test_steps_are_what_was_appended(rollout):
+@settings(max_examples=120)
+def test_what_is_derived_is_what_was_appended(rollout):
     trajectory = grown(rollout)
+    check_steps(trajectory, rollout)
+    check_prefixes(trajectory, rollout)
+    check_samples(trajectory, rollout)
+    check_branches(trajectory, rollout)
+    check_experts(trajectory, rollout)
+
+
+def check_steps(trajectory, rollout):
     for step, call in zip(trajectory.steps, rollout, strict=True):
         assert step.prompt_ids.tolist() == call.prompt
         assert step.completion_ids.tolist() == call.completion
@@ -46,7 +54,7 @@ FORMS = {
 
 
 @given(calls(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_the_form_of_a_prompt_what_is_refused_and_what_is_read_between_change_no_tree(rollout, data):
     """A list is compared by address with the prompt before it: no form, and nothing between, may matter."""
     trajectory = Trajectory("t", extra={"env": "grid"})
@@ -66,14 +74,11 @@ def test_the_form_of_a_prompt_what_is_refused_and_what_is_read_between_change_no
     assert_same(trajectory, grown(rollout))
 
 
-@given(calls())
-@settings(max_examples=100)
-def test_a_step_starts_where_its_longest_common_prefix_ends(rollout):
-    """Against the definition: tokens and media of the prompt compared with every earlier step's.
+def check_prefixes(trajectory, rollout):
+    """A step starts where its longest common prefix ends: its prompt is compared with every earlier step's.
 
     A prompt that begins with all of the newest step may start there, though an older one shares more.
     """
-    trajectory = grown(rollout)
     for index, call in enumerate(rollout):
         best = 0
         for earlier in rollout[:index]:
@@ -105,18 +110,12 @@ def uncut(call, length):
     return length
 
 
-@given(calls())
-@settings(max_examples=100)
-def test_every_sampled_token_is_trained_on_once(rollout):
-    trajectory = grown(rollout)
-    once = trajectory.samples()
-    assert sum(int(sample.loss_mask.sum()) for sample in once) == sum(
-        len(call.completion) for call in rollout
-    )
-    steps = [step_sample(step) for step in trajectory.steps]
-    assert sum(int(sample.loss_mask.sum()) for sample in steps) == sum(
-        len(call.completion) for call in rollout
-    )
+def check_samples(trajectory, rollout):
+    """Every sampled token is trained on once."""
+    sampled = sum(len(call.completion) for call in rollout)
+    once, steps = trajectory.samples(), [step_sample(step) for step in trajectory.steps]
+    for samples in (once, steps):
+        assert sum(int(sample.loss_mask.sum()) for sample in samples) == sampled
     for sample in [*once, *steps, *trajectory.samples(once=False)]:
         assert (sample.logprobs[sample.loss_mask] < 0).all()
         assert not sample.logprobs[~sample.loss_mask].any()
@@ -126,11 +125,12 @@ def test_every_sampled_token_is_trained_on_once(rollout):
         assert not (media & sample.loss_mask).any()
 
 
-@given(calls())
-@settings(max_examples=100)
-def test_branches_cover_every_step_and_none_extends_another(rollout):
-    branches = grown(rollout).branches()
+def check_branches(trajectory, rollout):
+    """Branches cover every step, and none extends another."""
+    branches = trajectory.branches()
     assert {step.index for branch in branches for step in branch.steps} == set(range(len(rollout)))
+    paths = [[step.index for step in branch.steps] for branch in branches]
+    assert not any(one is not other and other[: len(one)] == one for one in paths for other in paths)
     sequences = [branch.token_ids.tolist() for branch in branches]
     for branch, sequence in zip(branches, sequences, strict=True):
         for step in branch.steps:
@@ -138,10 +138,8 @@ def test_branches_cover_every_step_and_none_extends_another(rollout):
             assert sequence[step.prompt_length : len(step)] == step.completion_ids.tolist()
 
 
-@given(calls())
-@settings(max_examples=100)
-def test_routed_experts_of_a_step_are_those_of_the_earliest_call_that_had_them(rollout):
-    trajectory = grown(rollout)
+def check_experts(trajectory, rollout):
+    """Router choices of a step are those of the earliest call that had them."""
     for step, call in zip(trajectory.steps, rollout, strict=True):
         if call.experts is None or not len(call.experts.data):
             continue
@@ -159,7 +157,7 @@ def test_routed_experts_of_a_step_are_those_of_the_earliest_call_that_had_them(r
 
 
 @given(st.lists(calls(), max_size=3), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
     group = [grown(rollout, f"t{number}") for number, rollout in enumerate(rollouts)]
     for number, trajectory in enumerate(group):
@@ -214,7 +212,7 @@ def test_a_lost_image_is_an_error_and_changes_nothing(rollout):
 
 
 @given(calls(), st.data())
-@settings(max_examples=120)
+@settings(max_examples=100)
 def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
     from mmrender.errors import InputError, PlaceholderError
 

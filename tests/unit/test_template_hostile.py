@@ -261,12 +261,12 @@ def test_a_renderer_whose_template_runs_in_processes_gives_the_same(processes, t
 
 
 def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
-    # Hundreds of short calls: a count of ticks since its start would be wrong by then.
+    # Dozens of short calls: a count of ticks since its start would be wrong by then.
     busy = "{% for a in range(40000) %}{% endfor %}"
     with BoundedProcesses(memory_bytes=MEMORY, cpu_seconds=0.5) as processes:
         template = IsolatedTemplate(busy, processes=processes)
         first, started, _ = processes.ask("ran", TemplateLimitError, spent)
-        while started < 5:
+        while started < 2:
             template.render(RenderRequest(MESSAGES))
             process, started, _ = processes.ask("ran", TemplateLimitError, spent)
         assert process == first
