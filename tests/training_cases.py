@@ -74,31 +74,21 @@ class Kind:
 @cache
 def kinds() -> dict[str, Kind]:
     sizes = [(8, 40), (16, 16), (40, 24), (20, 20)]
-    mask = [np.ones((1, count, 6, 6), np.int64) for count in (1, 2, 3)]
-    return {
-        "patches": Kind(
-            family_of("qwen3_vl"), tuple(patch_item(*size, seed=i) for i, size in enumerate(sizes))
+
+    def rows(count: int, tokens: int, **others: Any) -> ProcessedItem:
+        return tiled_item((1, count, 3, 6, 6), tokens * count, seed=count, **others)
+
+    items: dict[str, tuple[str, list[Any]]] = {
+        "patches": ("qwen3_vl", [patch_item(*size, seed=i) for i, size in enumerate(sizes)]),
+        "tiles": ("internvl", [tiled_item((n, 3, 6, 6), 2 * n, seed=n) for n in (1, 2, 4)]),
+        "rows": (
+            "idefics3",
+            [rows(n, 2, pixel_attention_mask=np.ones((1, n, 6, 6), int)) for n in (1, 2, 3)],
         ),
-        "tiles": Kind(
-            family_of("internvl"), tuple(tiled_item((n, 3, 6, 6), 2 * n, seed=n) for n in (1, 2, 4))
-        ),
-        "rows": Kind(
-            family_of("idefics3"),
-            tuple(
-                tiled_item((1, n, 3, 6, 6), 2 * n, seed=n, pixel_attention_mask=mask[n - 1])
-                for n in (1, 2, 3)
-            ),
-        ),
-        "padded": Kind(
-            family_of("llava_next"),
-            tuple(
-                tiled_item((1, n, 3, 6, 6), 3 * n, seed=n, image_sizes=np.array([[n, 9]])) for n in (1, 2, 3)
-            ),
-        ),
-        "counts": Kind(
-            family_of("llava_onevision"), tuple(tiled_item((1, n, 3, 6, 6), 3 * n, seed=n) for n in (1, 2))
-        ),
+        "padded": ("llava_next", [rows(n, 3, image_sizes=np.array([[n, 9]])) for n in (1, 2, 3)]),
+        "counts": ("llava_onevision", [rows(n, 3) for n in (1, 2)]),
     }
+    return {name: Kind(family_of(kind), tuple(given)) for name, (kind, given) in items.items()}
 
 
 def item_tokens(item: MediaItem) -> tuple[list[int], PlaceholderRange]:

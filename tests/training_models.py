@@ -32,17 +32,9 @@ TEXT_IDS = range(1, 80)
 _TOKENS = {"image_token_id": IMAGE_ID, "video_token_id": VIDEO_ID}
 _VISION_TOKENS = {"vision_start_token_id": START_ID, "vision_end_token_id": END_ID}
 _TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": PAD_ID,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD_ID},
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 
@@ -147,56 +139,27 @@ def _built(name: str, config: Any, process: Callable[[Image.Image], MediaItem]) 
 _VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2}
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 48}
 _WIDE = {**_VISION, "out_hidden_size": 32, "intermediate_size": 48}
+_WINDOWED = {**_WIDE, "window_size": 56, "fullatt_block_indexes": [1]}
+_DEEP = {**_WIDE, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+_FLAT = {**_DEEP, "deepstack_visual_indexes": []}
+_ROPE = {"rope_parameters": _MROPE}
 _SPLIT_ROPE = {"rope_parameters": {**_MROPE, "mrope_interleaved": True}}
+_WHOLE_ROPE = {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}}
+_RECURRENT = {
+    "rope_parameters": {**_SPLIT_ROPE["rope_parameters"], "partial_rotary_factor": 1.0},
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    "linear_conv_kernel_dim": 4,
+}
+_GLM_TOKENS = {"image_start_token_id": START_ID, "image_end_token_id": END_ID}
+_GLM_TOKENS |= {"video_start_token_id": 94, "video_end_token_id": 95}
 _PATCHES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (
-        "Qwen2VLConfig",
-        14,
-        {**_VISION, "embed_dim": 32},
-        {"rope_parameters": _MROPE},
-        _VISION_TOKENS,
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        14,
-        {**_WIDE, "window_size": 56, "fullatt_block_indexes": [1]},
-        {"rope_parameters": _MROPE},
-        _VISION_TOKENS,
-    ),
-    "qwen3_vl": (
-        "Qwen3VLConfig",
-        16,
-        {**_WIDE, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]},
-        _SPLIT_ROPE,
-        _VISION_TOKENS,
-    ),
-    "qwen3_5": (
-        "Qwen3_5Config",
-        16,
-        {**_WIDE, "num_position_embeddings": 256, "deepstack_visual_indexes": []},
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "rope_parameters": {**_MROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-        },
-        _VISION_TOKENS,
-    ),
-    "glm4v": (
-        "Glm4vConfig",
-        14,
-        {**_WIDE, "image_size": 112},
-        {"rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
-        {
-            "image_start_token_id": START_ID,
-            "image_end_token_id": END_ID,
-            "video_start_token_id": 94,
-            "video_end_token_id": 95,
-        },
-    ),
+    "qwen2_vl": ("Qwen2VLConfig", 14, {**_VISION, "embed_dim": 32}, _ROPE, _VISION_TOKENS),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", 14, _WINDOWED, _ROPE, _VISION_TOKENS),
+    "qwen3_vl": ("Qwen3VLConfig", 16, _DEEP, _SPLIT_ROPE, _VISION_TOKENS),
+    "qwen3_5": ("Qwen3_5Config", 16, _FLAT, _RECURRENT, _VISION_TOKENS),
+    "glm4v": ("Glm4vConfig", 14, {**_WIDE, "image_size": 112}, _WHOLE_ROPE, _GLM_TOKENS),
 }
 """Families of flat patches: class, side of a patch, and what the vision, text and whole configurations add."""
 

@@ -22,6 +22,7 @@ from mmrender.media.vllm_items import encode_mm_kwargs_item
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Asked
 from mmrender.tokens.rendered import RenderedTokens
+from stub_server import vllm_reply
 
 DATA = Path(__file__).resolve().parent / "data" / "engines" / "vllm"
 GREEDY = {"temperature": 0.0, "max_tokens": 4}
@@ -72,9 +73,7 @@ def info(**changes: Any) -> dict[str, Any]:
 def completion(asked: Asked) -> dict[str, Any]:
     """An answer to any request: one token."""
     ids = asked.json["token_ids"]
-    content = {"content": [{"token_id": 7, "logprob": -1.5}]}
-    choice = {"index": 0, "finish_reason": "stop", "token_ids": [7], "logprobs": content}
-    return {"request_id": "r", "usage": {"prompt_tokens": len(ids)}, "choices": [choice]}
+    return vllm_reply([7], [-1.5]) | {"usage": {"prompt_tokens": len(ids)}}
 
 
 def served(rendered: RenderedTokens, pixels: PixelDtype = "uint8", **changes: Any) -> dict[str, Any]:

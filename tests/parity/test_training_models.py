@@ -41,14 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("processors")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def alone(tiny: TinyFamily, sample: Any) -> Any:
     """Logits of one sample as the model itself numbers and masks it."""
     inputs = collate([sample], tiny.family, pad_token_id=PAD_ID).model_inputs()

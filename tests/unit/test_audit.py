@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -237,15 +238,6 @@ def test_a_sampler_restricted_by_a_grammar(samples, trainer):
     assert [finding.cause for finding in report.findings] == ["sampling"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny models run slower on two threads than on one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 SOME = (
     "BGR in one image",
     "second frame zero",
@@ -263,11 +255,16 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize(("index", "name"), [*enumerate(SOME)])
-def test_a_planted_fault_is_named(index, name, tmp_path_factory):
+@cache
+def outcome_of(name, folder, tolerance=None):
+    """The outcome of a fault, planted in one of three samples."""
+    return judge(name, "qwen2_5_vl", scene("qwen2_5_vl", folder), SOME.index(name) % 3, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_planted_fault_is_named(name, tmp_path_factory):
     """All faults, families and samples: `python tests/audit_faults.py`."""
-    at = scene("qwen2_5_vl", tmp_path_factory.getbasetemp())
-    outcome = judge(name, "qwen2_5_vl", at, index % 3)
+    outcome = outcome_of(name, tmp_path_factory.getbasetemp())
     assert outcome.verdict == "named", outcome
 
 
@@ -280,8 +277,7 @@ def test_what_is_only_like_a_fault_is_located_and_not_named(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["BGR in one image", "temperature", "another rollout's tokens"])
 def test_a_planted_fault_is_named_whatever_is_called_an_alarm(name, tmp_path_factory):
-    at = scene("qwen2_5_vl", tmp_path_factory.getbasetemp())
-    measured, given = (judge(name, "qwen2_5_vl", at, 1, tolerance=tolerance) for tolerance in (None, 1e-2))
+    measured, given = (outcome_of(name, tmp_path_factory.getbasetemp(), bound) for bound in (None, 1e-2))
     assert (given.verdict, given.finding) == ("named", measured.finding)
 
 
