@@ -91,7 +91,8 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
         if isinstance(source, np.ndarray):
             return _of_array(source, policy)
         if isinstance(source, Image.Image):
-            return _of_image(source, policy)
+            _check_pixels(*source.size, policy)
+            return _of_image(source)
         return policy.decode(_of_bytes, read_source(source, policy))
     except MediaError as error:
         if where is not None:
@@ -100,7 +101,7 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
 
 
 def _of_bytes(data: bytes, policy: MediaPolicy) -> LoadedImage:
-    return _of_image(open_image(data, policy), policy)
+    return _of_image(open_image(data, policy))
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
@@ -165,12 +166,11 @@ def orientation_of(image: Image.Image) -> Image.Transpose | None:
     return _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
 
-def _of_image(image: Image.Image, policy: MediaPolicy) -> LoadedImage:
+def _of_image(image: Image.Image) -> LoadedImage:
     """Return an image upright and in mode RGB: the same object if it is both already.
 
     The image may be shared between threads.
     """
-    _check_pixels(*image.size, policy)
     orientation = decode_in_place(image)
     upright = image if orientation is None else image.transpose(orientation)
     is_transparent = upright.info.get("transparency") is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrender.caching import FileCache, LRUCache
+from mmrender.caching import FileCache, LRUCache, SingleFlight
 
 
 def test_those_that_wait_for_a_computation_count_as_hits():
@@ -30,6 +30,27 @@ def test_those_that_wait_for_a_computation_count_as_hits():
     with ThreadPoolExecutor(5) as threads:
         assert [*threads.map(lambda _: cache.get_or_compute("key", compute), range(5))] == [1] * 5
     assert (cache.stats.hits, cache.stats.misses) == (4, 1)
+
+
+def test_a_computation_that_fails_is_left_to_a_thread_that_waits():
+    flight, looked, go_on = SingleFlight(), threading.Semaphore(0), threading.Event()
+
+    def find():
+        looked.release()
+
+    def fail():
+        go_on.wait()
+        raise KeyError("of the first")
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(flight.run, "key", find, fail)
+        looked.acquire()
+        second = threads.submit(flight.run, "key", find, lambda: "of the second")
+        looked.acquire()
+        go_on.set()
+        assert repr(first.exception()) == "KeyError('of the first')"
+        assert second.result() == "of the second"
+    assert flight.run("key", lambda: "kept", lambda: pytest.fail("computed again")) == "kept"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no forks")
