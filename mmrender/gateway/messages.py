@@ -22,6 +22,7 @@ from mmrender.gateway.reading import (
     read_fields,
     read_origin,
     set_structure,
+    without_searches,
 )
 from mmrender.gateway.writing import Blocks, Field, event, is_cut, total_usage
 from mmrender.messages import Message, ToolCall
@@ -291,7 +292,7 @@ class _Reader:
             if tool.strict:
                 self.note("tools.strict")
             read.append(function_tool(tool.name, tool.description, tool.input_schema))
-        return tuple(read)
+        return without_searches(read, tools)
 
     def _user(self, content: str | list[Any], where: str) -> list[Message]:
         """Read a user message: results of tools are messages of their own, in order with the rest."""

@@ -218,6 +218,20 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     return {"type": "function", "function": function}
 
 
+def without_searches(
+    tools: Sequence[Mapping[str, Any]], requested: Sequence[Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that are left if the provider's own search is left out.
+
+    Raises:
+        InputError: None is left. A model that is asked to search without a search would make results up.
+    """
+    if requested and not tools:
+        remedy = "Give the model a tool that searches"
+        raise InputError("the search of the provider is not run here", where="tools", remedy=remedy)
+    return tuple(tools)
+
+
 def check_choice(
     tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, forced: str | None, where: str
 ) -> None:

@@ -22,6 +22,7 @@ from mmrender.gateway.reading import (
     read_fields,
     read_origin,
     set_structure,
+    without_searches,
 )
 from mmrender.gateway.writing import (
     COMMENT,
@@ -369,7 +370,7 @@ def _tools(tools: Sequence[Any], notes: dict[str, None]) -> tuple[Mapping[str, A
                 expected="function, namespace or web_search",
                 got=repr(kind),
             )
-    return tuple(read)
+    return without_searches(read, tools)
 
 
 def _tool(item: Any, where: str, notes: dict[str, None], prefix: str = "") -> dict[str, Any]:

@@ -281,6 +281,7 @@ BROKEN = {
     "max_tokens": {"max_tokens": 0},
     "stop": {"stop": ["a"]},
     "system": {"system": [IMAGE]},
+    "only a search": {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
     "tool type": {"tools": [{"type": "bash_20250124", "name": "bash"}]},
     "tool schema": {"tools": [{"name": "look"}]},
     "no tool": {"tool_choice": {"type": "tool"}},

@@ -324,6 +324,7 @@ BROKEN = {
     "include": {"include": ["file_search_call.results"]},
     "top_logprobs": {"top_logprobs": 21},
     "background": {"background": True},
+    "only a search": {"tools": [{"type": "web_search"}]},
     "tool type": {"tools": [{"type": "computer_use_preview"}]},
     "namespace": {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "x"}]}]},
     "dot": {"tools": [tool("a.b")]},
