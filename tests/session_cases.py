@@ -26,6 +26,7 @@ class Script:
     running: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: list[tuple[list[int], MultiModalData]] = field(default_factory=list)
+    newest: Any = None
     name = "script"
 
     def __post_init__(self) -> None:
@@ -46,6 +47,7 @@ class Script:
                 raise fault
         finally:
             self.running -= 1
+        self.newest = request
         self.prompts.append((list(request.prompt_ids), request.multi_modal_data))
         return self.completion(request, number)
 

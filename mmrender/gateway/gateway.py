@@ -15,7 +15,7 @@ import msgspec
 
 from mmrender.client.engine import Engine
 from mmrender.client.resolve import BackendName
-from mmrender.client.types import RendererBackend
+from mmrender.client.types import RendererBackend, RequestOptions
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
@@ -66,6 +66,7 @@ class Gateway:
         settings: Address, keys and limits.
         backend: The servers' wire, if `engines` are URLs.
         aliases: Models of other servers, by name: URLs to which calls of these models go unrecorded.
+        request_options: Options of each request to the engine, such as `routed_experts`.
 
     Raises:
         InputError: There is no engine.
@@ -84,6 +85,7 @@ class Gateway:
         settings: GatewaySettings | None = None,
         backend: BackendName = "vllm",
         aliases: Mapping[str, str] | None = None,
+        request_options: RequestOptions | None = None,
     ) -> None:
         self.settings = settings or GatewaySettings()
         self.renderer = renderer
@@ -109,7 +111,9 @@ class Gateway:
         self._shipped: set[str] = set()
         self._store = SessionStore(out)
         self._has_file = out is not None
-        self._host = SessionHost(self.engine, self.settings, self._leave, lambda: self.url)
+        self._host = SessionHost(
+            self.engine, self.settings, request_options or {}, self._leave, lambda: self.url
+        )
         self._sessions: dict[str, Session] = {}
         self._names: dict[str, str] = {}  # by key, also of sessions that have left
         self._finished: asyncio.Queue[Trajectory | None] = asyncio.Queue()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.client.engine import Engine
+from mmrender.client.types import RequestOptions
 from mmrender.engines.interface import gather_all
 from mmrender.errors import (
     EngineStatusError,
@@ -49,12 +50,14 @@ class SessionHost:
     Attributes:
         engine: Samples.
         settings: Limits.
+        options: Options of each request to the engine.
         leave: Takes the trajectory of a session that has ended, and removes its file.
         root: Returns the root URL of the gateway.
     """
 
     engine: Engine
     settings: GatewaySettings
+    options: RequestOptions
     leave: Callable[["Session", Trajectory | None], Awaitable[None]]
     root: Callable[[], str]
 
@@ -392,6 +395,7 @@ class Session:
                         on_delta=run.add_delta,
                         number=number,
                         answer_id=answer_id,
+                        options=host.options,
                     )
                     for number, answer_id in enumerate(run.answer_ids)
                 ]

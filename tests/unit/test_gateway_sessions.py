@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 
 import pytest
 
@@ -72,24 +73,48 @@ async def test_a_restart_goes_on_with_all_sessions(renderer, tmp_path):
         assert (step.parent.index, step.new_items) == (2, ())
 
 
-async def test_a_session_that_leaves_memory_goes_on_as_if_it_had_stayed(renderer):
-    async def talk(spills):
-        async with Script(renderer).gateway() as here:
-            agent = Agent(await here.open_session("a"))
-            for number in range(6):
-                await agent.turn(f"turn {number}", number // 2)
-                if spills:
-                    await agent.session.spill()
-                    assert agent.session.nbytes == 0
-            await agent.session.reward(2.0)
-            return await agent.session.trajectory(), agent.session.nbytes
+def wishes(chance):
+    """What an agent does, step by step: it goes on, asks again, or goes back and says something else."""
+    for number in range(chance.randint(4, 8)):
+        kind = chance.choice(["go on", "go on", "ask again", "go back", "reward"])
+        yield kind, f"words {number}", [chance.randrange(3)] * chance.randrange(2), chance.randrange(1, 3)
 
-    (stayed, stayed_bytes), (spilt, spilt_bytes) = await talk(False), await talk(True)
-    for tree in (stayed, spilt):
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_session_that_leaves_memory_or_restarts_goes_on_as_if_it_had_stayed(renderer, tmp_path, seed):
+    async def played(between):
+        script, out = Script(renderer), tmp_path / between
+        here = script.gateway(out)
+        agent = Agent(await here.open_session("a"))
+        for kind, words, pictures, count in wishes(random.Random(seed)):
+            if kind == "ask again" and agent.messages:
+                await agent.session.answer(ask(*agent.messages[:-1]))
+            elif kind == "reward" and agent.messages:
+                await agent.session.reward(float(count), step=0)
+            else:
+                del agent.messages[len(agent.messages) - 2 * count * (kind == "go back") :]
+                await agent.turn(words, *pictures)
+            if between == "spill":
+                await agent.session.spill()
+                assert agent.session.nbytes == 0
+            elif between == "restart":
+                await here.aclose()
+                here = script.gateway(out)
+                agent.session = await here.session("a")
+        nbytes = (await agent.session.trajectory()) and agent.session.nbytes
+        tree = await agent.session.finish(reward=1.0)
+        await here.aclose()
+        assert_same(tree, load_trajectories(out)[0])
         for step in tree.steps:
-            step.extra.clear()
-    assert_same(stayed, spilt)
-    assert stayed_bytes == pytest.approx(spilt_bytes, rel=0.05)
+            del step.extra["gateway"]["response"]
+        return tree, nbytes, script.prompts
+
+    stayed = await played("stay")
+    for between in ("spill", "restart"):
+        tree, nbytes, prompts = await played(between)
+        assert_same(stayed[0], tree)
+        assert nbytes == pytest.approx(stayed[1], rel=0.05)
+        assert prompts == stayed[2]
 
 
 async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
@@ -351,6 +376,17 @@ async def test_budgets(renderer):
             *(session.answer(ask(user("hello"), n=2)) for _ in range(3)), return_exceptions=True
         )
         assert [isinstance(each, SessionBudgetError) for each in both] == [False, True, True]
+
+
+async def test_sessions_set_parameters_of_requests(renderer):
+    script = Script(renderer)
+    async with script.gateway(request_options={"routed_experts": True}) as here:
+        session = await here.open_session("a", sampling_params={"temperature": 0.5, "max_tokens": 100})
+        await session.answer(ask(user("hello"), sampling_params={"temperature": 1.0, "max_tokens": 7}))
+        assert script.newest.routed_experts
+        params = script.newest.sampling_params
+        assert (params["temperature"], params["max_tokens"]) == (0.5, 7)
+        assert script.newest.extra_headers["X-Session-ID"] == "a"
 
 
 async def test_rewards_of_sessions_steps_and_responses(renderer):
