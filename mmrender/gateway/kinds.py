@@ -11,7 +11,7 @@ subagents, and roots without tools are side calls.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,10 @@ _MIN_ANSWER: Final = 8
 """Minimum length of an answer that makes an equal text a repetition, in characters."""
 _MIN_QUOTED: Final = 40
 """Minimum length of an answer that is looked for inside of texts, in characters."""
+
+
+Record: TypeAlias = dict[str, Any]
+"""The gateway's record of a step, in its `extra`."""
 
 
 class Root(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,24 +87,45 @@ def _answer_text(step: Step) -> str:
 
 
 def settle_kinds(trajectory: Trajectory) -> None:
-    """Decide the kind of each step from all roots, and set it as `extra["gateway"]["kind"]`.
+    """Decide the kind of each step from all roots so far, and set it as `extra["gateway"]["kind"]`."""
+    records = _records(trajectory)
+    main = _main_root(records)
+    for record in records.values():
+        record["kind"] = _kind(record, main, records)
 
-    A session's roots are known when it ends. Until then the kind is decided from the roots so far.
-    """
+
+def note_kind(trajectory: Trajectory, step: Step) -> None:
+    """Set the kind of a new step. A new main root changes the kinds of earlier steps."""
+    record = step.extra[EXTRA]
+    if "root" not in record:
+        record["kind"] = _named_kind(record) or kind_of(trajectory.steps[record["from"]])
+        return
+    records = _records(trajectory)
+    main = _main_root(records)
+    if main is record:
+        settle_kinds(trajectory)
+    else:
+        record["kind"] = _kind(record, main, records)
+
+
+def _records(trajectory: Trajectory) -> dict[int, Record]:
+    """Return the gateway's records of steps, by index."""
     extras = ((step.index, step.extra.get(EXTRA, {})) for step in trajectory.steps)
-    records = {index: record for index, record in extras if "matching" in record}
-    facts = {index: record["root"] for index, record in records.items() if "root" in record}
-    roots = {index: msgspec.convert(fact, Root) for index, fact in facts.items()}
-    main = _main_root(records, roots)
-    for index, record in records.items():
-        record["kind"] = _named_kind(record) or (
-            _kind_of_root(roots[index], main, is_main=roots[index] is main)
-            if index in roots
-            else records[record["from"]]["kind"]
-        )
+    return {index: record for index, record in extras if "matching" in record}
 
 
-def _named_kind(record: Mapping[str, Any]) -> Kind | None:
+def _kind(record: Record, main: Record | None, records: Mapping[int, Record]) -> Kind:
+    if (named := _named_kind(record)) is not None:
+        return named
+    if "root" not in record:
+        kind: Kind = records[record["from"]]["kind"]
+        return kind
+    if main is None or record is main:
+        return "main"
+    return _kind_of_root(*(msgspec.convert(each["root"], Root) for each in (record, main)))
+
+
+def _named_kind(record: Record) -> Kind | None:
     """Kind by the agent's headers."""
     origin = record.get("origin") or {}
     kind: Kind | None = origin.get("kind")
@@ -109,16 +134,16 @@ def _named_kind(record: Mapping[str, Any]) -> Kind | None:
     return None if kind == "main" else kind
 
 
-def _main_root(records: Mapping[int, Mapping[str, Any]], roots: Mapping[int, Root]) -> Root | None:
-    own = [root for index, root in roots.items() if _named_kind(records[index]) is None]
-    with_tools = [root for root in own if root.tools is not None and not root.retells]
-    plain = [root for root in own if not root.has_form]
-    return next(iter([*with_tools, *plain, *own]), None)
+def _main_root(records: Mapping[int, Record]) -> Record | None:
+    """Return the first root with tools that no summary begins, or else the first that fits best."""
+    roots = [record for record in records.values() if "root" in record and _named_kind(record) is None]
+    with_tools = (each for each in roots if each["root"]["tools"] and not each["root"].get("retells"))
+    without_form = (each for each in roots if not each["root"].get("has_form"))
+    return next(with_tools, None) or next(without_form, None) or next(iter(roots), None)
 
 
-def _kind_of_root(root: Root, main: Root | None, *, is_main: bool) -> Kind:
-    if main is None or is_main:
-        return "main"
+def _kind_of_root(root: Root, main: Root) -> Kind:
+    """Kind of another root than the main one."""
     is_same = root.tools == main.tools if root.tools is not None else root.system == main.system
     if root.has_form and not is_same:
         return "side"
@@ -127,15 +152,6 @@ def _kind_of_root(root: Root, main: Root | None, *, is_main: bool) -> Kind:
     if is_same or (root.tools is not None and root.system == main.system):
         return "main"
     return "subagent" if root.tools is not None else "side"
-
-
-def note_kind(trajectory: Trajectory, step: Step) -> None:
-    """Set the kind of a new step. A new root may change the kinds of earlier ones."""
-    record = step.extra[EXTRA]
-    if "root" in record:
-        settle_kinds(trajectory)
-    else:
-        record["kind"] = _named_kind(record) or kind_of(trajectory.steps[record["from"]])
 
 
 def kind_of(step: Step) -> Kind:

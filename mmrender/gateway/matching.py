@@ -40,6 +40,8 @@ _CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID
 _EXACT: Final = 2**53
 """Integers from here on are not exact in JavaScript, through which many agents send them."""
 _LARGEST: Final = 1 << 1023
+_MAX_READINGS: Final = 64
+"""Maximum number of equal answers to one prompt that are followed, the newest."""
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
@@ -297,7 +299,7 @@ class Index:
             for step in self._turns(self._nodes.get(walk.path[-1]), shown, own)
         ]
         if found:
-            return found
+            return found[-_MAX_READINGS:]
         step = shown[-1] if shown else self._by_answer.get((own, question))
         if step is not None and self._strict and self._steps[step].answer != own:
             step = None
