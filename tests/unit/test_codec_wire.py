@@ -73,15 +73,12 @@ def test_a_broken_body(name: str, sentence: Any) -> None:
     assert re.sub("(malformed body): .*", r"\1", refusal(message(BODIES[name]))) == sentence
 
 
-def test_payloads_must_fit_their_records() -> None:
+def test_payloads_must_fit_their_records_and_frames_the_head() -> None:
     one = encode([record(rest=FRAME_0)])
     assert mmcodecs.decode(message(one, [b"abcd"]))[0].tolist() == [97, 98, 99, 100]
     assert "uint8 of shape (4,) does not fill its bytes" in refusal(message(one, [b"abc"]))
     assert refusal(message(one, [b"abcd", b"x"])) == "frame 1: no record names this frame"
     assert "a frame index is four bytes" in refusal(message(encode([record(rest=FRAME_0 + b"x")]), [b"abcd"]))
-
-
-def test_frames_must_be_those_of_the_head() -> None:
     frames = mmcodecs.encode_frames([np.arange(100), np.arange(200)])
     assert refusal(frames[:2]).startswith("the frames do not match the head - expected lengths [800, 1600]")
     assert refusal([frames[0], frames[2], frames[1]]).endswith("got [1600, 800]")

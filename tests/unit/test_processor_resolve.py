@@ -180,7 +180,7 @@ def prepared(name: str, nbytes: int = 100) -> Prepared:
     return Prepared(name, lambda: Sized(name, nbytes))
 
 
-def test_least_recently_used_items_go_first():
+def test_least_recently_used_items_go_first_and_are_made_again_from_their_source():
     cache = MediaCache(max_bytes=250)
     for name in "abac":
         cache.get_or_load(name, lambda name=name: prepared(name))
@@ -190,9 +190,6 @@ def test_least_recently_used_items_go_first():
     cache.clear()
     assert cache.find("a") is None
     assert cache.stats.size == 0
-
-
-def test_an_evicted_item_is_made_again_from_its_source_and_one_over_the_bound_is_not_kept():
     cache = MediaCache(max_bytes=100)
     loaded = []
 

@@ -83,7 +83,7 @@ def test_errors_come_through_and_threads_end(tmp_path):
     assert threading.active_count() == threads
 
 
-def test_what_is_known_is_told_after_closing(tmp_path):
+def test_what_is_known_is_told_after_closing_also_to_threads_that_wait(tmp_path):
     receiver = BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit")
     receiver.open()
     sender = BlockingSender(receiver.url)
@@ -99,9 +99,6 @@ def test_what_is_known_is_told_after_closing(tmp_path):
     assert not unknown.acknowledged
     assert sender.stats.acknowledged == 1
     assert receiver.stats.queued == 1
-
-
-def test_threads_that_wait_while_the_sender_closes_are_told(tmp_path):
     with BlockingReceiver(f"unix://{tmp_path}/a", ack="explicit") as receiver:
         sender = BlockingSender(receiver.url)
         sender.open()

@@ -197,15 +197,14 @@ def test_references_are_processed_again_once_each(monkeypatch: pytest.MonkeyPatc
     collate(resolved, family_of("qwen3_vl"), pad_token_id=PAD_ID)
 
 
-def test_references_must_be_resolved_and_become_what_they_were(sentence: Any) -> None:
+def test_references_must_be_resolved_and_become_what_they_were(
+    sentence: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = by_reference(encoded(noise(0, 30, 20)))
     assert error_of(BatchError, collate, [one], family_of("qwen3_vl"), pad_token_id=PAD_ID) == sentence
     stale, _ = by_reference(encoded(noise(0, 30, 20)), source=encoded(noise(1, 30, 20)))
     with pytest.raises(MediaError, match="processing again gives another identity"):
         resolve_references([stale], PROCESSOR)
-
-
-def test_another_length_than_the_servers_is_an_error(monkeypatch: pytest.MonkeyPatch, sentence: Any) -> None:
     one, item = by_reference(encoded(noise(0, 30, 20)))
     larger = patch_item(32, 32, seed=1)
     monkeypatch.setattr(ReferenceItem, "resolve", lambda *_, **__: larger)
