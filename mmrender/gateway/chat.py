@@ -11,8 +11,6 @@ from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, Delta, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
     MAX_ANSWERS,
-    Function,
-    JSONSchema,
     Strict,
     assistant,
     check_choice,
@@ -59,9 +57,16 @@ class _StreamOptions(Strict, kw_only=True):
     continuous_usage_stats: Literal[False] | None = None
 
 
+class _Schema(Strict, kw_only=True):
+    name: Any = None
+    description: Any = None
+    schema: dict[str, Any] | None = None
+    strict: Any = None
+
+
 class _ResponseFormat(Strict, kw_only=True):
     type: str
-    json_schema: JSONSchema | None = None
+    json_schema: _Schema | None = None
 
 
 class _Thinking(Strict, kw_only=True):
@@ -91,6 +96,12 @@ class _Request(Strict, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Literal[True] = True
     continue_final_message: bool = False
+
+
+class _Function(Strict, kw_only=True):
+    name: str
+    arguments: Any = None
+    parsed_arguments: Any = None
 
 
 class _ToolCall(Strict, kw_only=True):
@@ -283,7 +294,7 @@ def _message(value: Any, where: str) -> Message:
 
 def _call(value: Any, where: str) -> ToolCall:
     call = convert(value, _ToolCall, where, error=MessageError)
-    function = convert(call.function, Function, f"{where}.function", error=MessageError)
+    function = convert(call.function, _Function, f"{where}.function", error=MessageError)
     arguments = read_arguments(function.arguments, f"{where}.function.arguments")
     return ToolCall(function.name, arguments, call.id)
 

@@ -32,6 +32,7 @@ from mmrender.errors import (
     SessionUnknownError,
     TemplateError,
 )
+from mmrender.gateway.reading import MAX_ANSWERS
 
 try:
     import h11
@@ -49,7 +50,6 @@ _IN_THREAD_BYTES: Final = 1 << 18
 """A larger body is decoded in a thread, since that takes milliseconds."""
 _MAX_STOPS: Final = 64
 _MAX_STOP_CHARACTERS: Final = 8192
-_MAX_ANSWERS: Final = 128
 
 
 class RequestError(Exception):
@@ -221,8 +221,8 @@ def answers_of(body: Mapping[str, Any]) -> int:
     count = body.get("n")
     if count is None:
         return 1
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_ANSWERS:
-        message = f"must be an integer from 1 to {_MAX_ANSWERS}"
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_ANSWERS:
+        message = f"must be an integer from 1 to {MAX_ANSWERS}"
         raise RequestError(400, message, code="invalid_value", param="n")
     return count
 

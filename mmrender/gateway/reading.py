@@ -44,14 +44,6 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True):
 FormT = TypeVar("FormT", bound=Strict)
 
 
-class Function(Strict, kw_only=True):
-    """Function of a tool call, in the chat protocol's form."""
-
-    name: str
-    arguments: Any = None
-    parsed_arguments: Any = None
-
-
 def convert(value: Any, form: type[FormT], where: str = "", *, error: type[InputError] = InputError) -> FormT:
     """Convert a decoded JSON object into its form. A member that is null counts as absent.
 
@@ -245,15 +237,6 @@ def check_choice(
         raise InputError("a tool must be called, and the request has none", where=where)
     if forced is not None and forced not in names:
         raise InputError("is not one of the tools", where=where, expected=one_of(names), got=repr(forced))
-
-
-class JSONSchema(Strict, kw_only=True):
-    """A schema with its name, as `response_format` of chat holds it."""
-
-    name: str | None = None
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 def set_structure(params: dict[str, Any], kind: str, schema: Mapping[str, Any] | None, where: str) -> None:
