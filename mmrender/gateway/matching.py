@@ -39,8 +39,10 @@ Digest: TypeAlias = str
 _CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID_LENGTH}}}(?![0-9A-Za-z])")
 _EXACT: Final = 2**53
 """Integers from here on are not exact in JavaScript, through which many agents send them."""
+_MAX_SEARCHED: Final = 1 << 18
+"""Characters at the end of an answer in which ids are looked for."""
 _LARGEST: Final = 1 << 1023
-_MAX_READINGS: Final = 64
+_MAX_READINGS: Final = 16
 """Maximum number of equal answers to one prompt that are followed, the newest."""
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
@@ -333,9 +335,10 @@ class Index:
             return None if self._steps else "the conversation begins"
         node, position = self._nodes.get(walk.last_known), walk.known
         if node is None:
-            newest = max(self._steps)
-            differ = "tools" if self._steps[newest].tools != digests.tools else "template arguments"
-            return f"the {differ} differ from step {newest}'s"
+            same_tools = [step for step, known in self._steps.items() if known.tools == digests.tools]
+            if same_tools:
+                return f"the template arguments differ from step {same_tools[-1]}'s"
+            return f"the tools differ from step {max(self._steps)}'s"
         if position == len(messages):
             return f"the conversation ends before step {node.follower}'s"
         here, role = f"messages[{position}]", messages[position].role
@@ -463,4 +466,4 @@ def _call_ids(message: Message) -> list[str]:
     """Return the ids in an answer: of its calls, or else of calls that the agent writes as text."""
     if message.tool_calls:
         return [call.id for call in message.tool_calls if call.id]
-    return _CALL_IDS.findall(text_of(message))
+    return _CALL_IDS.findall(text_of(message)[-_MAX_SEARCHED:])

@@ -26,7 +26,9 @@ from mmrender.trajectory.tree import Trajectory
 _THINKING: Final = "enable_thinking"
 """Template variable that turns reasoning on and off."""
 _LARGE: Final = 1 << 20
-"""Characters of a picture's source from which a call is digested off the event loop."""
+"""Maximum number of characters of a picture whose call is digested on the event loop."""
+_MANY: Final = 1000
+"""Maximum number of messages of a call that is digested on the event loop."""
 
 
 async def take_turn(
@@ -121,9 +123,10 @@ async def take_turn(
 
 
 async def _digests(call: Call, arguments: Mapping[str, Any]) -> CallDigests:
-    """Return the digests of a call, off the event loop if it has large pictures."""
+    """Return the digests of a call, off the event loop if it has large pictures or many messages."""
     sources = (part.source for message in call.messages for _, part in message.media())
-    if any(len(source) > _LARGE for source in sources if isinstance(source, str | bytes)):
+    is_large = any(len(source) > _LARGE for source in sources if isinstance(source, str | bytes))
+    if is_large or len(call.messages) > _MANY:
         return await asyncio.to_thread(CallDigests.of, call, arguments)
     return CallDigests.of(call, arguments)
 
