@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import re
 import secrets
@@ -414,17 +413,17 @@ class Gateway:
 
     async def _look(self) -> None:
         now, limits = time.monotonic(), self.settings
+        idle = [each for each in self.sessions() if not each.is_busy]
         for session in self.sessions():
-            seconds = limits.expire_seconds
             if session.has_failed_to_end:
                 session.resume()
-            elif (
-                session.state == "open" and not session.is_busy and now - session.used > (seconds or math.inf)
-            ):
-                await session.finish(incomplete=f"no call came for {seconds:g} s")
-        idle = sorted((each for each in self.sessions() if not each.is_busy), key=lambda each: each.used)
-        total = sum(session.nbytes for session in idle)
         for session in idle:
+            seconds = limits.expire_seconds
+            if session.state == "open" and seconds is not None and now - session.used > seconds:
+                session.resume(Closed("finished", f"no call came for {seconds:g} s"))
+        loaded = sorted((each for each in idle if each.in_memory), key=lambda each: each.used)
+        total = sum(session.nbytes for session in loaded)
+        for session in loaded:
             if now - session.used > limits.idle_seconds or total > limits.memory_bytes:
                 total -= session.nbytes
                 await session.spill()

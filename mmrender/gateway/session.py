@@ -119,6 +119,11 @@ class Session:
         return f"{self._host.root()}/s/{self.name}"
 
     @property
+    def in_memory(self) -> bool:
+        """Whether it is in memory, besides its settings."""
+        return self._memory is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes in memory, 0 if it has left memory."""
         return 0 if self._memory is None else self._memory.nbytes
@@ -290,7 +295,7 @@ class Session:
 
     async def spill(self) -> None:
         """Leave memory until the next call. A session with running calls stays."""
-        if not self.is_busy:
+        if self.in_memory and not self.is_busy:
             self._note()
             self._memory = None
             await self.file.close()
@@ -472,10 +477,16 @@ class Session:
         return await asyncio.shield(self._end)
 
     def resume(self, closed: Closed | None = None) -> "asyncio.Task[Trajectory | None]":
-        """Go on with an end that is on disk, or that failed."""
+        """Begin an end, or go on with one that is on disk or that failed."""
         self.state = "closing"
         self._closing = closed or self._closing
+
+        def log(task: asyncio.Task[Trajectory | None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.warning("%s could not leave, and tries again: %s", self, error)
+
         self._end = asyncio.ensure_future(self._closed(self._closing))
+        self._end.add_done_callback(log)
         return self._end
 
     async def _closed(self, closed: Closed) -> Trajectory | None:

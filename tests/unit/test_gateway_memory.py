@@ -23,6 +23,7 @@ async def test_memory_of_sessions(tiny_model, tmp_path):
                 await agent.turn(f"turn {turn} of {number}", 100 * number + turn)
         del agents, agent
         script.prompts.clear()
+        script.newest = None
         for session in sessions:
             session.rest()
         trees = [await session.trajectory() for session in sessions]

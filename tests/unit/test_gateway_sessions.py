@@ -278,7 +278,7 @@ async def test_a_session_without_calls_leaves_too(renderer, tmp_path):
     assert (len(tree), tree.reward, tree.error) == (0, 0.0, None)
 
 
-async def test_a_full_disk_delays_the_end(renderer, tmp_path, monkeypatch):
+async def test_a_full_disk_delays_the_end(renderer, tmp_path, monkeypatch, caplog):
     out = tmp_path / "out.mmr"
     async with Script(renderer).gateway(out) as here:
         session = await here.open_session("a")
@@ -294,6 +294,7 @@ async def test_a_full_disk_delays_the_end(renderer, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space"):
             await session.finish(reward=1.0)
         assert (session.state, session.has_failed_to_end) == ("closing", True)
+        assert "Session('a', closing) could not leave, and tries again: no space" in caplog.text
         full.clear()
         await here._look()
         assert await session.wait() == "finished"
