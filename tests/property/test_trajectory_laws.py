@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import mmcodecs
@@ -20,9 +20,17 @@ from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wir
 from mmrender.trajectory.wire import StepRow, Table
 from tree_cases import Call, assert_same, calls, grown, item, wire_bound
 
+EDITED_EARLY = [
+    Call([10, 11], [20], 0),
+    Call([10, 11, 20, 12], [21], 1),
+    Call([10, 13, 20, 12, 21, 12], [22], 2),
+]
+"""A prompt that ends as the last step does, and differs before it."""
+
 
 @given(calls())
-@settings(max_examples=120)
+@example(EDITED_EARLY)
+@settings(max_examples=250)
 def test_what_is_derived_is_what_was_appended(rollout):
     trajectory = grown(rollout)
     check_steps(trajectory, rollout)
@@ -54,7 +62,7 @@ FORMS = {
 
 
 @given(calls(), st.data())
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_the_form_of_a_prompt_what_is_refused_and_what_is_read_between_change_no_tree(rollout, data):
     """A list is compared by address with the prompt before it: no form, and nothing between, may matter."""
     trajectory = Trajectory("t", extra={"env": "grid"})
