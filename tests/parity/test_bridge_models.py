@@ -11,7 +11,8 @@ from small_models import MODELS
 @pytest.mark.parametrize("name", ["tiny", *REAL, *sorted(MODELS)])
 def test_bridges_of_generated_conversations_equal_the_rendering(renderers, name):
     renderer = renderers(name)
-    cases = 10
+    # Of models whose history drops reasoning, few conversations begin with what was sampled.
+    cases = 20 if name in ("qwen3_5", "qwen3_vl_thinking") else 10
     report = check_bridge(renderer, name, cases=cases, seed=3)
     assert report.mismatches == []
     assert report.stable + report.unstable == cases
