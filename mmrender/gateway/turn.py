@@ -173,6 +173,11 @@ async def _sampling_params(
     return {**params, "max_tokens": min(budgets)} if budgets else params
 
 
+def _plain(params: Mapping[str, Any]) -> Any:
+    """Return parameters as JSON would hold them: token ids as keys become text."""
+    return msgspec.to_builtins(params, str_keys=True)
+
+
 def _record(
     call: Call, place: Place, prompt: CallPrompt, sampling: Mapping[str, Any], steps: Sequence[Step]
 ) -> dict[str, Any]:
@@ -190,10 +195,10 @@ def _record(
         "rewritten": list(place.rewritten),
         "origin": {name: value for name, value in asdict(call.origin).items() if value is not None},
         "tool_choice": None if choice == "auto" else choice,
-        "sampling_params": {key: value for key, value in sampling.items() if key != "structured_outputs"},
-        "replaced_params": {
-            name: value for name, value in call.sampling_params.items() if sampling.get(name) != value
-        },
+        "sampling_params": _plain({k: v for k, v in sampling.items() if k != "structured_outputs"}),
+        "replaced_params": _plain(
+            {name: value for name, value in call.sampling_params.items() if sampling.get(name) != value}
+        ),
     }
     if structure := sampling.get("structured_outputs"):
         digest = record["structure"] = digest_of(structure)

@@ -412,3 +412,14 @@ def test_several_gateways_serve_in_one_loop(renderer):
         return [status for status, _ in answers]
 
     assert asyncio.run(run()) == [200, 200]
+
+
+def test_token_ids_as_keys_of_sampling_parameters_are_kept(renderer, tmp_path):
+    """A bias names tokens by number, in Python also as a key."""
+    with serving(renderer, out=tmp_path / "out.mmr") as (gateway, _):
+        params = {"logit_bias": {7: -100.0}}
+        session = gateway.run(gateway.open_session("a", sampling_params=params))
+        assert call(gateway, logit_bias={"9": 1.0})[0] == 200
+        record = gateway.run(session.trajectory()).steps[0].extra["gateway"]
+        assert record["sampling_params"]["logit_bias"] == {"7": -100.0}
+        assert record["replaced_params"]["logit_bias"] == {"9": 1.0}
