@@ -51,10 +51,19 @@ def repeated(source, answer):
 
 def asked(source):
     words = source.choice(WORDS) or "Go on."
-    if source.random() < 0.2:
+    if source.random() < 0.3:
         picture = {"type": "image_url", "image_url": {"url": source.choice(PICTURES)}}
         return {"role": "user", "content": [{"type": "text", "text": words}, picture]}
     return {"role": "user", "content": words}
+
+
+def edited(source, content):
+    """Content with a small change: of a picture, of a blank, or of a letter's case."""
+    if isinstance(content, list):
+        text, picture = content
+        others = [url for url in PICTURES if url != picture["image_url"]["url"]]
+        return [text, {**picture, "image_url": {"url": source.choice(others)}}]
+    return source.choice(("edited", f"{content} ", f" {content}", content.swapcase()))
 
 
 class Agent:
@@ -83,11 +92,11 @@ class Agent:
         source = self.source
         history = copy.deepcopy(source.choice(self.histories[-3:]))
         turns = [index for index, message in enumerate(history) if message["role"] == "assistant"]
-        match source.choice(("go on",) * 6 + ("edit", "drop", "insert", "system", "tools")):
+        match source.choice(("go on",) * 6 + ("edit", "edit", "drop", "insert", "system", "tools")):
             case "edit" if len(history) > 2:
                 index = source.randrange(1, len(history))
                 if history[index]["role"] in ("user", "tool"):
-                    history[index] = {**history[index], "content": "edited"}
+                    history[index] = {**history[index], "content": edited(source, history[index]["content"])}
             case "drop" if turns:
                 del history[source.choice(turns)]
             case "insert" if turns:
