@@ -1,9 +1,11 @@
 """`TrajectoryPieces`: a trajectory that is written in pieces while it grows, and read back from them.
 
 ```python
-pieces = TrajectoryPieces(trajectory)
-file.append(pieces.next())                      # the steps since the piece before
-pieces = TrajectoryPieces.restored(name, file)  # after a restart. `next` goes on from there
+from mmrender.trajectory.pieces import TrajectoryPieces
+
+pieces, file = TrajectoryPieces(trajectory), []
+file.append(pieces.next())                        # the steps since the piece before
+pieces = TrajectoryPieces.restored("name", file)  # after a restart. `next` goes on from there
 ```
 """
 
