@@ -54,6 +54,7 @@ PARTS = {
     "trajectory": Part("bench_trajectory.py", "", "--rounds 1"),
     "rollout": Part("bench_rollout.py", "--rounds 3", "--quick"),
     "client": Part("bench_client.py", "--rounds 2", "--quick"),
+    "gateway": Part("bench_gateway.py", "", "--quick"),
     "codec": Part("bench_codec.py", "", "--repeats 3"),
     "open": Part("bench_open.py", "", "--rounds 3"),
 }

@@ -18,12 +18,16 @@ from mmrender.sidecar import MultiModalData
 
 @dataclass
 class Script:
-    """An engine whose answer number n is "answer n", once `gate` is open. It raises `fault` once."""
+    """An engine whose answer number n is "answer n", once `gate` is open. It raises `fault` once.
+
+    `streamed` counts the requests for a stream.
+    """
 
     renderer: Any
     asked: int = 0
     fault: BaseException | None = None
     running: int = 0
+    streamed: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     prompts: list[tuple[list[int], MultiModalData]] = field(default_factory=list)
     newest: Any = None
@@ -39,6 +43,7 @@ class Script:
     async def generate(self, request: Any, transport: Any, *, on_tokens: Any = None) -> EngineResponse:
         self.asked += 1
         self.running += 1
+        self.streamed += on_tokens is not None
         number = self.asked
         try:
             await self.gate.wait()

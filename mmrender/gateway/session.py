@@ -163,12 +163,17 @@ class Session:
 
     # --- calls ---
 
-    async def begin(self, call: Call) -> Pending:
+    async def begin(self, call: Call, *, shows_text: bool | None = None) -> Pending:
         """Begin to answer a call.
 
         The call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
         and each caller of the earlier one has left without the whole answer. If all callers have left,
         sampling goes on for `settings.retry_seconds`, and is then aborted.
+
+        Args:
+            call: The call.
+            shows_text: Whether the caller reads text before the end, by default if the call is streamed. Only
+                then are tokens streamed from the engine, which costs it and the gateway more.
 
         Raises:
             SessionClosedError: The session has ended.
@@ -188,7 +193,8 @@ class Session:
                 self._check_budgets(memory, call.n)
                 run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
                 memory.keep(run)
-                self._start(run, self._sampled(memory, run, call))
+                on_delta = run.add_delta if (call.stream if shows_text is None else shows_text) else None
+                self._start(run, self._sampled(memory, run, call, on_delta))
             elif run.task is not None and run.answers and run.task.done() and run.task.exception():
                 self._start(run, self._written(run))
         finally:
@@ -200,7 +206,7 @@ class Session:
 
         Raises as `begin` and `Pending.answers`.
         """
-        pending = await self.begin(call)
+        pending = await self.begin(call, shows_text=on_delta is not None)
         try:
             if on_delta is not None:
                 async for delta in pending.deltas():
@@ -381,7 +387,9 @@ class Session:
         run.task = asyncio.ensure_future(work)
         run.task.add_done_callback(end)
 
-    async def _sampled(self, memory: SessionMemory, run: Run, call: Call) -> tuple[Answer, ...]:
+    async def _sampled(
+        self, memory: SessionMemory, run: Run, call: Call, on_delta: OnDelta | None
+    ) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
         self.file.put(Begun(run.key))
@@ -397,7 +405,7 @@ class Session:
                         params=self.opened.sampling_params,
                         template_arguments=self.opened.template_arguments,
                         session_name=self.name,
-                        on_delta=run.add_delta,
+                        on_delta=on_delta,
                         number=number,
                         answer_id=answer_id,
                         options=host.options,

@@ -121,10 +121,10 @@ async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
     script = Script(renderer)
     async with script.gateway() as here:
         session = await here.open_session("a")
-        call = ask(user("hello"))
-        await left_while_sampling(session, script, call)
+        call, streamed = ask(user("hello")), ask(user("hello"), stream=True)
+        await left_while_sampling(session, script, streamed)
         script.gate.set()
-        again = await session.begin(ask(user("hello"), stream=True))
+        again = await session.begin(streamed)
         texts = [delta.text async for delta in again.deltas()]
         [answer] = await again.answers()
         assert (script.asked, again.answer_ids, "".join(texts)) == (1, (answer.id,), answer.content)
@@ -133,6 +133,20 @@ async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
         [sibling] = await session.answer(call)
         assert sibling.id != answer.id
         assert len(await session.trajectory()) == script.asked == 2
+
+
+async def test_an_engine_streams_only_to_a_caller_that_reads_text_before_the_end(renderer):
+    script = Script(renderer)
+    async with script.gateway() as here:
+        session = await here.open_session("a")
+        await session.answer(ask(user("whole")))
+        assert script.streamed == 0
+        pending = await session.begin(ask(user("stream"), stream=True))
+        await pending.answers()
+        pending.delivered()
+        texts = []
+        await session.answer(ask(user("deltas")), lambda delta: texts.append(delta.text))
+        assert (script.streamed, "".join(texts)) == (2, "answer 3")
 
 
 async def test_equal_calls_side_by_side_are_siblings(renderer):
