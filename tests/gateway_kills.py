@@ -9,6 +9,7 @@ the result as JSON.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -172,7 +173,8 @@ class Agents:
         if self.timer is not None:
             self.timer.cancel()
             self.timer.join()
-        self.stream.close()
+        with contextlib.suppress(BrokenPipeError):  # a request that was not sent
+            self.stream.close()
         _, status = os.waitpid(self.child, 0)
         self.kills += os.WIFSIGNALED(status)
 
