@@ -6,15 +6,15 @@ Usage: `PYTHONPATH=examples python -m grpo --out runs/seed-0 --seed 0`; `--help`
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from itertools import chain
 from typing import Final
 
 from grpo.config import Config, build, parse
 from grpo.report import Report, save_plot
 from grpo.trainer import Trainer
-from grpo.worker import Worker, counts_of, warm_up
+from grpo.worker import Player, Worker, counts_of, warm_up
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.model.weights import load_model
@@ -45,6 +45,18 @@ def ended(config: Config, step: int, report: Report) -> bool:
     return step >= config.steps or (step > 0 and report.last.get("held_out", 0.0) >= config.until)
 
 
+@asynccontextmanager
+async def playing(config: Config, renderer: Renderer, backend: LocalBackend) -> AsyncGenerator[Player, None]:
+    """What plays the games: an agent that calls a gateway of this process, or environments."""
+    if config.agent:
+        from grpo.agent_worker import AgentWorker  # needs a web server, and the client of OpenAI
+
+        async with AgentWorker(config, renderer, backend) as worker:
+            yield worker
+    else:
+        yield Worker(config, renderer, backend=backend)
+
+
 async def run(config: Config) -> float:
     """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
     directory, checkpoint, early = build(config), config.out / "checkpoint.pt", config.out / "early.mmc"
@@ -53,12 +65,13 @@ async def run(config: Config) -> float:
     renderer = Renderer.from_pretrained(directory)
     backend = LocalBackend(model, tokenizer=renderer.tokenizer)
     trainer = Trainer(config, model, renderer.tokenizer)
-    worker = Worker(config, renderer, backend=backend)
     begins = not checkpoint.exists()
     if not begins:
         trainer.load(checkpoint)
     report = Report(config, trainer.step)
-    with report.display:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(report.display)
+        worker = await stack.enter_async_context(playing(config, renderer, backend))
         if begins and config.warm_up:
             clock = Clock()
             with clock.part("train"):
@@ -74,6 +87,10 @@ async def run(config: Config) -> float:
                     trainer.audit(trajectories[:: config.rollouts])
             with clock.part("train"):
                 seen = trainer.update(trajectories)
+            if config.audit_every and seen["difference"] > config.tolerance:
+                raise SystemExit(
+                    f"sampler and trainer differ by {seen['difference']:.2g} nats in step {number}"
+                )
             await asyncio.to_thread(backend.update_weights, (), str(trainer.step))
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 with clock.part("evaluate"):

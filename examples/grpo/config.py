@@ -45,6 +45,7 @@ class Config:
         layers: Layers of its language model and of its vision tower.
         patch_size: Side of a patch, in pixels.
         fault: A fault between sampler and trainer, to see what it does; see `grpo.faults`.
+        agent: Play by an agent that calls a gateway over HTTP with the client of OpenAI.
         server: URL of the vLLM server that the worker of two processes plays against.
         quiet: Show no progress.
     """
@@ -79,6 +80,7 @@ class Config:
     layers: int = 2
     patch_size: int = 8
     fault: str = ""
+    agent: bool = False
     server: str = "http://127.0.0.1:8000"
     quiet: bool = False
 
@@ -93,6 +95,10 @@ ZOOM: Final[dict[str, Any]] = {
     "row_tokens": 1024,
 }
 """Settings of the game with the tool that differ from those of the other one."""
+
+
+AGENT: Final = {"rollouts": 8, "answers": 1}
+"""Settings of both games that differ if an agent plays, which asks for one answer a turn."""
 
 
 _FREE: Final = {"out", "steps", "until", "audit_every", "explain", "fault", "server", "quiet"}
@@ -139,6 +145,6 @@ def parse(arguments: list[str] | None = None) -> Config:
         flag = "--" + setting.name.replace("_", "-")
         text = described.get(setting.name, "") + f" ({setting.default})"
         parser.add_argument(flag, default=setting.default, help=text, **options)
-    if parser.parse_args(arguments).game == "zoom":
-        parser.set_defaults(**ZOOM)
+    chosen = parser.parse_args(arguments)
+    parser.set_defaults(**{**(ZOOM if chosen.game == "zoom" else {}), **(AGENT if chosen.agent else {})})
     return Config(**vars(parser.parse_args(arguments)))

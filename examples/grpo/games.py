@@ -53,8 +53,12 @@ class MarkedCell:
         if self._shuffled:
             picture, _ = draw(-1 - extras["seed"], self._grid, self._pixels)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
-        sampling = {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
-        return Observation([*prompt, question], sampling_params=sampling)
+        return Observation([*prompt, question], sampling_params=self.sampling)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters of any turn."""
+        return {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
 
     def step(self, turn: Turn) -> Observation:
         """Judge the answer."""
@@ -79,6 +83,7 @@ class ZoomedCell:
 
     def __init__(self, grid: int, pixels: int, *, constrained: bool = False, shuffled: bool = False) -> None:
         self._letters = list(string.ascii_uppercase[: grid * grid])
+        self._calls = [CALL % letter for letter in self._letters]
         self._constrained = constrained
         self._grid, self._pixels, self._shuffled = grid, pixels, shuffled
         self._seed, self._shown = 0, ""
@@ -92,8 +97,12 @@ class ZoomedCell:
         if self._shuffled:
             picture, _ = draw(-1 - self._seed, self._grid, self._pixels)
         question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
-        calls = [CALL % letter for letter in self._letters]
-        return Observation([*prompt, question], sampling_params=self._sampling(calls))
+        return Observation([*prompt, question], sampling_params=self._sampling(self._calls))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters of any turn: a call or a letter."""
+        return self._sampling([*self._calls, *self._letters])
 
     def step(self, turn: Turn) -> Observation:
         """Show the cell that is asked for; judge the answer once one was shown."""

@@ -136,13 +136,14 @@ class Trainer:
 
 
 def reward_of(trajectory: Trajectory) -> float:
-    """The mean reward of its branches, each the sum of the rewards of its turns."""
-    rewards = [_reward_of(branch) for branch in trajectory.branches()]
+    """The mean reward of its branches: the game's own, and the sum of the rewards of the branch's turns."""
+    rewards = [_reward_of(trajectory, branch) for branch in trajectory.branches()]
     return sum(rewards) / len(rewards)
 
 
-def _reward_of(branch: Branch) -> float:
-    return float(sum(np.sum(step.reward) for step in branch.steps if step.reward is not None))
+def _reward_of(trajectory: Trajectory, branch: Branch) -> float:
+    of_turns = sum(np.sum(step.reward) for step in branch.steps if step.reward is not None)
+    return float(of_turns) + (trajectory.reward or 0.0)
 
 
 def with_advantages(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
@@ -159,7 +160,7 @@ def with_advantages(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
         baseline = sum(of_group) / len(of_group)
         rewards: defaultdict[int, list[float]] = defaultdict(list)
         for branch in branches:
-            reward = _reward_of(branch)
+            reward = _reward_of(trajectory, branch)
             for step in branch.steps:
                 rewards[step.index].append(reward)
         trained: dict[int, int] = {}

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from grpo.config import Config
 from grpo.games import HELD_OUT, RECORDED, ZoomedCell, game_of
@@ -41,6 +41,24 @@ class BranchingClient(RendererClient):
             siblings = [{**given, "seed": given["seed"] ^ number} for number in range(1, self._answers)]
             await asyncio.gather(*(sample(parent=turn.step, sampling_params=each) for each in siblings))
         return turn
+
+
+class Player(Protocol):
+    """Plays games, as `Worker` does.
+
+    Attributes:
+        renderer: The renderer.
+        tools: The tools of the game.
+    """
+
+    renderer: Renderer
+    tools: Any
+
+    async def train_rollouts(self, step: int) -> list[Trajectory]:
+        """Play the boards of a step; `extra` says which each game is."""
+
+    async def held_out(self) -> float:
+        """Play the boards that are never trained on greedily; return the share of right answers."""
 
 
 class Worker:
@@ -121,7 +139,7 @@ def games_of(config: Config, step: int) -> list[tuple[int, int]]:
 
 
 async def warm_up(
-    config: Config, trainer: Trainer, worker: Worker, show: Callable[[dict[str, float]], None]
+    config: Config, trainer: Trainer, worker: Player, show: Callable[[dict[str, float]], None]
 ) -> dict[str, float]:
     """Train on recorded games of an expert, until the model plays well enough; return what was seen."""
     game = game_of(config, worker.renderer)()
@@ -144,6 +162,13 @@ async def warm_up(
     return seen
 
 
+def is_rendered(step: Step) -> bool:
+    """Whether the prompt of a turn was rendered in full, by what a rollout or a gateway says of it."""
+    if "gateway" in step.extra:
+        return bool(step.extra["gateway"]["prompt"] == "rendered")
+    return step.extra["why_rendered"] is not None
+
+
 def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Count turns, branches, later turns that were not rendered anew, pictures shown, and items held.
 
@@ -159,7 +184,7 @@ def counts_of(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns": len(steps),
         "later_turns": len(steps) - len(trajectories),
         "branches": sum(len(trajectory.branches()) for trajectory in trajectories),
-        "bridged": sum(step.extra["why_rendered"] is None for step in steps),
+        "bridged": sum(not is_rendered(step) for step in steps),
         "pictures": sum(
             len({span.item.identity for span in trajectory.steps[-1].media}) for trajectory in trajectories
         ),
