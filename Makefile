@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-vllm speed-page soak faults fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -179,6 +179,10 @@ integration-router: $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.ve
 
 learn: $(MAIN_STAMP) ## train a small model on pictures until it plays a game, into OUT; SEED and LEARN="--flag" change it
 	PYTHONPATH=examples $(BIN)/python -m grpo --out $(OUT) --seed $(SEED) $(LEARN)
+
+learn-agent: OUT = runs/learn-agent
+learn-agent: $(MAIN_STAMP) ## the same with an agent that calls a gateway by the client of OpenAI
+	PYTHONPATH=examples $(BIN)/python -m grpo --agent --out $(OUT) --seed $(SEED) $(LEARN)
 
 learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM in two processes, which are killed KILLS times
 	PYTHONPATH=examples:tests OMP_NUM_THREADS=1 $(BIN)/python tests/learn_faults.py --out $(OUT) --kills $(KILLS) --seed $(SEED) \

@@ -53,6 +53,7 @@ class AgentWorker:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._agent.client.close()
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
 

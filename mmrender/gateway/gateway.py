@@ -158,7 +158,7 @@ class Gateway:
             group: Group of rollouts, such as the prompt's name. In the trajectory's `extra`.
             metadata: Plain data for the trainer. In the trajectory's `extra`.
             sampling_params: In vLLM's names. They replace those that the agent asks for, except that the
-                smaller `max_tokens` counts.
+                smaller `max_tokens` counts. Each call derives its own `seed` by the session's name.
             template_arguments: Template variables. They replace the agent's.
             max_turns: Number of answers after which calls are refused.
             max_tokens: Number of sampled tokens after which calls are refused. A running call ends as it

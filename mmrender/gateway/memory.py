@@ -31,6 +31,7 @@ class SessionMemory:
     Attributes:
         runs: Calls whose answers have not been delivered, by digest of the request.
         lost: Why calls have no answer on the tree, by digest of the request.
+        begun: Number of calls whose sampling has begun.
         tokens: Number of sampled tokens.
         nbytes: Distinct bytes of the session.
     """
@@ -40,6 +41,7 @@ class SessionMemory:
         self.index = index
         self.runs: dict[bytes, list[Run]] = {}
         self.lost: dict[bytes, str] = {}
+        self.begun = 0
         self.tokens = 0
         self.nbytes = 0
         self._kept: dict[str, Run] = {}
@@ -71,6 +73,7 @@ class SessionMemory:
     def _replay(self, event: object) -> None:
         match event:
             case Begun():
+                self.begun += 1
                 self.lost[event.call] = "the gateway stopped during a call"
             case Refused():
                 self.note_failure(event.call, event.lost)

@@ -32,6 +32,7 @@ from mmrender.gateway.pending import Pending, Run, call_digest
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
 from mmrender.gateway.turn import take_turn
+from mmrender.rollout.environment import turn_seed
 from mmrender.shipping.protocol import Notifier
 from mmrender.trajectory.tree import Trajectory
 
@@ -392,6 +393,8 @@ class Session:
     ) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
+        params = self._sampling_params(memory.begun)
+        memory.begun += 1
         self.file.put(Begun(run.key))
         try:
             await self.file.flush()  # before a part of the answer can be seen
@@ -402,7 +405,7 @@ class Session:
                         memory.trajectory,
                         memory.index,
                         call,
-                        params=self.opened.sampling_params,
+                        params=params,
                         template_arguments=self.opened.template_arguments,
                         session_name=self.name,
                         on_delta=on_delta,
@@ -428,6 +431,12 @@ class Session:
         self.file.put(Answered(run.key, stored, run.idempotency_key), memory.next_piece())
         self._note()
         return await self._written(run)
+
+    def _sampling_params(self, number: int) -> dict[str, Any]:
+        """Return the pinned sampling parameters of the session's call of this number."""
+        params = self.opened.sampling_params
+        seed = params.get("seed")
+        return {**params, "seed": turn_seed(seed, self.name, number)} if isinstance(seed, int) else params
 
     async def _written(self, run: Run) -> tuple[Answer, ...]:
         """Return the answers once they are on disk."""

@@ -117,6 +117,30 @@ async def test_a_session_that_leaves_memory_or_restarts_goes_on_as_if_it_had_sta
         assert prompts == stayed[2]
 
 
+async def test_a_pinned_seed_differs_by_session_and_call_and_survives_restarts(renderer, tmp_path):
+    async def seeds(folder, *, restarts):
+        script, seen = Script(renderer), {}
+        folder.mkdir()
+        names = {name: folder / f"{name}.mmr" for name in "ab"}
+        for name, out in names.items():
+            call = ask(user("hello"), sampling_params={"seed": 3})
+            async with script.gateway(out) as here:
+                session = await here.open_session(name, sampling_params={"seed": 7})
+                await session.answer(call)
+                seen[name, 0] = script.newest.sampling_params["seed"]
+                if not restarts:
+                    await session.answer(call)
+            if restarts:
+                async with script.gateway(out) as here:
+                    await (await here.session(name)).answer(call)
+            seen[name, 1] = script.newest.sampling_params["seed"]
+        return seen
+
+    stayed = await seeds(tmp_path / "stayed", restarts=False)
+    assert stayed == await seeds(tmp_path / "restarted", restarts=True)
+    assert len({*stayed.values(), 3, 7}) == 6
+
+
 async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
     script = Script(renderer)
     async with script.gateway() as here:

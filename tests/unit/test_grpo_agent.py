@@ -1,0 +1,137 @@
+"""The example that learns, played by an agent that calls a gateway: every game's trajectory trains."""
+
+import ast
+import asyncio
+import inspect
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import grpo.agent  # noqa: E402
+from grpo.__main__ import run  # noqa: E402
+from grpo.agent_worker import AgentWorker  # noqa: E402
+from grpo.config import AGENT, ZOOM, Config, build, parse  # noqa: E402
+from grpo.games import CALL, ZoomedCell  # noqa: E402
+from grpo.trainer import Trainer, reward_of, with_advantages  # noqa: E402
+from grpo.worker import counts_of  # noqa: E402
+from mmrender import Renderer, build_training_sample  # noqa: E402
+from mmrender.client.local import LocalBackend  # noqa: E402
+from mmrender.model.weights import load_model  # noqa: E402
+from rollout_cases import ScriptedBackend  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    config = Config(
+        out=tmp_path_factory.mktemp("agent"),
+        agent=True,
+        grid=2,
+        boards=4,
+        rollouts=4,
+        held_out=8,
+        audit_every=1,
+        explain=0,
+        hidden_size=32,
+        quiet=True,
+    )
+    build(config)
+    return config
+
+
+def test_the_agent_knows_the_client_of_openai_alone():
+    tree = ast.parse(inspect.getsource(grpo.agent))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"json", "collections.abc", "typing", "openai"}
+
+
+def test_settings_of_an_agent():
+    assert parse(["--agent"]) == Config(agent=True)
+    assert parse(["--agent", "--game", "zoom"]) == replace(
+        Config(), game="zoom", agent=True, **{**ZOOM, **AGENT}
+    )
+
+
+@pytest.mark.parametrize("game", ["cell", "zoom"])
+def test_every_game_trains_with_the_weights_that_sampled_it(small, game):
+    async def play():
+        config = replace(small, game=game)
+        renderer = Renderer.from_pretrained(config.out / "model")
+        model = load_model(config.out / "model", "float32", "cpu", purpose="the test")
+        backend, trainer = LocalBackend(model, tokenizer=renderer.tokenizer), None
+        trainer = Trainer(config, model, renderer.tokenizer)
+        async with AgentWorker(config, renderer, backend) as worker:
+            for step in range(2):
+                games = await worker.train_rollouts(step)
+                check(games, step)
+                trainer.audit(games)
+                assert trainer.update(games)["difference"] < 1e-4
+                await asyncio.to_thread(backend.update_weights, (), str(trainer.step))
+            assert 0 <= await worker.held_out() <= 1
+
+    def check(games, version):
+        assert len(games) == 16
+        assert [each.extra["game"] for each in games] == [0, 1, 2, 3] * 4
+        turns = [step.completion_ids.tolist() for each in games for step in each.steps[:1]]
+        assert len({tuple(turn) for turn in turns}) > 1  # each game has a seed of its own
+        for each, sample in zip(games, with_advantages(games), strict=True):
+            assert len(each.branches()) == 1
+            assert each.extra.get("incomplete") is None
+            assert [step.extra["gateway"]["prompt"] for step in each.steps] == [
+                "rendered", *["bridged"] * (len(each) - 1),
+            ]  # fmt: skip
+            assert {span.version for step in each.steps for span in step.weight_versions} == {str(version)}
+            sampled = np.concatenate([step.completion_ids for step in each.steps])
+            assert sample.token_ids[sample.loss_mask].tolist() == sampled.tolist()
+            assert np.isfinite(sample.logprobs[sample.loss_mask]).all()
+            assert len(sample.media_spans) == len(each.items) > 0
+            assert sample.allowed
+
+    asyncio.run(play())
+
+
+def test_games_with_the_tool_reward_the_right_answer_and_end_after_two_calls(small):
+    dice, config = random.Random(0), replace(small, game="zoom", constrained=False, boards=8)
+    renderer = Renderer.from_pretrained(config.out / "model")
+
+    def say(request):
+        looked = len(request.multi_modal_data.mm_items["image"]) == 2
+        return dice.choice("ABCD") if looked else CALL % dice.choice("ABCDE")
+
+    async def play():
+        async with AgentWorker(config, renderer, ScriptedBackend(renderer, say)) as worker:
+            return await worker.train_rollouts(0)
+
+    games = asyncio.run(play())
+    # The script ends turns in another stop token than the template.
+    stop, end = renderer.get_stop_token_ids()[0], renderer.tokenizer.token_id("<|im_end|>")
+    counts = counts_of(games)
+    assert counts["turns"] == counts["later_turns"] * 2 == counts["bridged"] * 2 == len(games) * 2
+    for game in games:
+        expert = ZoomedCell(2, 64)
+        recorded = build_training_sample(
+            renderer, expert.recorded(int(game.extra["group"])), tools=expert.tools
+        )
+        pictures = [span.item.identity for span in recorded.media_spans]
+        shown = [span.item.identity for span in game.steps[-1].media]
+        said = game.steps[-1].messages[-1]["content"]
+        if game.extra["info"]["zoomed"]:
+            assert shown == pictures
+            if said == expert.answer:
+                tokens = [end if token == stop else token for token in game.branches()[0].token_ids]
+                assert tokens == recorded.token_ids.tolist()[: len(tokens)]
+        assert game.extra["info"]["called"] == (len(shown) == 2)
+        assert reward_of(game) == (len(shown) == 2 and said == expert.answer)
+    assert 0 < sum(map(reward_of, games)) < len(games)
+
+
+def test_a_run_with_an_agent(small, tmp_path):
+    config = replace(small, out=tmp_path, steps=2, evaluate_every=2, until=2.0)
+    assert 0 <= asyncio.run(run(config)) <= 1
+    assert (tmp_path / "rollouts.html").exists()
