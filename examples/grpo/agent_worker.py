@@ -16,7 +16,7 @@ from grpo.worker import games_of
 from mmrender import Renderer
 from mmrender.gateway import Gateway
 from mmrender.messages import Message, ToolCall
-from mmrender.rollout import Turn
+from mmrender.rollout import Observation, Turn
 from mmrender.trajectory import Trajectory
 
 _MAX_TURNS: Final = 2
@@ -91,17 +91,25 @@ class AgentWorker:
             max_turns=_MAX_TURNS,
         )
 
+        judged: Observation | None = None
+
         def call_tool(tool: str, arguments: Mapping[str, Any]) -> Parts:
-            call = ToolCall(tool, dict(arguments), "call")
-            seen = game.step(Turn(Message(role="assistant", tool_calls=(call,))))
-            return with_urls(seen.messages[0]["content"]) if seen.messages else [_OVER]
+            nonlocal judged
+            if judged is None:
+                call = ToolCall(tool, dict(arguments), "call")
+                seen = game.step(Turn(Message(role="assistant", tool_calls=(call,))))
+                if not seen.done:
+                    return with_urls(seen.messages[0]["content"])
+                judged = seen
+            return [_OVER]
 
         ask = session.base_url, session.api_key, with_urls(question["content"])
         try:
             answer = await self._agent.answer(*ask, self.tools, call_tool)
         except openai.PermissionDeniedError:  # all turns are used up
             answer = ""
-        judged = game.step(Turn(Message(role="assistant", content=answer)))
+        if judged is None:
+            judged = game.step(Turn(Message(role="assistant", content=answer)))
         trajectory = await session.finish(reward=judged.reward)
         trajectory.extra |= {**trajectory.extra.pop("metadata"), "info": judged.info}
 
