@@ -19,7 +19,9 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 ID_LENGTH: Final = 24
 """Letters and digits of an id, without its protocol's prefix."""
-_ALPHABET: Final = string.ascii_letters + string.digits
+_ALPHABET: Final = (string.ascii_letters + string.digits).encode()
+_LETTERS: Final = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
+"""A letter or digit for each byte. Some are a quarter more likely, which leaves 136 random bits of 142."""
 
 Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
 """Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
@@ -217,4 +219,4 @@ class AgentProtocol(Protocol):
 
 def new_id() -> str:
     """Return a unique id of letters and digits."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
+    return secrets.token_bytes(ID_LENGTH).translate(_LETTERS).decode()
