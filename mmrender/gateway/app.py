@@ -149,6 +149,7 @@ class _Routes:
             Route("/metrics", self._answered(self._metrics), methods=["GET"]),
             Route("/sessions", self._answered(self._open), methods=["POST"]),
             Route("/sessions", self._answered(self._list), methods=["GET"]),
+            Route("/sessions/{session}", self._answered(self._open), methods=["POST"]),
             Route("/sessions/{session}", self._answered(self._describe), methods=["GET"]),
             Route("/sessions/{session}", self._answered(self._abandon), methods=["DELETE"]),
             Route("/sessions/{session}/reward", self._answered(self._reward), methods=["POST"]),
@@ -366,6 +367,11 @@ class _Routes:
     async def _open(self, request: Request) -> Response:
         wish = await self._wish(request, _Opening)
         options = {name: value for name, value in msgspec.structs.asdict(wish).items() if value is not None}
+        named = request.path_params.get("session", wish.name)
+        if wish.name not in (None, named):
+            message = f"the path names another session than {wish.name!r}"
+            raise RequestError(400, message, code="invalid_value", param="name")
+        options["name"] = named
         session = await self.host.open_session(owner=self._owner(request), **options)
         root = str(request.base_url).rstrip("/")
         return _json(
@@ -488,5 +494,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
     message = f"there is no route {request.method} {request.url.path}"
-    name: ProtocolName = "messages" if "/v1/messages" in request.url.path else "chat"
-    return _failed(PROTOCOLS[name], Failure(status, code, message, None))
+    return refusal(request.url.path, Failure(status, code, message, None))
+
+
+def refusal(path: str, failure: Failure) -> Response:
+    """Return an error in the form of a path's protocol."""
+    name: ProtocolName = "messages" if "/v1/messages" in path else "chat"
+    return _failed(PROTOCOLS[name], failure)

@@ -4,6 +4,7 @@ Usage: `python ray_cases.py MODEL FOLDER COUNT SHARD WORKERS`: render to files, 
 `RAY_GATES` names a folder: from the shard STARTS["NAME"] on, workers wait for the file NAME in it.
 """
 
+import asyncio
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import ray
 from PIL import Image
 
+from harnesses.scripted_model import ScriptedModel
 from mmrender.integrations.ray import render_to_files
 
 SHARDS = 12
@@ -34,6 +36,33 @@ def train_on(message) -> bool:
             return True
         time.sleep(0.02)
     raise TimeoutError(f"a gate of shard {shard} stays closed")
+
+
+class GatedModel(ScriptedModel):
+    """Waits in turns whose prompt says "Wait." last, until the file `open` is in the folder.
+
+    The file `waiting-NAME` then contains its process id, where the prompt says "session NAME".
+    """
+
+    folder: Path
+
+    async def generate(self, request, transport, *, on_tokens=None):
+        prompt = self.renderer.tokenizer.decode(request.prompt_ids)
+        if "Wait." in prompt.rpartition("step-")[2]:
+            name = re.search(r"session (\S+):", prompt)[1]
+            (self.folder / f"waiting-{name}").write_text(str(os.getpid()))
+            for _ in range(6000):
+                if (self.folder / "open").exists():
+                    break
+                await asyncio.sleep(0.02)
+        return await super().generate(request, transport, on_tokens=on_tokens)
+
+
+def gated_model(folder: Path, renderer) -> GatedModel:
+    """Return the engine of a gateway. Answer n of a session is "This is step-n."."""
+    model = GatedModel(renderer, [f"This is step-{n}." for n in range(1, 20)], tool_marker="")
+    model.folder = folder
+    return model
 
 
 def conversations(count: int, side: int = 224) -> list:

@@ -10,19 +10,31 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 import ray
+from openai import AsyncOpenAI
 from PIL import Image
 
 import mmrender
-from integrations.ray_cases import SHARDS, STARTS, conversations, rendered, train_on
+from integrations.ray_cases import SHARDS, STARTS, conversations, gated_model, rendered, train_on
+from kit import free_port
 from mmrender import Renderer, Trajectory, build_training_sample
 from mmrender.errors import InputError
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
+from mmrender.trajectory.files import load_trajectories, received_ids
+
+with warnings.catch_warnings():  # Serve's models use what pydantic has deprecated
+    warnings.simplefilter("ignore")
+    from ray import serve
+
+    from mmrender.integrations.ray_serve import gateway_deployment, gateway_of
 
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
 WORKERS = 4
@@ -52,6 +64,84 @@ def workers():
     """Process ids of Ray's workers that run a task of ours."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in listed.splitlines() if "ray::_render_to_file" in line]
+
+
+@pytest.fixture
+def served(cluster, tiny_model, tmp_path):
+    """Two gateways on Ray Serve: their URL, the folder of their files, and the folder of the engine's gate."""
+    gates, out = tmp_path / "gates", tmp_path / "rollouts"
+    gates.mkdir()
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    engines, options = partial(gated_model, gates), {"health_check_period_s": 0.5}
+    serve.run(gateway_deployment(engines, str(tiny_model), out=out, deployment=options))
+    yield f"http://127.0.0.1:{port}", out, gates
+    serve.shutdown()
+
+
+class Player:
+    """An agent with the official client, which repeats failed requests."""
+
+    def __init__(self, url, name, stream):
+        self.client = AsyncOpenAI(base_url=f"{url}/s/{name}/v1", api_key="none", max_retries=20)
+        self.name, self.stream, self.messages, self.replies = name, stream, [], []
+
+    async def turn(self, words="Go on."):
+        self.messages.append({"role": "user", "content": f"session {self.name}: {words}"})
+        request = {"model": "any", "messages": self.messages, "max_tokens": 64, "stream": self.stream}
+        reply = await self.client.chat.completions.create(**request)
+        if self.stream:
+            chunks = [chunk async for chunk in reply]
+            assert any(chunk.choices and chunk.choices[0].finish_reason for chunk in chunks)
+            name = chunks[0].id
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        else:
+            name, text = reply.id, reply.choices[0].message.content
+        self.messages.append({"role": "assistant", "content": text})
+        self.replies.append(name[-24:])
+        assert text == f"This is step-{len(self.replies)}."
+
+
+async def play(url, gates, players, homes):
+    """Play five turns in all sessions. Kill gateway 0 while half of its sessions are in a turn."""
+    for _ in range(2):
+        await asyncio.gather(*(player.turn() for player in players))
+    in_turn = players[::2]
+    turns = asyncio.gather(*(player.turn("Wait.") for player in in_turn))
+    waiting = [gates / f"waiting-{player.name}" for player in in_turn]
+    while not all(path.exists() and path.read_text() for path in waiting):
+        await asyncio.sleep(0.02)
+    pids = {homes[player.name]: int(path.read_text()) for player, path in zip(in_turn, waiting, strict=True)}
+    assert len(set(pids.values())) == 2
+    os.kill(pids[0], signal.SIGKILL)
+    (gates / "open").touch()
+    await asyncio.gather(turns, *(player.turn() for player in players[1::2]))
+    for _ in range(2):
+        await asyncio.gather(*(player.turn() for player in players))
+    async with aiohttp.ClientSession(url) as http:
+        for player in players:
+            async with http.post(f"/sessions/{player.name}/finish", json={"reward": 1.0}) as reply:
+                assert reply.status == 200
+            await player.client.close()
+
+
+def test_sessions_on_serve_have_one_gateway_each_and_survive_its_death(served):
+    url, out, gates = served
+    names = [f"play-{number}" for number in range(8)]
+    homes = {name: gateway_of(name, 2) for name in names}
+    # Both gateways have sessions in the turn of the kill, and others.
+    assert {homes[name] for name in names[::2]} == {homes[name] for name in names[1::2]} == {0, 1}
+    players = [Player(url, name, stream=number % 3 == 0) for number, name in enumerate(names)]
+    asyncio.run(play(url, gates, players, homes))
+    for number in (0, 1):
+        path = out / f"gateway-{number}-of-2.mmr"
+        assert sorted(received_ids(path)) == [name for name in names if homes[name] == number]
+        assert not list(Path(f"{path}.open").iterdir())
+        for tree in load_trajectories(path):
+            [player] = [each for each in players if each.name == tree.trajectory_id]
+            assert [step.extra["gateway"]["response"] for step in tree.steps] == player.replies
+            assert [step.parent for step in tree.steps] == [None, *tree.steps[:-1]]
+            assert (tree.reward, tree.error) == (1.0, None)
 
 
 def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):
