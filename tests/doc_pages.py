@@ -93,7 +93,7 @@ LEFT_OUT = {
         "multiprocessing_context",
         "workers that are spawned from a file; test_datasets.py runs the like",
     ),
-    "docs/use-ray.md": ("/shared/samples", "a cluster; test_ray.py runs the like"),
+    "docs/use-ray.md": ("/shared/", "a cluster; test_ray.py runs the like"),
     "mmrender/integrations/ray.py": ("ray.data", "a cluster; test_ray.py runs the like"),
 }
 """What names the blocks of a page that are not run, and what they need."""

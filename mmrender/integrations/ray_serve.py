@@ -1,8 +1,8 @@
 """Gateways on Ray Serve: sessions spread over replicas, and each session always with the same one.
 
-Serve's own sticky routing (`ConsistentHashRouter`) places replicas by ids that change when a replica is started
-again, and sessions by a header. A session whose replica has died would begin anew on another one. So each
-gateway is a deployment with one replica and one file, and an ingress forwards requests by the session's name.
+Serve's own sticky routing (`ConsistentHashRouter`) takes the session from a header. A replica that is started
+again has another id there, so a session whose replica died would begin anew elsewhere. Here each gateway is a
+deployment with one replica and one file, and an ingress forwards requests by the session's name.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ _HEALTH_SECONDS: Final = 2.0
 """Seconds between checks. A dead replica is started again after the next one."""
 _TAKEN_SECONDS: Final = 60.0
 """Seconds after which an answer that the ingress has not taken counts as undelivered."""
+_MAX_OPENING_BYTES: Final = 1 << 20
+"""A longer request for a session is read by a gateway alone, once it has checked the key."""
 _SCOPE: Final = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers")
 
 
@@ -84,7 +86,13 @@ def gateway_deployment(
     replica = serve.deployment(_GatewayReplica).options(**{**limits, **(deployment or {}), "num_replicas": 1})
     bound = [
         replica.options(name=f"gateway-{number}").bind(
-            engines, model, Path(out), number, gateways, dict(load or {}), shared
+            engines,
+            model,
+            folder=Path(out),
+            number=number,
+            gateways=gateways,
+            load=dict(load or {}),
+            options=shared,
         )
         for number in range(gateways)
     ]
@@ -104,6 +112,7 @@ class _GatewayReplica:
         self,
         engines: Any,
         model: str,
+        *,
         folder: Path,
         number: int,
         gateways: int,
@@ -209,17 +218,18 @@ class _Ingress:
         return response
 
     async def _pieces(self, gateway: Any, request_id: str, answer: Any) -> AsyncIterator[bytes]:
-        """Yield the parts of a body."""
+        """Yield the parts of a body. The connection breaks if the gateway dies before the last one."""
         is_whole = False
         try:
             async for message in answer:
                 if _is_last(message):
                     is_whole = True
-                    with suppress(RayActorError):  # the answer is here, and on disk
+                    with suppress(RayActorError):  # the answer is on disk
                         await gateway.taken.remote(request_id)
-                    yield message.get("body", b"")
-                    return
                 yield message.get("body", b"")
+        except RayActorError:
+            if not is_whole:
+                raise
         finally:
             if not is_whole:
                 answer.cancel()
@@ -246,7 +256,9 @@ class _Ingress:
 
 
 def _name_in(body: bytes) -> str | None:
-    """Return the name of the session that a request wants to open."""
+    """Return the name of the session that a request wants to open, None also if only the gateway can tell."""
+    if len(body) > _MAX_OPENING_BYTES:
+        return None
     try:
         name = json.loads(body).get("name")
     except (ValueError, AttributeError, RecursionError):

@@ -39,7 +39,7 @@ def train_on(message) -> bool:
 
 
 class GatedModel(ScriptedModel):
-    """Waits in turns whose prompt says "Wait." last, until the file `open` is in the folder.
+    """Streams its tokens, and ends turns whose prompt says "Wait." last once its folder has the file `open`.
 
     The file `waiting-NAME` then contains its process id, where the prompt says "session NAME".
     """
@@ -47,15 +47,17 @@ class GatedModel(ScriptedModel):
     folder: Path
 
     async def generate(self, request, transport, *, on_tokens=None):
+        response = await super().generate(request, transport, on_tokens=on_tokens)
         prompt = self.renderer.tokenizer.decode(request.prompt_ids)
         if "Wait." in prompt.rpartition("step-")[2]:
             name = re.search(r"session (\S+):", prompt)[1]
             (self.folder / f"waiting-{name}").write_text(str(os.getpid()))
             for _ in range(6000):
                 if (self.folder / "open").exists():
-                    break
+                    return response
                 await asyncio.sleep(0.02)
-        return await super().generate(request, transport, on_tokens=on_tokens)
+            raise TimeoutError("the gate stays closed")
+        return response
 
 
 def gated_model(folder: Path, renderer) -> GatedModel:

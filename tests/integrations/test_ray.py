@@ -17,9 +17,9 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 import ray
-from openai import AsyncOpenAI
 from PIL import Image
 
 import mmrender
@@ -34,7 +34,7 @@ with warnings.catch_warnings():  # Serve's models use what pydantic has deprecat
     warnings.simplefilter("ignore")
     from ray import serve
 
-    from mmrender.integrations.ray_serve import gateway_deployment, gateway_of
+    from mmrender.integrations.ray_serve import _file, gateway_deployment, gateway_of
 
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
 WORKERS = 4
@@ -80,30 +80,73 @@ def served(cluster, tiny_model, tmp_path):
 
 
 class Player:
-    """An agent with the official client, which repeats failed requests."""
+    """An agent with the official client, which repeats failed requests. Broken streams it repeats itself."""
 
     def __init__(self, url, name, stream):
-        self.client = AsyncOpenAI(base_url=f"{url}/s/{name}/v1", api_key="none", max_retries=20)
+        self.client = openai.AsyncOpenAI(base_url=f"{url}/s/{name}/v1", api_key="none", max_retries=20)
         self.name, self.stream, self.messages, self.replies = name, stream, [], []
+        self.sees_text, self.broken = asyncio.Event(), 0
 
     async def turn(self, words="Go on."):
         self.messages.append({"role": "user", "content": f"session {self.name}: {words}"})
-        request = {"model": "any", "messages": self.messages, "max_tokens": 64, "stream": self.stream}
-        reply = await self.client.chat.completions.create(**request)
-        if self.stream:
-            chunks = [chunk async for chunk in reply]
-            assert any(chunk.choices and chunk.choices[0].finish_reason for chunk in chunks)
-            name = chunks[0].id
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        else:
-            name, text = reply.id, reply.choices[0].message.content
+        self.sees_text.clear()
+        name, text = await (self.streamed() if self.stream else self.whole())
         self.messages.append({"role": "assistant", "content": text})
         self.replies.append(name[-24:])
         assert text == f"This is step-{len(self.replies)}."
 
+    def request(self):
+        request = {"model": "any", "messages": self.messages, "max_tokens": 64, "stream": self.stream}
+        return self.client.chat.completions.create(**request)
+
+    async def whole(self):
+        reply = await self.request()
+        return reply.id, reply.choices[0].message.content
+
+    async def streamed(self):
+        while True:
+            text = ""
+            try:
+                async for chunk in await self.request():
+                    for choice in chunk.choices:
+                        text += choice.delta.content or ""
+                        if text:
+                            self.sees_text.set()
+                        if choice.finish_reason:
+                            return chunk.id, text
+            except openai.APIConnectionError:
+                pass
+            self.broken += 1
+
+
+async def check_routes(http, url, gates):
+    """Sessions are opened where their names lead. Requests without a session are refused. Callers may leave."""
+    async with http.post("/sessions", json={"group": "g"}) as reply:
+        opened = await reply.json()
+        assert (reply.status, opened["base_url"]) == (201, f"{url}/s/{opened['name']}/v1")
+    for number in (0, 1):
+        async with http.get(f"/gateways/{number}/sessions") as reply:
+            listed = [each["name"] for each in (await reply.json())["data"]]
+            assert listed == [opened["name"]] * (gateway_of(opened["name"], 2) == number)
+    body = {"model": "any", "messages": [{"role": "user", "content": f"session {opened['name']}: Wait."}]}
+    async with http.post("/v1/chat/completions", json=body) as reply:
+        assert (reply.status, (await reply.json())["error"]["code"]) == (400, "no_session")
+    call = asyncio.create_task(http.post(f"/s/{opened['name']}/v1/chat/completions", json=body))
+    while not (gates / f"waiting-{opened['name']}").exists():
+        await asyncio.sleep(0.02)
+    call.cancel()
+    metrics, status = "", 'status="499"'
+    while status not in metrics:
+        async with http.get(f"/gateways/{gateway_of(opened['name'], 2)}/metrics") as reply:
+            metrics = await reply.text()
+    async with http.delete(f"/sessions/{opened['name']}") as reply:
+        assert (await reply.json())["state"] == "abandoned"
+
 
 async def play(url, gates, players, homes):
     """Play five turns in all sessions. Kill gateway 0 while half of its sessions are in a turn."""
+    async with aiohttp.ClientSession(url) as http:
+        await check_routes(http, url, gates)
     for _ in range(2):
         await asyncio.gather(*(player.turn() for player in players))
     in_turn = players[::2]
@@ -111,6 +154,7 @@ async def play(url, gates, players, homes):
     waiting = [gates / f"waiting-{player.name}" for player in in_turn]
     while not all(path.exists() and path.read_text() for path in waiting):
         await asyncio.sleep(0.02)
+    await asyncio.gather(*(player.sees_text.wait() for player in in_turn if player.stream))
     pids = {homes[player.name]: int(path.read_text()) for player, path in zip(in_turn, waiting, strict=True)}
     assert len(set(pids.values())) == 2
     os.kill(pids[0], signal.SIGKILL)
@@ -123,6 +167,8 @@ async def play(url, gates, players, homes):
             async with http.post(f"/sessions/{player.name}/finish", json={"reward": 1.0}) as reply:
                 assert reply.status == 200
             await player.client.close()
+            is_cut = player.stream and player in in_turn and not homes[player.name]
+            assert player.broken == is_cut
 
 
 def test_sessions_on_serve_have_one_gateway_each_and_survive_its_death(served):
@@ -142,6 +188,16 @@ def test_sessions_on_serve_have_one_gateway_each_and_survive_its_death(served):
             assert [step.extra["gateway"]["response"] for step in tree.steps] == player.replies
             assert [step.parent for step in tree.steps] == [None, *tree.steps[:-1]]
             assert (tree.reward, tree.error) == (1.0, None)
+
+
+def test_a_folder_keeps_its_number_of_gateways(tmp_path):
+    assert _file(tmp_path / "new", 1, 2).name == "gateway-1-of-2.mmr"
+    (tmp_path / "new" / "gateway-0-of-2.mmr").touch()
+    _file(tmp_path / "new", 1, 2)
+    with pytest.raises(InputError, match=r"another number of gateways.*gateway-0-of-2\.mmr"):
+        _file(tmp_path / "new", 2, 3)
+    with pytest.raises(InputError, match="1 or more"):
+        gateway_deployment("http://engine", "MODEL", out=tmp_path, gateways=0)
 
 
 def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):

@@ -162,6 +162,9 @@ def test_a_session_lives_and_ends_over_http(renderer, tmp_path):
         wish = {"name": "a", "group": "g", "metadata": {"seed": 7}, "max_turns": 3}
         status, opened = ask(gateway, "/sessions", wish)
         assert (status, opened["base_url"]) == (201, f"{gateway.url}/s/a/v1")
+        assert ask(gateway, "/sessions/named", {"name": "other"})[0] == 400
+        status, named = ask(gateway, "/sessions/named", {"group": "g"})
+        assert (status, named["name"], named["group"]) == (201, "named", "g")
         key = opened["api_key"]
         reply = call(gateway, key=key)[1]
         assert ask(gateway, "/sessions/a/reward", {"value": 0.5, "response_id": reply["id"]})[0] == 200
