@@ -72,7 +72,8 @@ def gateway_deployment(
         ingresses: Number of replicas that forward requests.
         load: Further arguments of `Renderer.from_pretrained`.
         deployment: Serve's options of each gateway, such as `{"ray_actor_options": {"num_cpus": 2}}`.
-        settings: Keys and limits. Serve has the address. Without a key only this machine may call.
+        settings: Keys and limits. Serve has the address. Without a key, callers of other machines are
+            refused, unless `open_to_all`.
         **options: Further arguments of `Gateway`, which are pickled. Its `model` is `engine_model`.
 
     Raises:
@@ -97,12 +98,16 @@ def gateway_deployment(
         for number in range(gateways)
     ]
     ingress = serve.deployment(_Ingress).options(name="ingress", num_replicas=ingresses, **limits)
-    return ingress.bind(settings.max_body_bytes, *bound)
+    return ingress.bind(settings, *bound)
 
 
 def gateway_of(session: str, gateways: int) -> int:
     """Return the number of the gateway that has a session."""
     return int.from_bytes(blake3(session.encode("utf-8", "replace")).digest(8), "big") % gateways
+
+
+class _LeftError(OSError):
+    """The caller has left. Servers raise an `OSError` then."""
 
 
 class _GatewayReplica:
@@ -158,12 +163,12 @@ class _GatewayReplica:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(taken.wait(), _TAKEN_SECONDS)
             if left.is_set() or (_is_last(message) and not taken.is_set()):
-                raise OSError("the caller left")  # as servers do
+                raise _LeftError
 
         async def run() -> None:
             try:
                 await self._gateway.app(dict(scope), receive, send)
-            except OSError:
+            except _LeftError:
                 pass
             finally:
                 del self._untaken[request_id]
@@ -175,6 +180,7 @@ class _GatewayReplica:
         try:
             while (message := await messages.get()) is not None:
                 yield message
+            await task  # an error breaks the stream
         finally:
             left.set()
             taken.set()
@@ -190,11 +196,15 @@ class _Target(NamedTuple):
 class _Ingress:
     """Forwards each request to the gateway of its session."""
 
-    def __init__(self, max_body_bytes: int, *gateways: Any) -> None:
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, settings: GatewaySettings, *gateways: Any) -> None:
+        self._max_body_bytes = settings.max_body_bytes
+        self._is_open = bool(settings.keys) or settings.open_to_all
         self._gateways = gateways
 
     async def __call__(self, request: Request) -> Response:
+        if not self._is_open and not _is_this_machine(request):
+            message = "the gateways have no key, so only this machine may call them"
+            return refusal(request.url.path, Failure(403, "wrong_caller", message, None))
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -253,6 +263,11 @@ class _Ingress:
             case ["GET" | "HEAD", ""] | ["GET", "health"] | ["GET", "v1", "models", *_]:
                 return _Target(0, path)
         return None
+
+
+def _is_this_machine(request: Request) -> bool:
+    host = "" if request.client is None else request.client.host
+    return host == "::1" or host.startswith("127.")
 
 
 def _name_in(body: bytes) -> str | None:

@@ -21,12 +21,14 @@ import openai
 import pytest
 import ray
 from PIL import Image
+from starlette.requests import Request
 
 import mmrender
 from integrations.ray_cases import SHARDS, STARTS, conversations, gated_model, rendered, train_on
 from kit import free_port
 from mmrender import Renderer, Trajectory, build_training_sample
 from mmrender.errors import InputError
+from mmrender.gateway import GatewaySettings
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
 from mmrender.trajectory.files import load_trajectories, received_ids
 
@@ -34,7 +36,7 @@ with warnings.catch_warnings():  # Serve's models use what pydantic has deprecat
     warnings.simplefilter("ignore")
     from ray import serve
 
-    from mmrender.integrations.ray_serve import _file, gateway_deployment, gateway_of
+    from mmrender.integrations.ray_serve import _file, _Ingress, gateway_deployment, gateway_of
 
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
 WORKERS = 4
@@ -188,6 +190,20 @@ def test_sessions_on_serve_have_one_gateway_each_and_survive_its_death(served):
             assert [step.extra["gateway"]["response"] for step in tree.steps] == player.replies
             assert [step.parent for step in tree.steps] == [None, *tree.steps[:-1]]
             assert (tree.reward, tree.error) == (1.0, None)
+
+
+def test_callers_of_other_machines_need_a_key():
+    def status(address, settings):
+        scope = {"type": "http", "method": "GET", "path": "/nothing", "headers": [], "query_string": b""}
+        request = Request({**scope, "client": (address, 1), "server": ("host", 80)}, receive)
+        return asyncio.run(_Ingress(settings)(request)).status_code
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    open_to = [GatewaySettings(), GatewaySettings(open_to_all=True), GatewaySettings(api_key="k")]
+    assert [status("10.0.0.7", each) for each in open_to] == [403, 400, 400]
+    assert [status("127.0.0.1", each) for each in open_to] == [400, 400, 400]
 
 
 def test_a_folder_keeps_its_number_of_gateways(tmp_path):
