@@ -484,6 +484,7 @@ def _render(
 
 
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
+    processes = None
     if files:
         # A file of the current folder that is named on the command line is meant to be read.
         policy = MediaPolicy(local_roots=(Path.cwd(),))
@@ -493,7 +494,10 @@ def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
         policy = MediaPolicy(schemes=frozenset({"data", "http", "https"}), processes=processes)
     with _log.status(f"loading {model}"):
         return Renderer.from_pretrained(
-            model, image_backend=cast(ImageBackend, image_backend), media_policy=policy
+            model,
+            image_backend=cast(ImageBackend, image_backend),
+            media_policy=policy,
+            template_processes=processes,
         )
 
 
