@@ -1,6 +1,7 @@
 """Agents over a gateway and a real vLLM: pictures in tool results, and weights reloaded between their calls."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from mmrender.trajectory import load_trajectories
 
 pytestmark = needs_tier("vllm")
 
-SESSIONS, TURNS = 100, 4
+SESSIONS, TURNS = int(os.environ.get("GATEWAY_SESSIONS", "24")), 4
 LOOK = {
     "type": "function",
     "function": {
@@ -35,8 +36,13 @@ LOOK = {
 }
 
 
-async def agent(base_url: str, number: int, middle: asyncio.Event, go_on: asyncio.Event) -> None:
-    """An agent that knows only OpenAI's client: it is made to look, and sees a screenshot in the result."""
+async def agent(
+    base_url: str, number: int, biases: list[dict[int, float]], middle: asyncio.Event, go_on: asyncio.Event
+) -> None:
+    """An agent that knows only OpenAI's client: it is made to look, and sees a screenshot in the result.
+
+    An untrained model would spell a call's delimiters letter by letter, so the second of `biases` asks for their tokens.
+    """
     shown = {"type": "image_url", "image_url": {"url": data_url(noise(number % 10, 96, 64))}}
     messages = [{"role": "user", "content": [{"type": "text", "text": f"Task {number}"}, shown]}]
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=900) as client:
@@ -50,7 +56,9 @@ async def agent(base_url: str, number: int, middle: asyncio.Event, go_on: asynci
                 messages=messages,
                 tools=[LOOK],
                 tool_choice="required" if looks else "auto",
-                max_tokens=64 if looks else 12,
+                parallel_tool_calls=False,
+                max_tokens=400 if looks else 12,
+                logit_bias=biases[looks],
             )
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
@@ -90,21 +98,28 @@ def rollouts(vllm_servers, renderer, tiny_model, tmp_path_factory):
         listening = asyncio.Event()
         serving = asyncio.create_task(gateway.serve(started=lambda _: listening.set()))
         await listening.wait()
-        params = {"temperature": 1.0, **no_placeholders(renderer)}
+        plain = no_placeholders(renderer)["logit_bias"]
+        delimiters = [renderer.tokenizer.token_id(name) for name in ("<tool_call>", "</tool_call>")]
+        biases = [plain, plain | dict.fromkeys(delimiters, 100.0)]
         sessions = [
-            await gateway.open_session(f"agent-{number}", sampling_params={**params, "seed": number})
+            await gateway.open_session(
+                f"agent-{number}", sampling_params={"temperature": 1.0, "seed": number}
+            )
             for number in range(SESSIONS)
         ]
         halves = [asyncio.Event() for _ in sessions]
         go_on = asyncio.Event()
-        agents = [
-            asyncio.create_task(agent(session.base_url, number, halves[number], go_on))
-            for number, session in enumerate(sessions)
-        ]
-        await asyncio.wait([asyncio.create_task(half.wait()) for half in halves], timeout=1000)
-        await engines.load_weights(str(other), weight_version="other")
-        go_on.set()
-        await asyncio.gather(*agents)
+
+        async def reload() -> None:
+            for half in halves:
+                await half.wait()
+            await engines.load_weights(str(other), weight_version="other")
+            go_on.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reload())
+            for number, session in enumerate(sessions):
+                group.create_task(agent(session.base_url, number, biases, halves[number], go_on))
         for session in sessions:
             await session.finish()
         await engines.load_weights(str(tiny_model), weight_version="first")
