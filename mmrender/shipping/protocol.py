@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -454,14 +454,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - of a stream socket
+        transport = cast(asyncio.Transport, transport)  # of a stream socket; uvloop's are of no such class
         self._transport = transport
         # Writers wait for an empty buffer. With TLS a limit of 0 would never be reached.
         transport.set_write_buffer_limits(int(transport.get_extra_info("ssl_object") is not None), 0)
         sock: socket.socket = transport.get_extra_info("socket")
         size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, TypeError):  # uvloop's sockets refuse options
                 sock.setsockopt(socket.SOL_SOCKET, option, size)
         self._tick()
 
