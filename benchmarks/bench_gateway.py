@@ -204,12 +204,13 @@ def main() -> None:
     )
     parser.add_argument("model", nargs="?", help="model directory; default: the shared one, or a tiny one")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--loads", type=int, default=3, help="rounds of the sessions at once")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument("--venvs", type=Path, help="folder with a virtual environment for each peer")
     parser.add_argument("--only", nargs="*", help="names of gateways")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rounds = 1 if options.quick else options.rounds
+    rounds, loads = (1, 1) if options.quick else (options.rounds, options.loads)
     sessions = 32 if options.quick else SESSIONS
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -234,7 +235,7 @@ def main() -> None:
                 except RuntimeError as error:
                     errors[make.name] = {"error": str(error)}
             found = measure_sessions(gateways, server, rounds)
-            for name, load in measure_load(gateways, sessions, min(rounds, 3)).items():
+            for name, load in measure_load(gateways, sessions, loads).items():
                 found[name]["calls_a_core"] = load
         finally:
             for gateway in gateways.values():
