@@ -461,7 +461,7 @@ class Connection(asyncio.BufferedProtocol):
         sock: socket.socket = transport.get_extra_info("socket")
         size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            with contextlib.suppress(OSError, TypeError):  # uvloop's sockets refuse options
+            with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, option, size)
         self._tick()
 
