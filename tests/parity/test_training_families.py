@@ -4,7 +4,6 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from kit import error_of
+from mmrender.caching import release_of
 from mmrender.errors import BatchError
 from mmrender.testing.families import prove_family
 from mmrender.testing.small_architecture import build_small
@@ -183,7 +183,7 @@ def test_a_proof_is_kept_between_processes_and_damage_means_not_proved(
     for release in ("transformers", "torch"):
         with monkeypatch.context() as patch:
             patch.setattr(
-                families, "version", lambda name, one=release: "0" if name == one else version(name)
+                families, "release_of", lambda name, one=release: "0" if name == one else release_of(name)
             )
             assert not known()
     with monkeypatch.context() as patch:
