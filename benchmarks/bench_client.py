@@ -42,7 +42,7 @@ from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
 from render_cases import make_image  # noqa: E402
 
 from mmrender import Renderer, generate  # noqa: E402
-from mmrender.client.http import encode_json  # noqa: E402
+from mmrender.client.http import encode_json, joined  # noqa: E402
 from mmrender.client.transport import JSONText, Reply  # noqa: E402
 from mmrender.client.types import Generation  # noqa: E402
 from mmrender.client.vllm import VLLMBackend  # noqa: E402
@@ -164,7 +164,7 @@ class Scale:
             return Reply(200, {}, b'{"data": [{"id": "stub", "max_model_len": 1048576}]}')
         if method != "POST":
             raise EngineStatusError("no such route", status=404)
-        self.bytes.append(sum(map(len, encode_json(json))))
+        self.bytes.append(len(joined(encode_json(json))))
         ids, placeholders = self.expected
         answer = generate_answer(len(ids), 32)
         if "content_parts" in json:

@@ -32,7 +32,7 @@ from integration.engine_checks import (
 )
 from integration.engine_server import needs_tier
 from mmrender import generate
-from mmrender.client.http import encode_json
+from mmrender.client.http import encode_json, joined
 from mmrender.client.server_facts import Process
 from mmrender.client.vllm import ABORT_PATH, VLLMBackend
 from mmrender.client.vllm_images import GENERATE_PATH
@@ -78,7 +78,7 @@ class Counted:
 
     async def request(self, method: str, path: str, *, json: Any = None, **options: Any):
         if path == GENERATE_PATH:
-            self.sizes.append(sum(map(len, encode_json(json))))
+            self.sizes.append(len(joined(encode_json(json))))
         return await self.transport.request(method, path, json=json, **options)
 
     def stream(self, *arguments: Any, **options: Any):
