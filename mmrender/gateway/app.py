@@ -18,7 +18,6 @@ from mmrender.gateway.limits import (
     Failure,
     RateLimit,
     RequestError,
-    answers_of,
     check_charge,
     check_page,
     failure_of,
@@ -62,19 +61,9 @@ class Host(Protocol):
     model: str
     aliases: dict[str, str]
 
-    async def open_session(
-        self,
-        name: str | None = None,
-        *,
-        group: str | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-        max_turns: int | None = None,
-        max_tokens: int | None = None,
-        owner: str = "",
-    ) -> Session:
-        """Open a session."""
+    @property
+    def open_session(self) -> Callable[..., Awaitable[Session]]:
+        """Opens a session. Its options are the fields of `_Opening`, and its `owner`."""
         ...
 
     async def session(self, name: str, owner: str | None = None, *, open: bool = False) -> Session:
@@ -269,9 +258,9 @@ class _Routes:
             body = await self._body(request)
             if (url := self.host.aliases.get(str(body.get("model")))) is not None:
                 return await self._forwarded(request, url, body)
-            check_charge(body, self.settings.max_messages)
+            answers_wanted = check_charge(body, self.settings.max_messages)
             with ExitStack() as stack:
-                stack.enter_context(self._rate.charged(key_of(request), answers_of(body)))
+                stack.enter_context(self._rate.charged(key_of(request), answers_wanted))
                 call = await self._read(protocol, body, request)
                 pending = await session.begin(call)
                 stack.callback(pending.leave)

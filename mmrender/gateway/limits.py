@@ -190,8 +190,11 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 
-def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
+def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
     """Bound the work that a body asks for, before any of it is done.
+
+    Returns:
+        The number of answers that it asks for.
 
     Raises:
         RequestError: It has too many messages, content parts, stop strings or answers.
@@ -213,11 +216,6 @@ def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
         if len(stops) > _MAX_STOPS or length > _MAX_STOP_CHARACTERS:
             message = f"more than {_MAX_STOPS} stop strings, or {_MAX_STOP_CHARACTERS} characters of them"
             raise RequestError(400, message, code="too_many_stops", param=name)
-    answers_of(body)
-
-
-def answers_of(body: Mapping[str, Any]) -> int:
-    """Return the number of answers that a body asks for."""
     count = body.get("n")
     if count is None:
         return 1

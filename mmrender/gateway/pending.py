@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 from blake3 import blake3
@@ -12,17 +11,13 @@ from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, Delta
 from mmrender.shipping.protocol import Notifier
 
-_IN_THREAD_BYTES: Final = 1 << 20
-
 
 async def call_digest(call: Call) -> bytes:
     """Return the digest by which a repeated request is known. Whether it is streamed does not count.
 
-    The digest of large pictures is taken in a thread.
+    The digest of a large call is taken in a thread.
     """
-    sources = (part.source for message in call.messages for _, part in message.media())
-    size = sum(len(source) for source in sources if isinstance(source, str | bytes))
-    return _digest(call) if size < _IN_THREAD_BYTES else await asyncio.to_thread(_digest, call)
+    return await asyncio.to_thread(_digest, call) if call.is_large else _digest(call)
 
 
 def _digest(call: Call) -> bytes:

@@ -25,10 +25,6 @@ from mmrender.trajectory.tree import Trajectory
 
 _THINKING: Final = "enable_thinking"
 """Template variable that turns reasoning on and off."""
-_LARGE: Final = 1 << 20
-"""Maximum number of characters of a picture whose call is digested on the event loop."""
-_MANY: Final = 1000
-"""Maximum number of messages of a call that is digested on the event loop."""
 
 
 async def take_turn(
@@ -74,7 +70,12 @@ async def take_turn(
     if renderer is None:
         raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
     arguments, notes = await _template_arguments(renderer, call, template_arguments or {})
-    place = index.place(call, await _digests(call, arguments))
+    digests = (
+        await asyncio.to_thread(CallDigests.of, call, arguments)
+        if call.is_large
+        else CallDigests.of(call, arguments)
+    )
+    place = index.place(call, digests)
     prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
     if call.tool_choice == "required" or call.forced_tool is not None:
@@ -120,15 +121,6 @@ async def take_turn(
     index.add(step.index, recorded)
     note_kind(trajectory, step)
     return step, answer
-
-
-async def _digests(call: Call, arguments: Mapping[str, Any]) -> CallDigests:
-    """Return the digests of a call, off the event loop if it has large pictures or many messages."""
-    sources = (part.source for message in call.messages for _, part in message.media())
-    is_large = any(len(source) > _LARGE for source in sources if isinstance(source, str | bytes))
-    if is_large or len(call.messages) > _MANY:
-        return await asyncio.to_thread(CallDigests.of, call, arguments)
-    return CallDigests.of(call, arguments)
 
 
 async def _template_arguments(
