@@ -21,6 +21,23 @@ Cause: TypeAlias = Literal[
 the rotary positions, which tokens count as sampled or are attended to, how log-probabilities were recorded,
 the distribution they are of, the weights, or only the arithmetic."""
 
+Stage: TypeAlias = Literal[
+    "template", "tokens", "pixels", "positions", "model", "sampling", "recording", "unknown"
+]
+"""A stage of the program from messages to log-probabilities."""
+STAGE_OF: Final[dict[str, Stage]] = {
+    "pixels": "pixels",
+    "ids": "tokens",
+    "positions": "positions",
+    "masks": "model",
+    "logprobs": "recording",
+    "sampling": "sampling",
+    "weights": "model",
+    "precision": "model",
+    "unknown": "unknown",
+}
+"""Stage of each kind of cause."""
+
 _MOST_LISTED: Final = 20
 """Maximum number of entries in a list of the text."""
 
@@ -47,6 +64,11 @@ class Finding:
     image: int | None = None
     token: int | None = None
     variation: str = ""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage between messages and log-probabilities at which sampler and trainer differ."""
+        return STAGE_OF[self.cause]
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.statement} ({self.evidence})"
