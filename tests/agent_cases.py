@@ -1,10 +1,7 @@
 """Answers, recorded requests, and official clients that talk to a protocol without a network."""
 
 import base64
-import functools
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,7 +10,6 @@ import msgspec
 from kit import blocks, encoded
 from mmrender.client.types import Usage
 from mmrender.gateway.call import AgentProtocol, Answer, AnswerCall, Call, Delta
-from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import SAMPLING
 from mmrender.messages import Message, ToolCall
 
@@ -129,63 +125,6 @@ def data_of(events: bytes) -> list[dict[str, Any]]:
     """The JSON data of server-sent events."""
     lines = [line.removeprefix(b"data: ") for line in events.splitlines() if line.startswith(b"data: ")]
     return [msgspec.json.decode(line) for line in lines if line != b"[DONE]"]
-
-
-# --- recordings ---
-
-
-def recorded(path: Path) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], Any]]:
-    """Requests of one recording: name, protocol, body, headers and the scripted reply.
-
-    Recordings are shortened. Pictures, tools and schemas are filled with stand-ins.
-    """
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        route = record["path"].split("?")[0].rpartition("/v1/")[2]
-        if record["method"] != "POST" or route not in _ROUTES:
-            continue
-        name = _ROUTES[route]
-        body = _filled(record["body"])
-        if body.get("tools"):
-            body["tools"] = [_tool(tool, name) if isinstance(tool, str) else tool for tool in body["tools"]]
-        if body.get("response_format") == {"type": "json_schema"}:
-            body["response_format"]["json_schema"] = {"name": "agent", "schema": {"type": "object"}}
-        yield f"{path.stem}-{record['n']}", PROTOCOLS[name], body, record["headers"], record["reply"]
-
-
-_ROUTES = {"chat/completions": "chat", "responses": "responses", "messages": "messages"}
-
-
-def _filled(value: Any, key: str = "") -> Any:
-    if isinstance(value, dict):
-        return {name: _filled(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_filled(item, key) for item in value]
-    if isinstance(value, str) and value.startswith("IMAGE "):
-        # One picture for each digest, so that equal ones stay equal.
-        data = _picture(int(value.split()[1][:6], 16))
-        return data if key == "data" else f"data:image/png;base64,{data}"
-    return value
-
-
-@functools.cache
-def _picture(seed: int) -> str:
-    return base64.b64encode(encoded(blocks(seed, 8, 8))).decode()
-
-
-def _tool(name: str, protocol: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {}}
-    if protocol == "messages":
-        return {"name": name, "description": f"Does {name}.", "input_schema": schema}
-    if protocol == "chat":
-        return {"type": "function", "function": {"name": name, "parameters": schema}}
-    if name == "web_search":
-        return {"type": "web_search", "external_web_access": True}
-    function = {"type": "function", "name": name, "strict": False, "parameters": schema}
-    if name == "multi_agent_v1":
-        inner = [{**function, "name": "spawn_agent"}]
-        return {"type": "namespace", "name": name, "description": "Agents.", "tools": inner}
-    return function
 
 
 def plain(value: Any, *dropped: str) -> Any:

@@ -1,103 +1,85 @@
-"""Recorded runs of real agents, replayed: the model says what the script said, and ids are those of the replay.
-
-A recording holds the requests of one run and the scripted replies that the agent got.
-"""
+"""Recorded runs of real agents, replayed in process: the model says what the script said."""
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent_cases import recorded
+import msgspec
+
 from gateway_cases import Recording
-from mmrender.gateway.call import Answer, Call, ProtocolName
-from mmrender.messages import Message, ToolCall
+from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName
+from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.testing.agents.player import Player
+from mmrender.testing.agents.recordings import AgentAnswer, RecordedCall, records
+from mmrender.testing.agents.replies import read_answer
 from mmrender.trajectory.step import Step
 
 
-@dataclass(frozen=True)
-class Said:
-    """A scripted reply. Calls are `(id, name, arguments as text)`. `raw` is the whole reply as the model wrote it."""
-
-    reasoning: str
-    content: str
-    calls: tuple[tuple[str, str, str], ...]
-    raw: str | None = None
-
-    @property
-    def sound_calls(self) -> list[tuple[str, str, str]]:
-        """The calls whose arguments are an object, or empty."""
-        return [call for call in self.calls if _is_object(call[2] or "{}")]
-
-    def text(self) -> str:
-        """The reply as Qwen3-VL writes it, arguments as the script spelled them."""
-        if self.raw is not None:
-            return self.raw
-        calls = [
-            f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
-            for _, name, arguments in self.calls
-        ]
-        return "\n".join([*([self.content] if self.content else []), *calls])
-
-    def token_ids(self, renderer: Any) -> list[int]:
-        """The reply as the model's own template writes it, without calls that cannot be read."""
-        calls = tuple(ToolCall(name, json.loads(text or "{}"), made) for made, name, text in self.sound_calls)
-        reasoning = self.reasoning or "Hm."
-        message = Message(
-            role="assistant", content=self.content, reasoning_content=reasoning, tool_calls=calls
-        )
-        tools = [{"type": "function", "function": {"name": call.name}} for call in calls]
-        rendered = renderer.render([Message(role="user", content="x"), message], tools=tools or None)
-        marked = zip(rendered.token_ids, rendered.sampled_mask.tolist(), strict=True)
-        ids = [token for token, is_sampled in marked if is_sampled]
-        while ids and ids[-1] in renderer.get_stop_token_ids():
-            ids.pop()
-        return ids
+def calls_of(path: Path) -> list[RecordedCall]:
+    """The answered calls of a recording of the facts, whose replies are as the agents got them."""
+    return [
+        _recorded(path.stem, number, protocol, record)
+        for number, protocol, record in records(path)
+        if record["reply"] is not None
+    ]
 
 
 @dataclass
 class Replay:
     """One recording, replayed on a session of its own."""
 
-    path: Path
+    calls: list[RecordedCall]
     renderer: Any
-    is_spelled: bool
     taken: list[tuple[Call, Step, Answer]] = field(default_factory=list)
-    ids: dict[str, dict[str, str]] = field(default_factory=dict)
 
     async def run(self) -> Recording:
-        """Answer all calls that the script answered, in order."""
-        said: list[Said] = []
-
-        def say(request: Any) -> Any:
-            return said[-1].text() if self.is_spelled else said[-1].token_ids(self.renderer)
-
-        session = Recording(self.renderer, say)
-        for _, protocol, body, headers, reply in recorded(self.path):
-            if reply is None:
-                continue
-            call = protocol.read(self._with_own_ids(body), headers)
-            said.append(_read_reply(reply, protocol.name))
+        """Answer all calls in order."""
+        said: list[list[int]] = []
+        session = Recording(self.renderer, lambda request: said[-1])
+        player = Player()
+        for recorded in self.calls:
+            body, _ = player.body(recorded)
+            protocol = PROTOCOLS[recorded.protocol]
+            call = protocol.read(body, recorded.headers)
+            said.append(recorded.completion_ids(self.renderer)[:-1])  # the backend adds a stop token
             step, answer = await session.take(call)
-            made = zip(said[-1].sound_calls, answer.calls, strict=True)
-            self._ids_for(body).update({scripted[0]: own.id for scripted, own in made})
+            if call.stream:
+                events = protocol.events(call, [answer.id])
+                reply = events.begin() + events.end([answer])
+            else:
+                reply = msgspec.json.encode(protocol.reply(call, [answer]))
+            player.note(recorded, read_answer(recorded.protocol, reply, streamed=call.stream))
             self.taken.append((call, step, answer))
         return session
 
-    def _ids_for(self, body: Mapping[str, Any]) -> dict[str, str]:
-        """Ids of this run by the script's. The script uses an id once for each set of tools."""
-        return self.ids.setdefault(json.dumps(body.get("tools")), {})
 
-    def _with_own_ids(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        known = {name: own for ids in self.ids.values() for name, own in ids.items()} | self._ids_for(body)
-        text = json.dumps(body)
-        if known:
-            names = "|".join(sorted(map(re.escape, known), key=len, reverse=True))
-            text = re.sub(rf"(?<!\w)({names})(?!\w)", lambda match: known[match[0]], text)
-        replaced: dict[str, Any] = json.loads(text)
-        return replaced
+def _recorded(run: str, number: int, protocol: ProtocolName, record: dict[str, Any]) -> RecordedCall:
+    answer, calls = _read_reply(record["reply"], protocol)
+    texts = [
+        f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments or "{}"}}}\n</tool_call>'
+        for call in calls
+    ]
+    text = "\n".join([*([answer.content] if answer.content else []), *texts])
+    return RecordedCall(
+        f"{run}-{number}", protocol, record["path"], record["headers"], record["body"], answer, text
+    )
+
+
+def _read_reply(reply: Any, protocol: ProtocolName) -> tuple[AgentAnswer, list[AnswerCall]]:
+    """Return the answer without calls that cannot be read, and all calls."""
+    if protocol == "chat":
+        reply = {"choices": [{"message": reply}]}
+    elif protocol == "responses":
+        reply = {"output": reply}
+    else:
+        reply = {"content": reply}
+    answer = read_answer(protocol, json.dumps(reply).encode(), streamed=False)
+    calls = list(answer.calls)
+    if protocol == "messages":  # the recording has the text of the arguments, too
+        raw = [block["_raw"] for block in reply["content"] if block["type"] == "tool_use"]
+        calls = [replace(call, arguments=text) for call, text in zip(calls, raw, strict=True)]
+    return replace(answer, calls=tuple(call for call in calls if _is_object(call.arguments or "{}"))), calls
 
 
 def _is_object(text: str) -> bool:
@@ -105,28 +87,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
-
-
-def _read_reply(reply: Any, protocol: ProtocolName) -> Said:
-    if isinstance(reply, dict) and "text" in reply:
-        return Said("", reply["text"], tuple((made, "", "{}") for made in reply["calls"]), reply["text"])
-    if protocol == "chat":
-        made = [(call["id"], call["function"]) for call in reply.get("tool_calls") or ()]
-        calls = [(name, function["name"], function["arguments"]) for name, function in made]
-        return Said(reply.get("reasoning_content") or "", reply.get("content") or "", tuple(calls))
-    reasoning, texts, calls = [], [], []
-    for item in reply:
-        match item["type"]:
-            case "thinking":
-                reasoning.append(item["thinking"])
-            case "reasoning":
-                reasoning += [part["text"] for part in item["content"]]
-            case "text":
-                texts.append(item["text"])
-            case "message":
-                texts += [part["text"] for part in item["content"]]
-            case "tool_use":
-                calls.append((item["id"], item["name"], item["_raw"]))
-            case "function_call":
-                calls.append((item["call_id"], item["name"], item["arguments"]))
-    return Said("".join(reasoning), "".join(texts), tuple(calls))

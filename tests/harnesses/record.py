@@ -4,6 +4,7 @@ Each line is a request and its reply. Texts of the harnesses themselves are repl
 tools by their names and pictures by a digest, so that equal texts stay equal and nothing of theirs is copied.
 """
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -18,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harnesses import runs
 from harnesses.checks import check_ids, count
 from mmrender import Renderer
+from mmrender.gateway.call import ProtocolName
+from mmrender.testing.agents.recordings import PATHS
+from mmrender.testing.agents.replies import read_answer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 _MAX_TEXT = 100
@@ -120,6 +124,10 @@ class Recorder:
             }
 
 
+def _protocol(path: str) -> ProtocolName:
+    return next(protocol for protocol, route in PATHS.items() if path.partition("?")[0] == route)
+
+
 def record(name: str, renderer: Renderer, tools: Path, out: Path) -> str:
     """Record one harness and return a line about its calls."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,9 +152,12 @@ def record(name: str, renderer: Renderer, tools: Path, out: Path) -> str:
         for call in recorder[0].calls:
             ids = [made for made in by_answer if made.encode() in call["reply"]]
             said = renderer.decode(by_answer[ids[0]].completion_ids[:-1]) if ids else None
-            message = by_answer[ids[0]].messages[-1] if ids else {}
-            made = [each.get("id") for each in message.get("tool_calls") or ()]
-            reply = None if said is None else {"text": clean.text(said), "calls": made}
+            reply = None
+            if said is not None:
+                streamed = bool(call["body"].get("stream"))
+                answer = read_answer(_protocol(call["path"]), call["reply"], streamed=streamed)
+                made = [dataclasses.asdict(each) for each in answer.calls]
+                reply = {"text": clean.text(said), "content": clean.text(answer.content), "calls": made}
             lines.append({**call, "body": clean.value(call["body"]), "reply": reply})
     out.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

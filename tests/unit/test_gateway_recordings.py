@@ -5,17 +5,22 @@ from collections import Counter
 
 import pytest
 
-from agent_cases import recorded
+from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import UNPARSED
+from mmrender.testing.agents.recordings import records
 
 
 @pytest.fixture(scope="module")
 def requests(shared_agents):
-    return [request for path in sorted(shared_agents.glob("*.jsonl")) for request in recorded(path)]
+    return [
+        (f"{path.stem}-{number}", PROTOCOLS[name], record["body"], record["headers"])
+        for path in sorted(shared_agents.glob("*.jsonl"))
+        for number, name, record in records(path)
+    ]
 
 
 def test_every_request_is_read_whole(requests):
-    for name, protocol, body, headers, _ in requests:
+    for name, protocol, body, headers in requests:
         call = protocol.read(body, headers)
         assert call.model == body["model"], name
         assert call.origin.client == headers["user-agent"], name
@@ -27,7 +32,7 @@ def test_every_request_is_read_whole(requests):
 
 
 def test_calls_and_results_keep_their_ids(requests):
-    for name, protocol, body, headers, _ in requests:
+    for name, protocol, body, headers in requests:
         messages = protocol.read(body, headers).messages
         calls = {call.id for message in messages for call in message.tool_calls}
         results = [message.tool_call_id for message in messages if message.role == "tool"]
@@ -47,7 +52,7 @@ def test_each_request_repeats_the_last_one_of_its_run(requests):
     ):
         calls = [
             protocol.read(body, headers)
-            for name, protocol, body, headers, _ in requests
+            for name, protocol, body, headers in requests
             if name.rpartition("-")[0] == run
         ]
         assert len(calls) >= 3
@@ -60,7 +65,7 @@ def test_each_request_repeats_the_last_one_of_its_run(requests):
 
 def test_notes_name_what_has_no_effect(requests):
     notes = Counter(
-        note for _, protocol, body, headers, _ in requests for note in protocol.read(body, headers).notes
+        note for _, protocol, body, headers in requests for note in protocol.read(body, headers).notes
     )
     assert set(notes) == {
         "output_config.effort", "reasoning_effort", "thinking.budget_tokens", "tool_result.is_error",
@@ -71,7 +76,7 @@ def test_notes_name_what_has_no_effect(requests):
 def test_odd_arguments_of_claude_and_codex_read_as_one(requests):
     """Both were given `{"command": "echo x", ...` cut short. Each sends it back in its own form."""
     texts = {}
-    for name, protocol, body, headers, _ in requests:
+    for name, protocol, body, headers in requests:
         for message in protocol.read(body, headers).messages:
             for call in message.tool_calls:
                 if UNPARSED in call.arguments:
@@ -82,7 +87,7 @@ def test_odd_arguments_of_claude_and_codex_read_as_one(requests):
 
 def test_kinds_and_threads_are_named_by_the_headers(requests):
     origins = {}
-    for name, protocol, body, headers, _ in requests:
+    for name, protocol, body, headers in requests:
         origins.setdefault(name.rpartition("-")[0], []).append(protocol.read(body, headers).origin)
     subagents = [origin for origin in origins["claude_task"] if origin.kind == "subagent"]
     assert len({origin.agent for origin in subagents}) == 2

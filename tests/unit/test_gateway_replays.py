@@ -2,19 +2,19 @@
 
 import asyncio
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import SHARED
 from gateway_cases import gateway
-from gateway_recordings import Replay
+from gateway_recordings import Replay, calls_of
 from mmrender.gateway.kinds import select_samples
 from mmrender.gateway.matching import Index
+from mmrender.testing.agents.recordings import load_recording, recording_names
 
-OWN = sorted((Path(__file__).parents[1] / "data" / "agents").glob("*.jsonl"))
-PATHS = OWN + sorted((SHARED / "agents" / "requests").glob("*.jsonl"))
+OWN = [f"own-{name}" for name in recording_names()]
+FACTS = {path.stem: path for path in sorted((SHARED / "agents" / "requests").glob("*.jsonl"))}
 
 WHY = {
     "own-browser-use": {"messages[1] differs from step": 5},
@@ -41,10 +41,6 @@ WHY = {
 """Calls after the first whose prompts are rendered in full, by the beginning of the reason."""
 
 
-def _name(path):
-    return f"own-{path.stem}" if path in OWN else path.stem
-
-
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "glm4_5v")
 ON_ALL_MODELS = (
     "claude",
@@ -56,17 +52,21 @@ ON_ALL_MODELS = (
     "smol_tool",
 )
 RUNS = [
-    (path, model) for path in PATHS for model in MODELS if model == MODELS[0] or _name(path) in ON_ALL_MODELS
+    (name, model)
+    for name in (*OWN, *FACTS)
+    for model in MODELS
+    if model == MODELS[0] or name in ON_ALL_MODELS
 ]
 
 
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{_name(run[0])}-{run[1]}")
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
 def run(request, renderers):
     """A recording's name, its calls with steps and answers, and the session."""
-    path, model = request.param
-    replay = Replay(path, renderers(model), is_spelled=model == MODELS[0])
+    name, model = request.param
+    calls = calls_of(FACTS[name]) if name in FACTS else load_recording(name.removeprefix("own-"))
+    replay = Replay(calls, renderers(model))
     session = asyncio.run(replay.run())
-    return _name(path), replay.taken, session
+    return name, replay.taken, session
 
 
 def test_later_calls_are_bridged(run):
