@@ -13,7 +13,8 @@ from mmrender.audit.report import Float32Array
 from mmrender.errors import EngineError, MMRenderError
 from mmrender.model.weights import load_model
 from mmrender.training import ModelFamily, TrainingBatch, collate
-from mmrender.training.logprobs import allowed_logprobs, limited_tokens
+from mmrender.training.predictions import Predictions
+from mmrender.training.scoring import Scoring
 from mmrender.training.segments import Segment
 from mmrender.trajectory.sample import TrainingSample
 
@@ -191,17 +192,11 @@ def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[An
     """Return the log-probabilities at `places` over the allowed tokens, from their logits."""
     import torch
 
-    found = picked_logprobs(logits, sample.token_ids[places])
-    numbers = torch.full((len(sample),), -1, device=logits.device)
-    numbers[torch.from_numpy(places)] = torch.arange(len(places), device=logits.device)
-    ids = torch.from_numpy(sample.token_ids.astype(np.int64)).to(logits.device)
-    row = (Segment(0, len(sample), sample.sample_id, allowed=sample.allowed),)
-    for tokens in limited_tokens((row,), logits.device):
-        limited = tokens.only(numbers[tokens.columns] >= 0)
-        at = numbers[limited.columns]
-        logprobs = allowed_logprobs(logits, (at,), ids[limited.columns], limited)
-        found[at.cpu().numpy()] = logprobs.cpu().numpy()
-    return found
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None].to(logits.device)
+    rows = ((Segment(0, len(sample), sample.sample_id, allowed=sample.allowed),),)
+    own = np.arange(len(places))
+    predictions = Predictions.of(rows, ids, places, own, shape=(1, len(places)), shift=0)
+    return np.asarray(Scoring(predictions).of(logits, None).logprobs.cpu())
 
 
 def picked_logprobs(logits: Any, tokens: npt.NDArray[Any]) -> Float32Array:

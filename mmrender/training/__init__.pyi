@@ -3,6 +3,8 @@ from .collate import collate as collate
 from .collator import Collator as Collator
 from .dataset import TrajectoryDataset as TrajectoryDataset
 from .families import ModelFamily as ModelFamily
+from .heads import hidden_states as hidden_states
+from .heads import score_tokens as score_tokens
 from .kwargs import decode_mm_kwargs as decode_mm_kwargs
 from .kwargs import resolve_references as resolve_references
 from .logprobs import importance_weights as importance_weights

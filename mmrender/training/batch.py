@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.errors import BatchError
 from mmrender.training.families import ModelFamily
+from mmrender.training.predictions import Predictions, Tokens, predicted
 from mmrender.training.segments import (
     Rows,
     Segment,
@@ -205,6 +206,16 @@ class TrainingBatch(OutOfBand):
         They are not shifted: a model that computes a loss from labels shifts them itself.
         """
         return torch.where(self.loss_mask, self.input_ids, ignore_index)
+
+    def predictions(self, tokens: Tokens = "trained") -> Predictions:
+        """Return the places of some tokens, and of the hidden states or logits that predict them.
+
+        Args:
+            tokens: `"trained"` for the tokens of the loss mask, `"all"`, or a mask, bool `(rows, width)`.
+        """
+        places = predicted(self.segments, self.loss_mask, tokens).reshape(-1).nonzero()[0]
+        shape = len(self), self.width
+        return Predictions.of(self.segments, self.input_ids, places, places, shape=shape, shift=1)
 
     def block_diagonal_mask(self, dtype: Any = None) -> Any:
         """Return the tokens that each token sees: causal, within its own sample, `(rows, 1, width, width)`.

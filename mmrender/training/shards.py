@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from mmrender.caching import cached_property
 from mmrender.errors import BatchError
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.families import SequenceSplit
-from mmrender.training.logprobs import limited_tokens, logprobs_of
+from mmrender.training.logprobs import token_logprobs
+from mmrender.training.predictions import Predictions, Tokens, predicted
 from mmrender.training.segments import row_bounds, take_columns, token_numbers, varlen_kwargs
 from mmrender.training.tensor_list import check_aligned, torch
 from mmrender.trajectory.sample import IGNORE_INDEX
@@ -188,16 +191,17 @@ class SequenceShard:
         Raises:
             BatchError: The logits are not aligned to this shard.
         """
-        self.check_aligned(logits)
-        numbers = torch.full_like(self.whole.input_ids, -1)
-        places = torch.arange(self.columns.shape[1], device=numbers.device)
-        numbers.scatter_(1, self.columns, places.expand_as(self.columns))
-        limited = []
-        for tokens in limited_tokens(self.whole.segments, logits.device):
-            at = numbers[tokens.rows, tokens.columns - 1]
-            limited.append(tokens.only(at >= 0)._replace(columns=at[at >= 0]))
-        logprobs = logprobs_of(logits, self._next_ids, limited, temperature)
-        return torch.where(self.at_prediction(torch.ones_like(self.whole.loss_mask)), logprobs, 0.0)
+        return token_logprobs(logits, self, temperature=temperature)
+
+    def predictions(self, tokens: Tokens = "trained") -> Predictions:
+        """Return the predictions of some tokens of `whole` at this rank, each at the token before it."""
+        whole, columns = self.whole, self.columns.cpu().numpy()
+        mask = predicted(whole.segments, whole.loss_mask, tokens)
+        follows = np.take_along_axis(np.pad(mask, ((0, 0), (0, 1))), columns + 1, axis=1)
+        rows, places = follows.nonzero()
+        nexts = rows * whole.width + columns[rows, places] + 1
+        own = rows * columns.shape[1] + places
+        return Predictions.of(whole.segments, whole.input_ids, nexts, own, shape=columns.shape, shift=0)
 
     def check_aligned(self, values: Any) -> None:
         """Raise `BatchError` unless a tensor is `(rows, tokens, ...)`."""

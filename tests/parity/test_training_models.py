@@ -12,7 +12,7 @@ from mmrender.errors import BatchError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.messages import VideoPart
-from mmrender.training import collate, smallest_dummy, token_logprobs
+from mmrender.training import collate, score_tokens, smallest_dummy, token_entropy, token_logprobs
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.recurrent import recurrent_segments
 from training_models import (
@@ -159,6 +159,30 @@ def test_logprobs_are_those_of_the_models_own_loss(folder: Path) -> None:
         output = tiny.model(**batch.model_inputs(), labels=batch.labels())
         ours = token_logprobs(output.logits, batch)
     torch.testing.assert_close(-ours[batch.loss_mask].mean(), output.loss)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_scored_without_logits(name: str, folder: Path) -> None:
+    """Values and all gradients equal those from logits."""
+    tiny = tiny_family(name, folder)
+    batch = collate(make_samples(tiny, COUNTS), tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
+    with recurrent_segments(tiny.model, batch):
+        logits = tiny.model(**batch.model_inputs()).logits
+        found = score_tokens(tiny.model, batch, entropy=True, chunk_tokens=3)
+        plain = torch.where(batch.loss_mask, token_logprobs(logits, batch), 0.0), token_entropy(logits, batch)
+        gradients = [
+            torch.autograd.grad(
+                (logprobs * entropy).sum(),
+                list(tiny.model.parameters()),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for logprobs, entropy in (found[:2], plain)
+        ]
+    torch.testing.assert_close(found[:2], plain, atol=2e-6, rtol=1e-6)
+    for mine, theirs in zip(*gradients, strict=True):
+        largest = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
+        torch.testing.assert_close(mine, theirs, atol=5e-6 * largest, rtol=0)
 
 
 def test_a_whole_mask_serves_models_that_take_one(folder: Path) -> None:

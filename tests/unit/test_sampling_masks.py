@@ -21,7 +21,6 @@ from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
 torch = pytest.importorskip("torch")
 from mmrender.audit import TrainerModel  # noqa: E402
 from mmrender.training import collate, token_entropy, token_logprobs  # noqa: E402
-from mmrender.training.logprobs import limited_tokens  # noqa: E402
 
 WHERE = "http://server/inference/v1/generate"
 TEMPERATURE = 0.7
@@ -274,6 +273,6 @@ def test_many_distinct_sets_are_looked_up_at_once(trainer):
     zeros = np.zeros(count, np.float32)
     sample = TrainingSample(tokens, np.arange(count) > 0, zeros, allowed=spans)
     batch = collate([sample], trainer.family, pad_token_id=0)
-    (limited,) = limited_tokens(batch.segments, batch.input_ids.device)
-    assert len(limited.rows) == count - 1
-    assert len(limited.token_ids) == sum(len(span.token_ids) for span in spans)
+    limits = batch.predictions().limits
+    assert len(limits.only) == count - 1
+    assert len(limits.token_ids) == sum(len(span.token_ids) for span in spans)
