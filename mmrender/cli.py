@@ -386,6 +386,9 @@ def gateway(
     strict: Annotated[
         bool, typer.Option(help="Branch if an answer comes back changed, instead of keeping its tokens.")
     ] = False,
+    sync: Annotated[
+        bool, typer.Option(help="Wait for the disk with each turn, so that it survives a power failure.")
+    ] = False,
 ) -> None:
     """Answer agents over inference servers, and record what they sample."""
     from mmrender.gateway import Gateway, GatewaySettings
@@ -396,7 +399,7 @@ def gateway(
         _load(model, "torch", files=False),
         model=engine_model or model,
         out=out,
-        settings=GatewaySettings(host=host, port=port, api_key=api_key or None, strict=strict),
+        settings=GatewaySettings(host=host, port=port, api_key=api_key or None, strict=strict, sync=sync),
         backend=_engine(backend),
         aliases=aliases,
     )

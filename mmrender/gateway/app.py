@@ -1,15 +1,15 @@
 """Routes of a gateway: three protocols of agents, and the sessions that record them."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias
 
 import msgspec
+from blake3 import blake3
 
 from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
 from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
@@ -27,6 +27,7 @@ from mmrender.gateway.limits import (
     while_connected,
 )
 from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import AnswerStream, Reply, once
 from mmrender.gateway.session import Session
 from mmrender.gateway.settings import GatewaySettings
@@ -43,8 +44,6 @@ except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
 _log = logging.getLogger("mmrender.gateway")
-
-Wish = TypeVar("Wish", bound=msgspec.Struct)
 
 _IN_THREAD_BYTES: Final = 1 << 17
 """A larger request is read into a call in a thread."""
@@ -90,11 +89,11 @@ class Host(Protocol):
         """Raise an `EngineError` if no engine answers."""
         ...
 
-    async def startup(self) -> None:
+    async def __aenter__(self) -> Self:
         """Begin work on the serving event loop."""
         ...
 
-    async def shutdown(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End it."""
         ...
 
@@ -172,11 +171,8 @@ class _Routes:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            await self.host.startup()
-            try:
+            async with self.host:
                 yield
-            finally:
-                await self.host.shutdown()
 
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
 
@@ -258,10 +254,9 @@ class _Routes:
             body = await self._body(request)
             if (url := self.host.aliases.get(str(body.get("model")))) is not None:
                 return await self._forwarded(request, url, body)
-            answers_wanted = check_charge(body, self.settings.max_messages)
+            call = await self._read(protocol, body, request)
             with ExitStack() as stack:
-                stack.enter_context(self._rate.charged(key_of(request), answers_wanted))
-                call = await self._read(protocol, body, request)
+                stack.enter_context(self._rate.charged(key_of(request), call.n))
                 pending = await session.begin(call)
                 stack.callback(pending.leave)
                 pieces: AsyncIterator[bytes]
@@ -290,6 +285,7 @@ class _Routes:
 
     async def _read(self, protocol: AgentProtocol, body: Mapping[str, Any], request: Request) -> Call:
         """Read a body into a call, in a thread if it is large."""
+        check_charge(body, self.settings.max_messages)
         headers = dict(request.headers)
         if int(request.headers.get("content-length") or 0) > _IN_THREAD_BYTES:
             call = await asyncio.to_thread(protocol.read, body, headers)
@@ -317,7 +313,6 @@ class _Routes:
         async def answer(request: Request) -> Response:
             await self._session(request)
             body = await self._body(request)
-            check_charge(body, self.settings.max_messages)
             count = await self.host.count_tokens(await self._read(protocol, body, request))
             return _json({"input_tokens": count})
 
@@ -407,14 +402,11 @@ class _Routes:
         data = await asyncio.to_thread((await session.trajectory()).to_bytes)
         return Response(bytes(data), media_type="application/octet-stream")
 
-    async def _wish(self, request: Request, kind: type[Wish]) -> Wish:
+    async def _wish(self, request: Request, form: type[FormT]) -> FormT:
         self._owner(request)  # before the body is read
-        body = await self._body(request) if request.headers.get("content-length") != "0" else {}
-        try:
-            return msgspec.convert(body, kind)
-        except msgspec.ValidationError as error:
-            problem, _, path = str(error).partition(" - at ")
-            raise RequestError(400, problem, code="invalid_value", param=path.strip("`$.") or None) from error
+        return convert(
+            await self._body(request) if request.headers.get("content-length") != "0" else {}, form
+        )
 
     # --- the gateway itself ---
 
@@ -430,7 +422,7 @@ class _Routes:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-class _Opening(msgspec.Struct, forbid_unknown_fields=True):
+class _Opening(Strict):
     """Body that opens a session. See `Gateway.open_session`."""
 
     name: str | None = None
@@ -442,7 +434,7 @@ class _Opening(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
 
 
-class _Reward(msgspec.Struct, forbid_unknown_fields=True):
+class _Reward(Strict):
     """Body of a reward: of a step, of a response, or of the session."""
 
     value: float
@@ -450,7 +442,7 @@ class _Reward(msgspec.Struct, forbid_unknown_fields=True):
     response_id: str | None = None
 
 
-class _Finish(msgspec.Struct, forbid_unknown_fields=True):
+class _Finish(Strict):
     """Body that finishes a session."""
 
     reward: float | None = None
@@ -472,7 +464,7 @@ def _failed(protocol: AgentProtocol, failure: Failure) -> Response:
 
 
 def _digest(key: str) -> str:
-    return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=8).hexdigest()
+    return blake3(key.encode("utf-8", "replace")).hexdigest(length=8)
 
 
 async def _alive(request: Request) -> Response:

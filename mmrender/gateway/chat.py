@@ -10,7 +10,6 @@ from mmrender.client.sampling import check_sampling_params
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Answer, Call, Delta, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
-    MAX_ANSWERS,
     Strict,
     assistant,
     check_choice,
@@ -46,6 +45,8 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 """Known fields that are not supported, and a way out for each."""
 
+_MAX_ANSWERS: Final = 128
+"""Maximum number of answers of one request."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 _PARTS: Final = (*_TEXTS, "image_url", "input_image", "video_url")
 _ROLES: Final[Mapping[str, Role]] = {"developer": "system", "function": "tool"}
@@ -157,8 +158,8 @@ class Chat:
             raise InputError("must be a list of one or more messages", where="messages")
         if request.continue_final_message:
             raise InputError("an answer cannot be continued", where="continue_final_message")
-        if not 1 <= request.n <= MAX_ANSWERS:
-            raise InputError(f"must be from 1 to {MAX_ANSWERS}", where="n")
+        if not 1 <= request.n <= _MAX_ANSWERS:
+            raise InputError(f"must be from 1 to {_MAX_ANSWERS}", where="n")
         tools = (
             None
             if request.tools is None

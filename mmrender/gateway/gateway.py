@@ -108,7 +108,7 @@ class Gateway:
         self._forwarding: aiohttp.ClientSession | None = None
         self._sender = sender
         self._shipped: set[str] = set()
-        self._store = SessionStore(out)
+        self._store = SessionStore(out, sync=self.settings.sync)
         self._has_file = out is not None
         self._host = SessionHost(
             self.engine, self.settings, request_options or {}, self._leave, lambda: self.url
@@ -126,11 +126,21 @@ class Gateway:
                 self._interrupted.append((session, closed))
 
     async def __aenter__(self) -> Self:
-        self._begin()
+        self.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def begin(self) -> None:
+        """Begin to look after sessions on this event loop, and go on with ends that were interrupted.
+
+        Each use of a session begins it, and so does serving. Idempotent.
+        """
+        if self._keeper is None:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep())
+            for session, closed in self._interrupted:
+                session.resume(closed)
 
     # --- sessions ---
 
@@ -171,7 +181,7 @@ class Gateway:
             SessionLimitError: The owner has too many open sessions.
             OSError: It could not be written.
         """
-        self._begin()
+        self.begin()
         name = f"session-{secrets.token_hex(8)}" if name is None else name
         if not _NAME.fullmatch(name):
             expected = "up to 128 letters, digits and ._~-, beginning with a letter or digit"
@@ -223,7 +233,7 @@ class Gateway:
             InputError: It is opened, and the name is malformed or another owner's.
             SessionLimitError: It is opened, and the owner has too many open sessions.
         """
-        self._begin()
+        self.begin()
         session = self._sessions.get(name)
         if session is not None and owner in (None, session.owner):
             return session
@@ -239,7 +249,7 @@ class Gateway:
         Raises:
             SessionClosedError: The session has ended.
         """
-        self._begin()
+        self.begin()
         name = self._names.get(api_key)
         if name is not None and name not in self._sessions:
             self._check_left(name)
@@ -250,7 +260,7 @@ class Gateway:
 
         Trajectories wait in memory from the first use on. Without a file and a sender they always wait.
         """
-        self._begin()
+        self.begin()
         self._is_read = True
         while (trajectory := await self._finished.get()) is not None:
             yield trajectory
@@ -337,14 +347,6 @@ class Gateway:
         if self._client is not None:
             await self._client.check_health()
 
-    async def startup(self) -> None:
-        """Begin to look after sessions, on the event loop of the server."""
-        self._begin()
-
-    async def shutdown(self) -> None:
-        """Close the gateway with its server."""
-        await self.aclose()
-
     async def forward(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, Mapping[str, str], AsyncIterator[bytes]]:
@@ -394,13 +396,6 @@ class Gateway:
         has_other_way = self._has_file or self._sender is not None
         if trajectory is not None and (self._is_read or not has_other_way):
             self._finished.put_nowait(trajectory)
-
-    def _begin(self) -> None:
-        """Begin to look after sessions, and go on with ends that were interrupted."""
-        if self._keeper is None:
-            self._keeper = asyncio.get_running_loop().create_task(self._keep())
-            for session, closed in self._interrupted:
-                session.resume(closed)
 
     async def _keep(self) -> None:
         """Look after sessions: memory, expiry, and ends that failed."""

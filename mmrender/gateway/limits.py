@@ -32,7 +32,6 @@ from mmrender.errors import (
     SessionUnknownError,
     TemplateError,
 )
-from mmrender.gateway.reading import MAX_ANSWERS
 
 try:
     import h11
@@ -190,14 +189,11 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 
-def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
-    """Bound the work that a body asks for, before any of it is done.
-
-    Returns:
-        The number of answers that it asks for.
+def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
+    """Bound the work of reading a body, before any of it is done.
 
     Raises:
-        RequestError: It has too many messages, content parts, stop strings or answers.
+        RequestError: It has too many messages, content parts or stop strings.
     """
     parts = 0
     for name in ("messages", "input", "system"):
@@ -216,13 +212,6 @@ def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
         if len(stops) > _MAX_STOPS or length > _MAX_STOP_CHARACTERS:
             message = f"more than {_MAX_STOPS} stop strings, or {_MAX_STOP_CHARACTERS} characters of them"
             raise RequestError(400, message, code="too_many_stops", param=name)
-    count = body.get("n")
-    if count is None:
-        return 1
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_ANSWERS:
-        message = f"must be an integer from 1 to {MAX_ANSWERS}"
-        raise RequestError(400, message, code="invalid_value", param="n")
-    return count
 
 
 class RateLimit:

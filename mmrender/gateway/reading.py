@@ -30,9 +30,6 @@ _UNREPORTED: Final = frozenset({
 SAMPLING: Final = frozenset(PARAMETERS) - _UNREPORTED - {"n", "logprobs"}
 """Sampling parameters that a body may have under their own names."""
 
-MAX_ANSWERS: Final = 128
-"""Maximum number of answers of one request."""
-
 _REMOTE: Final = ("data:", "http://", "https://")
 _FIELD_PROBLEM: Final = re.compile(r"Object (contains unknown|missing required) field `(.*)`")
 

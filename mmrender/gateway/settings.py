@@ -22,6 +22,8 @@ class GatewaySettings:
         open_sessions: Whether a call that names an unknown session opens it.
         strict: Whether an answer that comes back changed begins a branch. Otherwise its sampled tokens are
             kept if its ids agree.
+        sync: Whether each record waits for the disk, so that an answered turn survives a failure of the
+            machine. Without it a turn survives the process.
         max_body_bytes: A longer request is refused. Agents send each picture again with each call.
         max_messages: Maximum number of messages of a request, and of content parts.
         max_requests: Answers that one key may wait for at a time.
@@ -48,6 +50,7 @@ class GatewaySettings:
     models: Sequence[str] = ()
     open_sessions: bool = True
     strict: bool = False
+    sync: bool = False
     max_body_bytes: int = 256 << 20
     max_messages: int = 10_000
     max_requests: int = 1024

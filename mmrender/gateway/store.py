@@ -172,15 +172,17 @@ class SessionStore:
     Args:
         out: The file of finished trajectories. Open sessions are in the folder of the same name with `.open`
             appended. None keeps open sessions in a temporary folder, which `close` removes.
+        sync: Whether each record waits for the disk.
 
     Raises:
         TrajectoryError: `out` is a file of another kind, or another gateway writes it.
         OSError: A file cannot be opened.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None, *, sync: bool = False) -> None:
+        self._sync = sync
         self._writers: OrderedDict[Path, mmcodecs.RecordWriter] = OrderedDict()
-        self._out = None if out is None else TrajectoryWriter(out)
+        self._out = None if out is None else TrajectoryWriter(out, sync=sync)
         self.left: set[str] = set() if out is None else set(received_ids(out))
         """Names of the sessions that have left."""
         self._temporary = tempfile.TemporaryDirectory(prefix="mmrender-") if out is None else None
@@ -239,7 +241,7 @@ class SessionStore:
 
     def writer(self, path: Path) -> mmcodecs.RecordWriter:
         """Return the open writer of a file. Called on the store's thread."""
-        writer = self._writers.pop(path, None) or mmcodecs.RecordWriter(path)
+        writer = self._writers.pop(path, None) or mmcodecs.RecordWriter(path, sync=self._sync)
         self._writers[path] = writer
         if len(self._writers) > _MAX_OPEN_FILES:
             self._writers.popitem(last=False)[1].close()

@@ -133,7 +133,7 @@ class _GatewayReplica:
 
     async def check_health(self) -> None:
         """Begin to look after sessions, also those that the replica before has left. Serve calls it."""
-        await self._gateway.startup()
+        self._gateway.begin()
 
     async def taken(self, request_id: str) -> None:
         """Note that the ingress has the last part of a response."""

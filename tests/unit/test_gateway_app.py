@@ -187,6 +187,24 @@ def test_a_session_lives_and_ends_over_http(renderer, tmp_path):
     assert (left.trajectory_id, left.reward, left.extra["group"]) == ("a", 1.0, "g")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        ("/sessions", {"max_turns": "3"}, "max_turns: Expected `int | null`, got `str`", "max_turns"),
+        ("/sessions", {"turns": 3}, "turns: unknown field", "turns"),
+        ("/sessions/a/reward", {"step": 1}, "value: is missing", "value"),
+        ("/sessions/a/finish", {"reward": [1]}, "reward: Expected `float | null`, got `array`", "reward"),
+    ],
+)
+def test_a_malformed_body_of_a_session_is_refused_by_its_field(renderer, path, body, message, param):
+    with serving(renderer) as (gateway, _):
+        assert ask(gateway, "/sessions/a", {"group": None})[0] == 201
+        status, reply = ask(gateway, path, body)
+        assert status == 400
+        assert (reply["error"]["message"], reply["error"]["param"]) == (message, param)
+        assert reply["error"]["code"] == "invalid_value"
+
+
 def test_unknown_sessions_are_refused_if_calls_may_not_open_them(renderer):
     with serving(renderer, open_sessions=False) as (gateway, _):
         assert call(gateway)[0] == 404

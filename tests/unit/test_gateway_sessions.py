@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 
 import pytest
@@ -49,6 +50,21 @@ async def test_a_turn_is_on_disk_when_its_answer_returns(renderer, tmp_path):
         assert isinstance(newest.event, Answered)
         assert newest.event.answers[0].id == answer.id
         assert len(newest.piece["items"]["items"]) == 1
+
+
+@pytest.mark.parametrize("sync", [False, True])
+async def test_a_synced_turn_waits_for_the_disk(renderer, tmp_path, monkeypatch, sync):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    async with Script(renderer).gateway(tmp_path / "out.mmr", settings=GatewaySettings(sync=sync)) as here:
+        session = await here.open_session("a")
+        pending = await session.begin(ask(user("hello", 1)))
+        await pending.answers()
+        assert (synced[-1:] == [session.file.path.stat().st_size]) is sync
+        pending.delivered()
+        await session.finish()
+        assert (synced[-1:] == [(tmp_path / "out.mmr").stat().st_size]) is sync
+    assert bool(synced) is sync
 
 
 async def test_a_restart_goes_on_with_all_sessions(renderer, tmp_path):

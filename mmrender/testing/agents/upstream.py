@@ -179,7 +179,8 @@ class Upstream:
             prompt = self._renderer.render_ids(call.messages, tools=call.offered, add_generation_prompt=True)
         except MMRenderError as error:
             failure = failure_of(error)
-            return failure.status, msgspec.json.encode(protocol.error(*failure))
+            named = failure._replace(message=str(error))  # nothing here is a secret
+            return failure.status, msgspec.json.encode(protocol.error(*named))
         ids, reason = self._completion(prompt, call.sampling_params.get("max_tokens"))
         answer = self._answer(call, prompt, ids, reason)
         if not call.stream:
