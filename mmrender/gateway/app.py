@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol, Self, TypeAlias
 
@@ -24,11 +24,10 @@ from mmrender.gateway.limits import (
     is_one_of,
     key_of,
     read_body,
-    while_connected,
 )
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
-from mmrender.gateway.replies import AnswerStream, Reply, once
+from mmrender.gateway.replies import AnswerStream, Caller, Reply
 from mmrender.gateway.session import Session
 from mmrender.gateway.settings import GatewaySettings
 
@@ -259,16 +258,18 @@ class _Routes:
                 stack.enter_context(self._rate.charged(key_of(request), call.n))
                 pending = await session.begin(call)
                 stack.callback(pending.leave)
-                pieces: AsyncIterator[bytes]
+                caller = Caller(request)
+                stack.callback(caller.close)
+                reply: bytes | AsyncIterator[bytes]
                 if call.stream:
                     stream = AnswerStream(pending, self.settings.keep_alive_seconds)
                     stack.callback(stream.close)
-                    await while_connected(request, stream.begin())
-                    pieces = stream.events(protocol.events(call, pending.answer_ids))
+                    await caller.wait_for(stream.begin())
+                    reply = stream.events(protocol.events(call, pending.answer_ids))
                     headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
                 else:
-                    answers = await while_connected(request, pending.answers())
-                    pieces = once(msgspec.json.encode(protocol.reply(call, answers)))
+                    answers = await caller.wait_for(pending.answers())
+                    reply = msgspec.json.encode(protocol.reply(call, answers))
                     headers = {"content-type": "application/json"}
                 # The response closes what is open so far, once it is sent or its caller has left.
                 closing = stack.pop_all()
@@ -279,7 +280,7 @@ class _Routes:
                     pending.delivered()
                 closing.close()
 
-            return Reply(request, pieces, headers, close)
+            return Reply(caller, reply, headers, close)
 
         return answer
 
@@ -301,11 +302,15 @@ class _Routes:
         """Pass a call for another model on, unrecorded. The caller's key stays here."""
         path = "/v1/" + request.url.path.partition("/v1/")[2]
         kept = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
-        status, headers, pieces = await while_connected(
-            request, self.host.forward(url, path, kept, msgspec.json.encode(body))
-        )
+        caller = Caller(request)
+        try:
+            forwarding = self.host.forward(url, path, kept, msgspec.json.encode(body))
+            status, headers, pieces = await caller.wait_for(forwarding)
+        except BaseException:
+            caller.close()
+            raise
         kept = {"content-type": headers.get("content-type", "application/json")}
-        return Reply(request, pieces, kept, lambda error: None, status)
+        return Reply(caller, pieces, kept, lambda error: None, status)
 
     def _count(self, name: ProtocolName) -> Callable[[Request], Awaitable[Response]]:
         protocol = PROTOCOLS[name]
@@ -392,9 +397,9 @@ class _Routes:
     async def _wait(self, request: Request) -> Response:
         """Answer once the session has ended, or after a minute."""
         session = await self._named(request)
-        with suppress(TimeoutError):
+        with suppress(TimeoutError), closing(Caller(request)) as caller:
             async with asyncio.timeout(_WAIT_SECONDS):
-                await while_connected(request, session.wait())
+                await caller.wait_for(session.wait())
         return _json(session.describe())
 
     async def _trajectory(self, request: Request) -> Response:

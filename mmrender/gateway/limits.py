@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import hmac
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_address
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -39,8 +39,6 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
-
-Result = TypeVar("Result")
 
 _MAX_CHUNKS: Final = 4096
 """Chunks of a body that may be small. Further ones hold `_MIN_CHUNK_BYTES` on average."""
@@ -242,29 +240,6 @@ class RateLimit:
             self._running[key] -= count
             if not self._running[key]:
                 del self._running[key]
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work, or cancel it if the caller leaves.
-
-    Raises:
-        CallerLeftError: The caller left.
-    """
-
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, leaving = asyncio.create_task(work), asyncio.create_task(leave())
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise CallerLeftError
-        return task.result()
-    finally:
-        task.cancel()
-        leaving.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 class _ChargedConnection(h11.Connection):

@@ -1,11 +1,12 @@
 """Replies of a gateway: streams of events, and bodies whose delivery is known."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from mmrender.errors import MissingDependencyError
 from mmrender.gateway.call import Delta, EventWriter
-from mmrender.gateway.limits import CallerLeftError, failure_of, while_connected
+from mmrender.gateway.limits import CallerLeftError, failure_of
 from mmrender.gateway.pending import Pending
 
 try:
@@ -14,6 +15,53 @@ try:
     from starlette.types import Receive, Scope, Send
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
+
+Result = TypeVar("Result")
+
+
+class Caller:
+    """The caller of a request whose body has been read. It may leave before it has its reply.
+
+    Args:
+        request: The request.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._receive = request.receive
+        self._leaving: asyncio.Task[None] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the connection was seen to close."""
+        return self._leaving is not None and self._leaving.done()
+
+    async def wait_for(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do the work, or cancel it if the caller leaves.
+
+        Raises:
+            CallerLeftError: The caller left.
+        """
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise CallerLeftError
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _leave(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def close(self) -> None:
+        """End the watch over the connection."""
+        if self._leaving is not None:
+            self._leaving.cancel()
 
 
 class AnswerStream:
@@ -74,8 +122,8 @@ class Reply(Response):
     """A reply whose end is known: sent whole, or left by its caller.
 
     Args:
-        request: The request.
-        pieces: The body.
+        caller: The caller, which the reply closes.
+        body: The body, whole or in pieces as they come.
         headers: Headers of the reply.
         close: Called once, with None if all was sent.
         status: Status of the reply.
@@ -83,31 +131,28 @@ class Reply(Response):
 
     def __init__(
         self,
-        request: Request,
-        pieces: AsyncIterator[bytes],
+        caller: Caller,
+        body: bytes | AsyncIterator[bytes],
         headers: Mapping[str, str],
         close: Callable[[BaseException | None], None],
         status: int = 200,
     ) -> None:
-        super().__init__(None, status, headers)
-        del self.headers["content-length"]
-        self._request = request
-        self._pieces = pieces
+        super().__init__(body if isinstance(body, bytes) else None, status, headers)
+        self._caller = caller
+        self._pieces = None if isinstance(body, bytes) else body
         self._close = close
+        if self._pieces is not None:
+            del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-
-        async def write() -> None:
-            await send(
-                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-            )
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
         try:
-            await while_connected(self._request, write())
+            if self._caller.has_left:
+                raise CallerLeftError
+            if self._pieces is None:
+                await super().__call__(scope, receive, send)
+            else:
+                await self._caller.wait_for(self._write(self._pieces, send))
         except CallerLeftError as error:
             self._close(error)
         except BaseException as error:
@@ -115,8 +160,11 @@ class Reply(Response):
             raise
         else:
             self._close(None)
+        finally:
+            self._caller.close()
 
-
-async def once(body: bytes) -> AsyncIterator[bytes]:
-    """Yield a body in one piece."""
-    yield body
+    async def _write(self, pieces: AsyncIterator[bytes], send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -123,6 +123,9 @@ class Server:
             raise EngineStateError(
                 "the server cannot listen", where=f"{host}:{port}", got=str(error)
             ) from error
+        # Connections inherit it. asyncio sets it only for sockets that name TCP, and without it a reply in
+        # parts waits 40 ms for the caller's acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         address, number = listener.getsockname()[:2]
         self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
         config = uvicorn.Config(

@@ -321,6 +321,19 @@ def test_bodies_are_bounded_in_bytes_pieces_and_time(renderer):
                 assert connection.recv(1 << 16).split()[1] == status
 
 
+def test_parts_of_a_reply_leave_at_once(open_gateway):
+    gateway, _ = open_gateway
+    at = urlsplit(gateway.url)
+    with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(1 << 16).split()[1] == b"200"
+        own = connection.getsockname()
+        connections = gateway._server._server.server_state.connections
+        [served] = [each for each in connections if each.transport.get_extra_info("peername") == own]
+        option = served.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert option
+
+
 # --- streams ---
 
 
