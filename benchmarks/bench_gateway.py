@@ -94,7 +94,8 @@ async def run_agents(gateway: Gateway, sessions: int, round_number: int) -> None
     """Run short sessions without pictures, all at once."""
     names = [f"load-{round_number}-{number}" for number in range(sessions)]
     urls = [await asyncio.to_thread(gateway.url, name) for name in names]
-    connector = aiohttp.TCPConnector(limit=0)
+    # Servers close a connection that was idle for 5 s, and a request that meets the closing is lost.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(connector=connector) as client:
 
         async def agent(url: str, key: str) -> None:

@@ -12,8 +12,10 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
+from mmrender.gateway import work
 from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
 from mmrender.gateway.limits import (
+    Body,
     CallerLeftError,
     Failure,
     RateLimit,
@@ -25,6 +27,7 @@ from mmrender.gateway.limits import (
     key_of,
     read_body,
 )
+from mmrender.gateway.matching import CallDigests
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import AnswerStream, Caller, Reply
@@ -44,8 +47,6 @@ except ImportError as error:
 
 _log = logging.getLogger("mmrender.gateway")
 
-_IN_THREAD_BYTES: Final = 1 << 17
-"""A larger request is read into a call in a thread."""
 _SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id", "session-id")
 _FORWARDED_HEADERS: Final = ("content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent")
 _WAIT_SECONDS: Final = 60.0
@@ -80,7 +81,7 @@ class Host(Protocol):
         """Return the maximum number of tokens of a prompt, or None if unknown."""
         ...
 
-    async def count_tokens(self, call: Call) -> int:
+    async def count_tokens(self, call: Call, digests: CallDigests | None = None) -> int:
         """Return the number of tokens of a call's prompt."""
         ...
 
@@ -239,7 +240,7 @@ class _Routes:
         """Return the session of a control request, which needs a caller's key."""
         return await self.host.session(request.path_params["session"], owner=self._owner(request))
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request) -> Body:
         return await read_body(request, self.settings.max_body_bytes, self.settings.read_seconds)
 
     # --- calls ---
@@ -251,12 +252,12 @@ class _Routes:
             begun = time.monotonic()
             session = await self._session(request)
             body = await self._body(request)
-            if (url := self.host.aliases.get(str(body.get("model")))) is not None:
-                return await self._forwarded(request, url, body)
-            call = await self._read(protocol, body, request)
+            if (url := self.host.aliases.get(str(body.value.get("model")))) is not None:
+                return await self._forwarded(request, url, body.value)
+            call, digests = await self._read(protocol, body, request)
             with ExitStack() as stack:
                 stack.enter_context(self._rate.charged(key_of(request), call.n))
-                pending = await session.begin(call)
+                pending = await session.begin(call, digests=digests)
                 stack.callback(pending.leave)
                 caller = Caller(request)
                 stack.callback(caller.close)
@@ -284,19 +285,21 @@ class _Routes:
 
         return answer
 
-    async def _read(self, protocol: AgentProtocol, body: Mapping[str, Any], request: Request) -> Call:
-        """Read a body into a call, in a thread if it is large."""
-        check_charge(body, self.settings.max_messages)
+    async def _read(self, protocol: AgentProtocol, body: Body, request: Request) -> tuple[Call, CallDigests]:
+        """Read a body into a call, and digest it."""
+        entries = check_charge(body.value, self.settings.max_messages)
         headers = dict(request.headers)
-        if int(request.headers.get("content-length") or 0) > _IN_THREAD_BYTES:
-            call = await asyncio.to_thread(protocol.read, body, headers)
-        else:
-            call = protocol.read(body, headers)
+
+        def read() -> tuple[Call, CallDigests]:
+            call = protocol.read(body.value, headers)
+            return call, CallDigests.of(call)
+
+        call, digests = await work.do(read, nbytes=body.nbytes, entries=entries)
         if self.settings.models and call.model not in self.settings.models:
             served = ", ".join(self.settings.models)
             message = f"the model {call.model!r} is not served here, only {served}"
             raise RequestError(404, message, code="model_not_found", param="model")
-        return call
+        return call, digests
 
     async def _forwarded(self, request: Request, url: str, body: Mapping[str, Any]) -> Response:
         """Pass a call for another model on, unrecorded. The caller's key stays here."""
@@ -318,7 +321,7 @@ class _Routes:
         async def answer(request: Request) -> Response:
             await self._session(request)
             body = await self._body(request)
-            count = await self.host.count_tokens(await self._read(protocol, body, request))
+            count = await self.host.count_tokens(*await self._read(protocol, body, request))
             return _json({"input_tokens": count})
 
         return answer
@@ -409,9 +412,8 @@ class _Routes:
 
     async def _wish(self, request: Request, form: type[FormT]) -> FormT:
         self._owner(request)  # before the body is read
-        return convert(
-            await self._body(request) if request.headers.get("content-length") != "0" else {}, form
-        )
+        is_empty = request.headers.get("content-length") == "0"
+        return convert({} if is_empty else (await self._body(request)).value, form)
 
     # --- the gateway itself ---
 

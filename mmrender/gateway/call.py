@@ -19,8 +19,6 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 ID_LENGTH: Final = 24
 """Letters and digits of an id, without its protocol's prefix."""
-_LARGE_BYTES: Final = 1 << 20
-_MANY_MESSAGES: Final = 1000
 _ALPHABET: Final = (string.ascii_letters + string.digits).encode()
 _LETTERS: Final = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
 """A letter or digit for each byte. Some are a quarter more likely, which leaves 136 random bits of 142."""
@@ -92,13 +90,6 @@ class Call:
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
     idempotency_key: str | None = None
-
-    @property
-    def is_large(self) -> bool:
-        """Whether digesting it takes milliseconds: it has large pictures, or very many messages."""
-        sources = (part.source for message in self.messages for _, part in message.media())
-        size = sum(len(source) for source in sources if isinstance(source, str | bytes))
-        return size >= _LARGE_BYTES or len(self.messages) > _MANY_MESSAGES
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...] | None:

@@ -26,7 +26,7 @@ from mmrender.errors import (
 )
 from mmrender.gateway.app import App, build
 from mmrender.gateway.call import Call
-from mmrender.gateway.matching import Index
+from mmrender.gateway.matching import CallDigests, Index, digests_of
 from mmrender.gateway.prompts import make_prompt
 from mmrender.gateway.server import Server
 from mmrender.gateway.session import Session, SessionHost
@@ -331,14 +331,14 @@ class Gateway:
         """Return the maximum number of tokens of a prompt, or None if unknown."""
         return await self.engine.max_prompt_len()
 
-    async def count_tokens(self, call: Call) -> int:
+    async def count_tokens(self, call: Call, digests: CallDigests | None = None) -> int:
         """Return the number of tokens of a call's prompt, rendered in full.
 
         Raises:
             MMRenderError: The conversation cannot be rendered.
         """
         arguments = call.template_arguments
-        place = Index().place(call)
+        place = Index().place(call, digests or await digests_of(call))
         made = await make_prompt(self.engine, self.renderer, (), place, call, arguments, {})
         return len(made.prompt.ids)
 

@@ -32,6 +32,7 @@ from mmrender.errors import (
     SessionUnknownError,
     TemplateError,
 )
+from mmrender.gateway import work
 
 try:
     import h11
@@ -43,8 +44,6 @@ except ImportError as error:
 _MAX_CHUNKS: Final = 4096
 """Chunks of a body that may be small. Further ones hold `_MIN_CHUNK_BYTES` on average."""
 _MIN_CHUNK_BYTES: Final = 256
-_IN_THREAD_BYTES: Final = 1 << 18
-"""A larger body is decoded in a thread, since that takes milliseconds."""
 _MAX_STOPS: Final = 64
 _MAX_STOP_CHARACTERS: Final = 8192
 
@@ -152,7 +151,19 @@ def _is_local(host: str) -> bool:
     return name == "localhost"
 
 
-async def read_body(request: Request, limit: int, seconds: float) -> dict[str, Any]:
+class Body(NamedTuple):
+    """The JSON object of a request.
+
+    Attributes:
+        value: The object.
+        nbytes: Bytes of its text.
+    """
+
+    value: dict[str, Any]
+    nbytes: int
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> Body:
     """Read the JSON object of a request.
 
     Raises:
@@ -175,9 +186,7 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
                 body += piece
                 if len(body) > limit:
                     raise too_long
-        if len(body) > _IN_THREAD_BYTES:
-            return await asyncio.to_thread(msgspec.json.decode, bytes(body), type=dict[str, Any])
-        return msgspec.json.decode(body, type=dict[str, Any])
+        return Body(await work.do(_decoded, body, nbytes=len(body)), len(body))
     except ClientDisconnect as error:
         raise CallerLeftError from error
     except TimeoutError as error:
@@ -187,8 +196,15 @@ async def read_body(request: Request, limit: int, seconds: float) -> dict[str, A
         raise RequestError(400, f"the body is not a JSON object: {error}", code="invalid_json") from error
 
 
-def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
+def _decoded(text: bytearray) -> dict[str, Any]:
+    return msgspec.json.decode(text, type=dict[str, Any])
+
+
+def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
     """Bound the work of reading a body, before any of it is done.
+
+    Returns:
+        The number of its messages and content parts.
 
     Raises:
         RequestError: It has too many messages, content parts or stop strings.
@@ -210,6 +226,7 @@ def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
         if len(stops) > _MAX_STOPS or length > _MAX_STOP_CHARACTERS:
             message = f"more than {_MAX_STOPS} stop strings, or {_MAX_STOP_CHARACTERS} characters of them"
             raise RequestError(400, message, code="too_many_stops", param=name)
+    return parts
 
 
 class RateLimit:

@@ -26,6 +26,7 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.errors import InputError
+from mmrender.gateway import work
 from mmrender.gateway.call import ID_LENGTH, Answer, Call
 from mmrender.messages import MediaPart, Message, TextPart
 from mmrender.trajectory.step import Step
@@ -48,29 +49,50 @@ _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class CallDigests(NamedTuple):
-    """Digests of everything that a call's place depends on."""
+    """Digests of a call, which is walked once.
 
+    Attributes:
+        request: Digest by which a repetition of the request is known. Whether it is streamed does not count.
+        tools: Digest of the offered tools.
+        messages: Digests of the messages in canonical form.
+    """
+
+    request: bytes
     tools: Digest
-    arguments: Digest
     messages: tuple[Digest, ...]
 
     @classmethod
-    def of(cls, call: Call, template_arguments: Mapping[str, Any]) -> "CallDigests":
-        """Return the digests of a call with the template variables in force. Large pictures take a while.
+    def of(cls, call: Call) -> "CallDigests":
+        """Return the digests of a call. Large pictures take a while: see `digests_of`.
 
         Raises:
             InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
         """
-        messages = [
-            _answer_of(message) if message.role == "assistant" else _message_digest(message, position)
-            for position, message in enumerate(call.messages)
-        ]
-        # Equal digests of all steps are one object.
-        tools, arguments = (
-            sys.intern(digest_of(call.offered or ())),
-            sys.intern(digest_of(template_arguments)),
+        messages, answers = [], []
+        for position, message in enumerate(call.messages):
+            if message.role == "assistant":
+                messages.append(_answer_of(message))
+                answers.append(message)  # a repetition has equal ids and blanks, too
+            else:
+                messages.append(_message_digest(message, position))
+        tools = sys.intern(digest_of(call.offered or ()))  # equal digests of all steps are one object
+        origin = call.origin
+        request = (
+            (call.protocol, call.model, origin.thread, origin.agent),
+            (messages, answers, tools, call.tools is None),
+            (call.tool_choice, call.forced_tool, call.parallel_tool_calls),
+            (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
         )
-        return cls(tools, arguments, tuple(messages))
+        encoded = msgspec.msgpack.encode(request, enc_hook=str)
+        return cls(blake3(encoded).digest(16), tools, tuple(messages))
+
+
+async def digests_of(call: Call) -> CallDigests:
+    """Return the digests of a call, without blocking the event loop. Errors are as of `CallDigests.of`."""
+    parts = [part for message in call.messages for _, part in message.media()]
+    sources = (part.source for part in parts)
+    nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
+    return await work.do(CallDigests.of, call, nbytes=nbytes, entries=len(call.messages) + len(parts))
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -216,12 +238,18 @@ class Index:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def place(self, call: Call, digests: CallDigests | None = None) -> Place:
+    def place(
+        self,
+        call: Call,
+        digests: CallDigests | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Place:
         """Find the place of a call. The cost grows with its messages, not with the steps.
 
         Args:
             call: The call.
-            digests: Its digests, by default with its own template variables.
+            digests: Its digests, if they are known.
+            template_arguments: Template variables in force, by default its own.
 
         Raises:
             InputError: The conversation is empty or ends in an answer.
@@ -233,8 +261,10 @@ class Index:
                 expected="a message of a user, a tool or a system",
                 got="an answer" if call.messages else "no messages",
             )
-        digests = CallDigests.of(call, call.template_arguments) if digests is None else digests
-        root = _hash((digests.tools + digests.arguments).encode())
+        digests = CallDigests.of(call) if digests is None else digests
+        variables = call.template_arguments if template_arguments is None else template_arguments
+        arguments = sys.intern(digest_of(variables))
+        root = _hash((digests.tools + arguments).encode())
         walks = [_Walk([root], None, 0, 0, root)]
         question = root
         for position, (message, own) in enumerate(zip(call.messages, digests.messages, strict=True)):
@@ -255,7 +285,7 @@ class Index:
             rewritten=best.rewritten,
             path=tuple(best.path),
             tools=digests.tools,
-            arguments=digests.arguments,
+            arguments=arguments,
             question=question,
             speaker=speaker,
         )

@@ -4,30 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-import msgspec
-from blake3 import blake3
-
 from mmrender.errors import SessionClosedError
-from mmrender.gateway.call import Answer, Call, Delta
+from mmrender.gateway.call import Answer, Delta
 from mmrender.shipping.protocol import Notifier
-
-
-async def call_digest(call: Call) -> bytes:
-    """Return the digest by which a repeated request is known. Whether it is streamed does not count.
-
-    The digest of a large call is taken in a thread.
-    """
-    return await asyncio.to_thread(_digest, call) if call.is_large else _digest(call)
-
-
-def _digest(call: Call) -> bytes:
-    origin = call.origin
-    request = (
-        (call.protocol, call.model, origin.thread, origin.agent),
-        (call.messages, call.tools, call.tool_choice, call.forced_tool, call.parallel_tool_calls),
-        (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
-    )
-    return blake3(msgspec.msgpack.encode(request, enc_hook=str)).digest(16)
 
 
 @dataclass(eq=False)
@@ -35,7 +14,7 @@ class Run:
     """The sampling of one call's answers, until a caller has received all of them.
 
     Attributes:
-        key: Digest of the request.
+        key: Digest of the request, see `CallDigests`.
         answer_ids: Ids of the answers.
         idempotency_key: As in `Call`.
         answers: The answers, once sampled.

@@ -26,9 +26,9 @@ from mmrender.errors import (
     TemplateError,
 )
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
-from mmrender.gateway.matching import EXTRA
+from mmrender.gateway.matching import EXTRA, CallDigests, digests_of
 from mmrender.gateway.memory import SessionMemory
-from mmrender.gateway.pending import Pending, Run, call_digest
+from mmrender.gateway.pending import Pending, Run
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
 from mmrender.gateway.turn import take_turn
@@ -164,7 +164,9 @@ class Session:
 
     # --- calls ---
 
-    async def begin(self, call: Call, *, shows_text: bool | None = None) -> Pending:
+    async def begin(
+        self, call: Call, *, digests: CallDigests | None = None, shows_text: bool | None = None
+    ) -> Pending:
         """Begin to answer a call.
 
         The call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
@@ -173,20 +175,22 @@ class Session:
 
         Args:
             call: The call.
+            digests: Its digests, if they are known.
             shows_text: Whether the caller reads text before the end, by default if the call is streamed. Only
                 then are tokens streamed from the engine, which costs it and the gateway more.
 
         Raises:
             SessionClosedError: The session has ended.
             SessionBudgetError: Its turns, tokens or bytes are used up.
-            InputError: The idempotency key names another request.
+            InputError: The idempotency key names another request, or the call cannot be digested.
             TrajectoryError: The session's file is damaged.
         """
         self._check_open()
         self.used = time.monotonic()
-        key = await call_digest(call)
         self._beginning += 1  # so that it stays in memory
         try:
+            digests = digests or await digests_of(call)
+            key = digests.request
             memory = await self._loaded()
             run = await memory.repeated(key, call.idempotency_key)
             self._check_open()
@@ -195,7 +199,7 @@ class Session:
                 run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
                 memory.keep(run)
                 on_delta = run.add_delta if (call.stream if shows_text is None else shows_text) else None
-                self._start(run, self._sampled(memory, run, call, on_delta))
+                self._start(run, self._sampled(memory, run, call, digests, on_delta))
             elif run.task is not None and run.answers and run.task.done() and run.task.exception():
                 self._start(run, self._written(run))
         finally:
@@ -389,7 +393,7 @@ class Session:
         run.task.add_done_callback(end)
 
     async def _sampled(
-        self, memory: SessionMemory, run: Run, call: Call, on_delta: OnDelta | None
+        self, memory: SessionMemory, run: Run, call: Call, digests: CallDigests, on_delta: OnDelta | None
     ) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
@@ -405,6 +409,7 @@ class Session:
                         memory.trajectory,
                         memory.index,
                         call,
+                        digests=digests,
                         params=params,
                         template_arguments=self.opened.template_arguments,
                         session_name=self.name,

@@ -16,7 +16,7 @@ from mmrender.gateway.answers import read_turn, stop_strings
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
 from mmrender.gateway.deltas import TextDeltas
 from mmrender.gateway.kinds import note_kind, root_of
-from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of
+from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of, digests_of
 from mmrender.gateway.prompts import CallPrompt, make_prompt
 from mmrender.gateway.tool_choice import forced_call
 from mmrender.protocols import ParseOptions, RendererProtocol
@@ -33,6 +33,7 @@ async def take_turn(
     index: Index,
     call: Call,
     *,
+    digests: CallDigests | None = None,
     params: Mapping[str, Any] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     session_name: str | None = None,
@@ -51,6 +52,7 @@ async def take_turn(
         trajectory: Receives the step.
         index: The recorded steps of the session.
         call: The call.
+        digests: Its digests, if they are known.
         params: Sampling parameters of the session. They replace the call's, except that the smaller
             `max_tokens` counts.
         template_arguments: Template variables of the session. They replace the call's.
@@ -70,12 +72,7 @@ async def take_turn(
     if renderer is None:
         raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
     arguments, notes = await _template_arguments(renderer, call, template_arguments or {})
-    digests = (
-        await asyncio.to_thread(CallDigests.of, call, arguments)
-        if call.is_large
-        else CallDigests.of(call, arguments)
-    )
-    place = index.place(call, digests)
+    place = index.place(call, digests or await digests_of(call), arguments)
     prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
     if call.tool_choice == "required" or call.forced_tool is not None:

@@ -16,7 +16,9 @@ import pytest
 
 from mmrender import Trajectory
 from mmrender.errors import EngineStatusError, EngineTimeoutError, InputError
-from mmrender.gateway import GatewaySettings
+from mmrender.gateway import GatewaySettings, limits, work
+from mmrender.gateway.matching import CallDigests
+from mmrender.gateway.protocols import PROTOCOLS
 from session_cases import Script
 
 CHAT, RESPONSES, MESSAGES = "chat/completions", "responses", "messages"
@@ -319,6 +321,42 @@ def test_bodies_are_bounded_in_bytes_pieces_and_time(renderer):
             with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
                 connection.sendall(head + head_rest + body)
                 assert connection.recv(1 << 16).split()[1] == status
+
+
+def spied(monkeypatch, owner, name):
+    """Return a list that receives the name of the thread of each call of a function."""
+    seen, function = [], getattr(owner, name)
+
+    def spy(*arguments):
+        seen.append(threading.current_thread().name)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, spy)
+    return seen
+
+
+SIZES = {
+    "small": ({}, True),
+    "bytes": ({"user": "x" * (work.LOOP_BYTES + 1)}, False),
+    "messages": ({"messages": HELLO[CHAT]["messages"] * (work.LOOP_BYTES // work.ENTRY_BYTES + 1)}, False),
+}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_large_request_is_read_in_a_thread_however_it_comes(open_gateway, monkeypatch, size, is_chunked):
+    gateway, _ = open_gateway
+    fields, is_on_loop = SIZES[size]
+    decoding = spied(monkeypatch, limits, "_decoded")
+    reading = spied(monkeypatch, PROTOCOLS["chat"], "read")
+    digesting = spied(monkeypatch, CallDigests, "of")
+    text = json.dumps({"model": "any", **HELLO[CHAT], **fields}).encode()
+    pieces = [text[start : start + 65536] for start in range(0, len(text), 65536)]
+    path = f"/s/size-{size}-{is_chunked}/v1/chat/completions"
+    status, _ = ask(gateway, path, raw=iter(pieces) if is_chunked else text, method="POST")
+    assert status == 200
+    assert [name == "mmrender-gateway" for name in (*reading, *digesting)] == [is_on_loop] * 2
+    assert [name == "mmrender-gateway" for name in decoding] == [size != "bytes"]
 
 
 def test_parts_of_a_reply_leave_at_once(open_gateway):
