@@ -1,6 +1,7 @@
 r"""Gateways that record agents: what a session leaves for the trainer, and the cost of a call.
 
     python benchmarks/bench_gateway.py [MODEL_DIR] [--rounds N] [--quick] [--venvs FOLDER] [--json FILE]
+    python benchmarks/bench_gateway.py [MODEL_DIR] --memory SESSIONS
 
 One agent, a loop around the openai client, makes 30 calls. Each answer calls a tool, every third tool shows
 a picture of 640 x 480 pixels, and two answers have JSON as no template writes it (`\u00e9`, double spaces).
@@ -13,7 +14,10 @@ All gateways are in front of one server, which answers by a script in real token
   the same part of "direct". Of each call of the session the median of the rounds, in which gateways take
   turns; then p50 and p99 over the calls.
 - calls a core: calls for each second of the gateway's processor time, in 256 sessions at once, 8 calls each,
-  without pictures.
+  without pictures. lost: calls of them that were answered and are not in the records.
+
+`--memory` measures our gateway alone: the growth of its resident memory with sessions of 20 calls and 10
+pictures of 320 x 240 pixels, over the bytes that the sessions count.
 """
 
 import argparse
@@ -38,7 +42,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
 
 import aiohttp  # noqa: E402
 import openai  # noqa: E402
-from gateway_contenders import GATEWAYS, TURNS, Gateway, fetch  # noqa: E402
+from gateway_contenders import GATEWAYS, TURNS, Gateway, Ours, fetch  # noqa: E402
 from gateway_stub import TOOLS  # noqa: E402
 from measure import machine, table  # noqa: E402
 from render_cases import make_image  # noqa: E402
@@ -48,20 +52,19 @@ from mmrender.testing.tiny_model import build_tiny_model  # noqa: E402
 SHARED_MODEL = ROOT.parent / "shared" / "models" / "qwen3_vl"
 SESSIONS = 256
 CALLS = 8
+MEMORY_CALLS = 20
+MEMORY_AT_ONCE = 16
 
 
-def pictures() -> list[Any]:
-    """Return the parts of ten pictures."""
-    parts = []
-    for seed in range(TURNS // 3):
-        data = io.BytesIO()
-        make_image(640, 480, seed).save(data, "JPEG", quality=90)
-        url = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-    return parts
+def picture(seed: int, width: int, height: int) -> dict[str, Any]:
+    """Return the part of a picture."""
+    data = io.BytesIO()
+    make_image(width, height, seed).save(data, "JPEG", quality=90)
+    url = f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
-PICTURES = pictures()
+PICTURES = [picture(seed, 640, 480) for seed in range(TURNS // 3)]
 QUESTION = [
     {"role": "system", "content": "You look at pictures and take notes."},
     {"role": "user", "content": "How many legs have the animals?"},
@@ -90,9 +93,8 @@ def run_agent(url: str, key: str) -> list[float]:
     return seconds
 
 
-async def run_agents(gateway: Gateway, sessions: int, round_number: int) -> None:
+async def run_agents(gateway: Gateway, names: Sequence[str]) -> None:
     """Run short sessions without pictures, all at once."""
-    names = [f"load-{round_number}-{number}" for number in range(sessions)]
     urls = [await asyncio.to_thread(gateway.url, name) for name in names]
     # Servers close a connection that was idle for 5 s, and a request that meets the closing is lost.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -114,7 +116,11 @@ async def run_agents(gateway: Gateway, sessions: int, round_number: int) -> None
                 ]
                 messages = [*messages, message, *results]
 
-        await asyncio.gather(*(agent(url, gateway.key(name)) for url, name in zip(urls, names, strict=True)))
+        agents = [agent(url, gateway.key(name)) for url, name in zip(urls, names, strict=True)]
+        ends = await asyncio.gather(*agents, return_exceptions=True)
+    if errors := [end for end in ends if isinstance(end, BaseException)]:
+        first = f"{type(errors[0]).__name__}: {errors[0]}"
+        raise RuntimeError(f"{len(errors)} of {len(names)} sessions failed, the first: {first}")
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, float]:
@@ -158,22 +164,68 @@ def measure_sessions(gateways: Mapping[str, Gateway], stub: str, rounds: int) ->
     return found
 
 
-def measure_load(gateways: Mapping[str, Gateway], sessions: int, rounds: int) -> dict[str, float | str]:
-    """Return calls for each second of processor time."""
-    found: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
+def measure_load(gateways: Mapping[str, Gateway], sessions: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Measure calls for each second of processor time, and count calls that were not recorded."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in gateways if name != "direct"}
     for round_number in range(rounds):
-        for name, gateway in gateways.items():
-            if name == "direct" or name in failed:
+        for name, row in found.items():
+            if "load_error" in row:
                 continue
+            gateway = gateways[name]
+            names = [f"load-{round_number}-{number}" for number in range(sessions)]
             used = gateway.seconds()
             try:
-                asyncio.run(run_agents(gateway, sessions, round_number))
-            except Exception as error:  # noqa: BLE001 - a peer's failure is a result
-                failed[name] = f"{type(error).__name__}: {error}"
+                asyncio.run(run_agents(gateway, names))
+            except RuntimeError as error:  # a peer's failure is a result
+                row["load_error"] = str(error)
                 continue
-            found.setdefault(name, []).append(sessions * CALLS / (gateway.seconds() - used))
-    return failed | {name: statistics.median(each) for name, each in found.items()}
+            row.setdefault("calls_a_core", []).append(sessions * CALLS / (gateway.seconds() - used))
+            recorded = sum(min(CALLS, gateway.recorded(each)) for each in names)
+            row.setdefault("lost", []).append(sessions * CALLS - recorded)
+    for row in found.values():
+        row |= {name: statistics.median(row[name]) for name in ("calls_a_core", "lost") if name in row}
+    return found
+
+
+async def grow(gateway: Gateway, numbers: Sequence[int]) -> None:
+    """Run sessions with pictures, which stay open."""
+    places = asyncio.Semaphore(MEMORY_AT_ONCE)
+    async with aiohttp.ClientSession() as client:
+
+        async def agent(number: int) -> None:
+            url = f"{gateway.url(f'grown-{number}')}/chat/completions"
+            messages: list[Any] = []
+            for turn in range(MEMORY_CALLS):
+                content: Any = f"turn {turn} of {number}: what is there?"
+                if turn % 2 == 0:
+                    shown = picture(MEMORY_CALLS * number + turn, 320, 240)
+                    content = [shown, {"type": "text", "text": content}]
+                messages.append({"role": "user", "content": content})
+                body = {"model": "stub", "messages": messages, "tools": TOOLS, "max_tokens": 512}
+                async with client.post(url, json=body) as reply:
+                    messages.append((await reply.json())["choices"][0]["message"])
+                    reply.raise_for_status()
+
+        async def limited(number: int) -> None:
+            async with places:
+                await agent(number)
+
+        await asyncio.gather(*map(limited, numbers))
+
+
+def measure_memory(gateway: Ours, sessions: int) -> str:
+    """Return the growth of resident memory with sessions, in words."""
+
+    def counted() -> int:
+        listed = json.loads(fetch(f"{gateway.root}/sessions"))["data"]
+        return sum(each["bytes"] for each in listed)
+
+    asyncio.run(grow(gateway, range(MEMORY_AT_ONCE)))  # what the first calls load is not counted
+    bytes_before, before = counted(), gateway.resident()
+    asyncio.run(grow(gateway, range(MEMORY_AT_ONCE, MEMORY_AT_ONCE + sessions)))
+    time.sleep(5)  # idle sessions drop the buffers that make a next call cheap
+    distinct, grown = counted() - bytes_before, gateway.resident() - before
+    return f"{sessions} sessions: {grown / 1e6:.0f} MB for {distinct / 1e6:.0f} MB, {grown / distinct:.3f}"
 
 
 def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -181,9 +233,9 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     rows = []
     for name, row in found.items():
         if "error" in row:
-            rows.append([name, *"-" * 8, row["error"][:60]])
+            rows.append([name, *"-" * 9, row["error"][:60]])
             continue
-        load = row.get("calls_a_core")
+        load = f"{row['calls_a_core']:.0f}" if "calls_a_core" in row else row.get("load_error", "-")[:60]
         rows.append(
             [
                 name,
@@ -192,11 +244,12 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
                 str(row["broken"]),
                 *(f"{1e3 * each:.1f}" for each in (*row["call_s"], *row["added_s"])),
                 f"{1e3 * row['processor_s']:.1f}",
-                f"{load:.0f}" if isinstance(load, float) else str(load or "-")[:60],
+                load,
+                f"{row['lost']:.0f}" if "lost" in row else "-",
             ]
         )
     headings = ["gateway", "tokens", "MB", "broken", "call p50", "p99", "added p50", "p99", "processor"]
-    return table([*headings, "calls a core"], rows)
+    return table([*headings, "calls a core", "lost"], rows)
 
 
 def main() -> None:
@@ -208,6 +261,7 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=3, help="rounds of the sessions at once")
     parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument("--venvs", type=Path, help="folder with a virtual environment for each peer")
+    parser.add_argument("--memory", type=int, metavar="SESSIONS", help="measure the memory of sessions alone")
     parser.add_argument("--only", nargs="*", help="names of gateways")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -229,15 +283,22 @@ def main() -> None:
             for make in GATEWAYS:
                 if options.only and make.name not in ("direct", *options.only):
                     continue
+                if options.memory and make is not Ours:
+                    continue
                 gateway = make(server, model, folder / make.name, options.venvs)
                 try:
                     gateway.start()
                     gateways[make.name] = gateway
                 except RuntimeError as error:
                     errors[make.name] = {"error": str(error)}
+            if options.memory:
+                ours = gateways["mmrender"]
+                assert isinstance(ours, Ours)
+                print(measure_memory(ours, options.memory))
+                return
             found = measure_sessions(gateways, server, rounds)
             for name, load in measure_load(gateways, sessions, loads).items():
-                found[name]["calls_a_core"] = load
+                found[name] |= load
         finally:
             for gateway in gateways.values():
                 gateway.stop()

@@ -3,7 +3,8 @@
     python benchmarks/gateway_agl.py SERVER PORT CONTROL_PORT
 
 `GET /open/NAME` begins a rollout and returns the ids of rollout and attempt. `GET /left/NAME/CALLS` returns
-the tokens of its triplets, each a training sample, and the bytes of its spans as JSON.
+the tokens of its triplets, each a training sample, and the bytes of its spans as JSON. `GET /recorded/NAME`
+returns the number of its triplets.
 """
 
 import asyncio
@@ -50,6 +51,10 @@ async def main(server: str, port: int, control: int) -> None:
         nbytes = sum(len(span.model_dump_json()) for span in spans)
         return web.json_response({"tokens": tokens, "nbytes": nbytes, "samples": len(triplets)})
 
+    async def recorded(request: web.Request) -> web.Response:
+        spans = await store.query_spans(*rollouts[request.match_info["name"]])
+        return web.Response(text=str(len(LlmProxyTraceToTriplet().adapt(spans))))
+
     async def alive(_: web.Request) -> web.Response:
         return web.Response(text="ok")
 
@@ -57,6 +62,7 @@ async def main(server: str, port: int, control: int) -> None:
     app.router.add_get("/", alive)
     app.router.add_get("/open/{name}", open_session)
     app.router.add_get("/left/{name}/{calls}", left)
+    app.router.add_get("/recorded/{name}", recorded)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", control).start()

@@ -76,6 +76,10 @@ class Gateway:
     def left(self, session: str) -> Left | None:
         return None
 
+    def recorded(self, session: str) -> int:
+        """Return the number of calls in the record of a session."""
+        return 0
+
     def seconds(self) -> float:
         """Return the processor time of its processes so far."""
         return sum(_seconds(process.pid) for process in self.processes)
@@ -150,6 +154,9 @@ class Ours(Gateway):
         [trajectory] = [each for each in load_trajectories(self.out) if each.trajectory_id == session]
         return Left(sum(len(sample.token_ids) for sample in trajectory.samples()), nbytes)
 
+    def recorded(self, session: str) -> int:
+        return int(json.loads(fetch(f"{self.root}/sessions/{session}"))["steps"])
+
 
 class RLLM(Gateway):
     name = "rllm"
@@ -170,6 +177,9 @@ class RLLM(Gateway):
         tokens = sum(len(each["prompt_token_ids"]) + len(each["completion_token_ids"]) for each in traces)
         return Left(tokens, len(record))
 
+    def recorded(self, session: str) -> int:
+        return len(json.loads(fetch(f"{self.root}/sessions/{session}/traces")))
+
 
 class AgentLightning(Gateway):
     name = "agl"
@@ -186,6 +196,9 @@ class AgentLightning(Gateway):
 
     def left(self, session: str) -> Left:
         return _left(fetch(f"{self.control}/left/{session}/{TURNS}"))
+
+    def recorded(self, session: str) -> int:
+        return int(fetch(f"{self.control}/recorded/{session}"))
 
 
 class Verifiers(Gateway):
@@ -207,6 +220,9 @@ class Verifiers(Gateway):
 
     def left(self, session: str) -> Left:
         return _left(fetch(f"{self.control}/left/{session}"))
+
+    def recorded(self, session: str) -> int:
+        return int(fetch(f"{self.control}/recorded/{session}"))
 
 
 def _left(reply: bytes) -> Left:
@@ -249,7 +265,7 @@ async def serve(server: str, model: str, out: str, port: str) -> None:
         InferenceEngineClient([engine], renderer=renderer),
         renderer,
         out=out,
-        settings=GatewaySettings(port=int(port)),
+        settings=GatewaySettings(port=int(port), idle_seconds=3600.0),
     )
     async with gateway:
         await gateway.serve()

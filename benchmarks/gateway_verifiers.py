@@ -4,6 +4,7 @@
 
 `GET /open/NAME` opens a rollout and returns URL and key. `GET /left/NAME` returns the tokens of its branches,
 each a training sample, and the bytes of its trace as msgpack, which is how verifiers ships a trace.
+`GET /recorded/NAME` returns the number of its turns.
 """
 
 import asyncio
@@ -48,6 +49,9 @@ async def main(server: str, model: str, port: int) -> None:
                 {"tokens": sum(len(branch.token_ids) for branch in trace.branches), "nbytes": nbytes}
             )
 
+        async def recorded(request: web.Request) -> web.Response:
+            return web.Response(text=str(sessions[request.match_info["name"]].trace.num_turns))
+
         async def alive(_: web.Request) -> web.Response:
             return web.Response(text="ok")
 
@@ -55,6 +59,7 @@ async def main(server: str, model: str, port: int) -> None:
         app.router.add_get("/", alive)
         app.router.add_get("/open/{name}", open_session)
         app.router.add_get("/left/{name}", left)
+        app.router.add_get("/recorded/{name}", recorded)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()

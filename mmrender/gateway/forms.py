@@ -8,7 +8,7 @@ user message. Each change is noted on the step.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -17,6 +17,7 @@ from mmrender.client.generation import render_prompt
 from mmrender.errors import MMRenderError
 from mmrender.messages import Message, TextPart
 from mmrender.protocols import RendererProtocol
+from mmrender.template.profile import TemplateProfile
 
 _SYSTEM_ROLES = ("system", "developer")
 _PROBE_TEXT = "mmrender probes for later system messages"
@@ -24,6 +25,9 @@ _OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
 
 _printed: WeakKeyDictionary[RendererProtocol, dict[str, bool]] = WeakKeyDictionary()
 """By renderer and by template arguments: whether the template prints later system messages."""
+_profiles: WeakKeyDictionary[RendererProtocol, dict[str, TemplateProfile]] = WeakKeyDictionary()
+"""By renderer and by template arguments: the findings about the template."""
+_MAX_PROFILES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +79,27 @@ async def written_for(
     results = [index for index, message in enumerate(messages) if message.role == "tool"]
     shown = [index for index in results if any(messages[index].media())]
     if shown:
-        profile = await asyncio.to_thread(
-            renderer.template_profile, has_tools=tools is not None, **template_arguments
-        )
+        profile = await profile_of(renderer, template_arguments, has_tools=tools is not None)
         if "tool" not in profile.image_roles:
             _move_media(messages, shown, written)
             for index in shown:
                 notes[index] = f"messages[{index}]: media of a tool result, rendered in a user message"
     return WrittenMessages(written, dict(sorted(notes.items())))
+
+
+async def profile_of(
+    renderer: RendererProtocol, template_arguments: Mapping[str, Any], *, has_tools: bool
+) -> TemplateProfile:
+    """Return the findings about a template. The first time it is probed, in a thread."""
+    known = _profiles.setdefault(renderer, {})
+    key = repr((has_tools, sorted(template_arguments.items(), key=repr)))
+    if key not in known:
+        if len(known) >= _MAX_PROFILES:
+            known.clear()
+        known[key] = await asyncio.to_thread(
+            renderer.template_profile, has_tools=has_tools, **template_arguments
+        )
+    return known[key]
 
 
 def _with_ids(message: Message, sampled_ids: Mapping[str, str]) -> Message:

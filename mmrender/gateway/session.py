@@ -38,7 +38,7 @@ from mmrender.trajectory.tree import Trajectory
 
 _log = logging.getLogger("mmrender.gateway")
 
-_DELIVERY_SECONDS: Final = 0.01
+_DELIVERY_SECONDS: Final = 0.05
 """Seconds in which a delivery may be written together with the next call."""
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
@@ -90,6 +90,7 @@ class Session:
         self._closing = Closed("finished", None)
         self._end: asyncio.Task[Trajectory | None] | None = None
         self._flushes: set[asyncio.Task[None]] = set()
+        self._flush_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, {self.state})"
@@ -314,6 +315,7 @@ class Session:
     async def stop(self) -> None:
         """Abort running calls. The session stays open on disk."""
         await self._abort()
+        self._end_timer()
         await asyncio.gather(*self._flushes, return_exceptions=True)
         if self._end is not None and not self._end.done():
             await asyncio.wait({self._end}, timeout=self._host.settings.stop_seconds)
@@ -401,7 +403,10 @@ class Session:
         memory.begun += 1
         self.file.put(Begun(run.key))
         try:
-            await self.file.flush()  # before a part of the answer can be seen
+            if on_delta is None:
+                self.file.flush_soon()
+            else:
+                await self.file.flush()  # before a part of the answer can be seen
             turns = await gather_all(
                 [
                     take_turn(
@@ -453,7 +458,9 @@ class Session:
         memory = self._memory
         if is_delivered:
             self.file.put(Delivered(list(run.answer_ids)))
-            self._flush_soon(_DELIVERY_SECONDS)
+            if self._flush_timer is None:
+                loop = asyncio.get_running_loop()
+                self._flush_timer = loop.call_later(_DELIVERY_SECONDS, self._flush_soon)
             if memory is not None:
                 memory.note_delivery(run.answer_ids)
                 memory.drop(run)
@@ -474,11 +481,13 @@ class Session:
         loop = asyncio.get_running_loop()
         run.timer = loop.call_later(self._host.settings.retry_seconds, give_up)
 
-    def _flush_soon(self, delay: float = 0.0) -> None:
+    def _flush_soon(self) -> None:
         """Write waiting records while the caller goes on. The next write repeats a failed one."""
+        self._end_timer()
+        if self.file.is_written:
+            return
 
         async def flush() -> None:
-            await asyncio.sleep(delay)
             try:
                 await self.file.flush()
             except OSError as error:
@@ -487,6 +496,11 @@ class Session:
         task = asyncio.ensure_future(flush())
         self._flushes.add(task)
         task.add_done_callback(self._flushes.discard)
+
+    def _end_timer(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
 
     # --- parts of the end ---
 

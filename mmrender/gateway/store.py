@@ -13,8 +13,9 @@ import logging
 import os
 import tempfile
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -32,8 +33,9 @@ _log = logging.getLogger("mmrender.gateway")
 Result = TypeVar("Result")
 
 _VERSION: Final = 1
-_MAX_OPEN_FILES: Final = 128
-"""Session files that are open for writing at a time."""
+_MIN_OPEN_FILES: Final = 128
+_MAX_OPEN_FILES: Final = 4096
+"""Bounds of the number of session files that are open for writing at a time."""
 _SUFFIX: Final = ".session"
 
 ClosedState: TypeAlias = Literal["finished", "abandoned"]
@@ -128,6 +130,11 @@ class SessionFile:
             self._waiting.append(Entry(event, piece))
             self._is_closed = isinstance(event, Closed)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all records so far are written."""
+        return not self._waiting
+
     async def flush(self) -> None:
         """Return when all records so far are written. A caller that is cancelled leaves the write going on.
 
@@ -135,7 +142,12 @@ class SessionFile:
             OSError: Writing failed. The next `flush` writes the remaining records.
         """
         if self._waiting:  # records are waiting until they are written
-            await asyncio.shield(self._store.run(self._write))
+            await asyncio.shield(self._store.write(self))
+
+    def flush_soon(self) -> None:
+        """Begin to write all records so far. If that fails, the next `flush` writes them or raises."""
+        if self._waiting:
+            self._store.write(self)
 
     async def read(self) -> list[Entry]:
         """Return all records. Arrays are read-only views of the file.
@@ -151,7 +163,8 @@ class SessionFile:
         """Close the file until the next write."""
         await self._store.run(lambda: self._store.close_file(self.path))
 
-    def _write(self) -> None:
+    def write_now(self) -> None:
+        """Write all records so far. Called on the store's thread."""
         if self._waiting:
             writer = self._store.writer(self.path)
             while self._waiting:
@@ -188,6 +201,9 @@ class SessionStore:
         self._temporary = tempfile.TemporaryDirectory(prefix="mmrender-") if out is None else None
         self.folder = Path(f"{os.fspath(out)}.open" if out is not None else self._temporary.name)  # type: ignore[union-attr]
         self.folder.mkdir(mode=0o700, exist_ok=True)
+        self._unwritten: dict[SessionFile, asyncio.Future[None]] = {}
+        self._is_writing = False
+        self._max_open_files = _max_open_files()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmrender-store")
         self._out_thread = ThreadPoolExecutor(1, thread_name_prefix="mmrender-out")
 
@@ -235,6 +251,32 @@ class SessionStore:
             self._out.append(trajectory, id=name)
             self.left.add(name)
 
+    def write(self, file: SessionFile) -> "asyncio.Future[None]":
+        """Write the records of a file. Files that come while others are written, are written together."""
+        future = self._unwritten.get(file)
+        if future is None:
+            future = self._unwritten[file] = asyncio.get_running_loop().create_future()
+            if not self._is_writing:
+                self._write_all()
+        return future
+
+    def _write_all(self) -> None:
+        files, self._unwritten = self._unwritten, {}
+
+        def end(job: asyncio.Future[list[Exception | None]]) -> None:
+            self._is_writing = False
+            for future, error in zip(files.values(), job.result(), strict=True):
+                if error is None and not future.done():
+                    future.set_result(None)
+                elif error is not None and not future.done():
+                    future.set_exception(error)
+                    future.exception()  # `flush_soon` leaves it to the next `flush`
+            if self._unwritten:
+                self._write_all()
+
+        self.run(partial(_write_files, list(files))).add_done_callback(end)
+        self._is_writing = True
+
     def run(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
         """Run work on the thread that writes the files of sessions."""
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -243,7 +285,7 @@ class SessionStore:
         """Return the open writer of a file. Called on the store's thread."""
         writer = self._writers.pop(path, None) or mmcodecs.RecordWriter(path, sync=self._sync)
         self._writers[path] = writer
-        if len(self._writers) > _MAX_OPEN_FILES:
+        if len(self._writers) > self._max_open_files:
             self._writers.popitem(last=False)[1].close()
         return writer
 
@@ -263,6 +305,29 @@ class SessionStore:
         if self._temporary is not None:
             with contextlib.suppress(OSError):
                 self._temporary.cleanup()
+
+
+def _write_files(files: Sequence[SessionFile]) -> list[Exception | None]:
+    """Write the records of files. Return the error of each, or None."""
+    errors: list[Exception | None] = []
+    for file in files:
+        try:
+            file.write_now()
+        except Exception as error:  # noqa: BLE001 - the callers of `flush` get it
+            errors.append(error)
+        else:
+            errors.append(None)
+    return errors
+
+
+def _max_open_files() -> int:
+    """Return a quarter of the files that the process may open, within bounds."""
+    try:
+        import resource
+    except ImportError:
+        return _MIN_OPEN_FILES
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(max(_MIN_OPEN_FILES, allowed // 4), _MAX_OPEN_FILES)
 
 
 def read_entries(path: Path) -> Iterator[Entry]:

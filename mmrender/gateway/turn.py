@@ -15,6 +15,7 @@ from mmrender.errors import InputError
 from mmrender.gateway.answers import read_turn, stop_strings
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
 from mmrender.gateway.deltas import TextDeltas
+from mmrender.gateway.forms import profile_of
 from mmrender.gateway.kinds import note_kind, root_of
 from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of, digests_of
 from mmrender.gateway.prompts import CallPrompt, make_prompt
@@ -127,8 +128,7 @@ async def _template_arguments(
     arguments = {**call.template_arguments, **pinned}
     if call.thinking is None or _THINKING in arguments:
         return arguments, ()
-    has_tools = call.offered is not None
-    profile = await asyncio.to_thread(renderer.template_profile, has_tools=has_tools, **arguments)
+    profile = await profile_of(renderer, arguments, has_tools=call.offered is not None)
     if _THINKING in profile.arguments:
         return {**arguments, _THINKING: call.thinking}, ()
     return arguments, (f"reasoning turned {'on' if call.thinking else 'off'}: the template cannot",)
