@@ -67,7 +67,7 @@ def _recorded(run: str, number: int, protocol: ProtocolName, record: dict[str, A
 
 
 def _read_reply(reply: Any, protocol: ProtocolName) -> tuple[AgentAnswer, list[AnswerCall]]:
-    """Return the answer without calls that cannot be read, and all calls."""
+    """Return the answer, and its calls with arguments as the model wrote them."""
     if protocol == "chat":
         reply = {"choices": [{"message": reply}]}
     elif protocol == "responses":
@@ -79,11 +79,4 @@ def _read_reply(reply: Any, protocol: ProtocolName) -> tuple[AgentAnswer, list[A
     if protocol == "messages":  # the recording has the text of the arguments, too
         raw = [block["_raw"] for block in reply["content"] if block["type"] == "tool_use"]
         calls = [replace(call, arguments=text) for call, text in zip(calls, raw, strict=True)]
-    return replace(answer, calls=tuple(call for call in calls if _is_object(call.arguments or "{}"))), calls
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
+    return answer, calls

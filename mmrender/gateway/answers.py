@@ -9,9 +9,11 @@ from typing import Any, Final
 import msgspec
 
 from mmrender.client.types import Generation, TurnFinishReason
-from mmrender.gateway.call import Answer, AnswerCall, Call, new_id
+from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
 from mmrender.gateway.deltas import without_stop
+from mmrender.gateway.reading import read_arguments
 from mmrender.messages import Message, ToolCall
+from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
 
 _READ: Final = ("ok", "unknown_tool")
@@ -24,8 +26,8 @@ class ReadTurn:
 
     Attributes:
         reasoning: The reasoning, or None.
-        content: The text. Calls that are malformed, or made without tools, are text at its end, so that the
-            agent sees them.
+        content: The text. Calls that cannot be read, or are made without tools, are text at its end, so that
+            the agent sees them.
         calls: Calls of tools, under unique ids.
         sampled_ids: The id that the model itself sampled for each call, or None.
         message: The message as the template prints it, with the model's own ids if there are any.
@@ -73,11 +75,7 @@ def read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> 
     parsed, response = generation.parsed, generation.response
     stop = response.stop_reason if isinstance(response.stop_reason, str) else None
     stop = stop if stop in stop_strings(params) else None
-    made = [
-        each
-        for each in parsed.tool_calls
-        if call.offered is not None and each.status in _READ and each.arguments is not None
-    ]
+    made = [each for each in parsed.tool_calls if call.offered is not None and _is_call(each)]
     others = [each.raw for each in parsed.tool_calls if each not in made]
     notes: tuple[str, ...] = ()
     if len(made) > 1 and not call.parallel_tool_calls:
@@ -87,12 +85,12 @@ def read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> 
     reasoning = None if parsed.reasoning_content is None else without_stop(parsed.reasoning_content, stop)
     prefix = "toolu_" if call.protocol == "messages" else "call_"
     calls = tuple(
-        AnswerCall(prefix + new_id(), each.name or "", _json(each.arguments or {})) for each in made
+        AnswerCall(prefix + new_id(), each.name or "", _arguments_text(each, call.protocol)) for each in made
     )
     message = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=()).to_message()
     if made:
         own_calls = tuple(
-            ToolCall(each.name or "", each.arguments or {}, each.id or answered.id)
+            ToolCall(each.name or "", _arguments(each), each.id or answered.id)
             for each, answered in zip(made, calls, strict=True)
         )
         message = msgspec.structs.replace(message, content=message.content or None, tool_calls=own_calls)
@@ -114,6 +112,25 @@ def stop_strings(params: Mapping[str, Any]) -> Sequence[str]:
     if params.get("include_stop_str_in_output"):
         return ()
     return (stops,) if isinstance(stops, str) else stops
+
+
+def _is_call(attempt: ToolCallAttempt) -> bool:
+    """Whether the agent gets an attempt as a call. Wrong arguments are the agent's to answer, too."""
+    has_arguments = attempt.status in _READ and attempt.arguments is not None
+    return has_arguments or (attempt.name is not None and attempt.arguments_text is not None)
+
+
+def _arguments(attempt: ToolCallAttempt) -> dict[str, Any]:
+    """Return the arguments of a call in a message, as requests that repeat them are read."""
+    text = attempt.arguments_text
+    return attempt.arguments or {} if text is None else read_arguments(text, "arguments")
+
+
+def _arguments_text(attempt: ToolCallAttempt, protocol: ProtocolName) -> str:
+    """Return the arguments of a call as the agent gets them. In messages they must be an object."""
+    if attempt.arguments_text is not None and protocol != "messages":
+        return attempt.arguments_text
+    return _json(_arguments(attempt))
 
 
 def _json(arguments: Mapping[str, Any]) -> str:

@@ -104,7 +104,7 @@ class AnswerCall:
     Attributes:
         id: Unique id, which finds the step when the agent repeats it.
         name: Name of the tool.
-        arguments: Arguments as JSON text.
+        arguments: Arguments as JSON text, or as the model wrote them if they are no JSON object.
     """
 
     id: str
@@ -122,7 +122,7 @@ class Answer:
         step: Index of the step in the session's trajectory.
         reasoning: The reasoning, or None.
         content: The text.
-        calls: Well-formed calls of tools, in order.
+        calls: Calls of tools, in order.
         finish_reason: Why sampling ended.
         stop: The stop string that was met, or None.
         usage: Token counts.

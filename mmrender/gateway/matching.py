@@ -28,6 +28,7 @@ from blake3 import blake3
 from mmrender.errors import InputError
 from mmrender.gateway import work
 from mmrender.gateway.call import ID_LENGTH, Answer, Call
+from mmrender.gateway.reading import read_arguments
 from mmrender.messages import MediaPart, Message, TextPart
 from mmrender.trajectory.step import Step
 
@@ -154,7 +155,7 @@ class Place:
 
     def recorded(self, answer: Answer, sampled_ids: Sequence[str | None] = ()) -> Recorded:
         """Return the record of the step that answers the call. `sampled_ids` are as in `Recorded`."""
-        calls = [(call.name, json.loads(call.arguments)) for call in answer.calls]
+        calls = [(call.name, read_arguments(call.arguments, "arguments")) for call in answer.calls]
         return Recorded(
             self.tools,
             self.arguments,

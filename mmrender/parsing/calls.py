@@ -4,13 +4,14 @@ A wrong call is an attempt with a status, never an error. An attempt without its
 the next call begins, so one broken call does not swallow the calls after it.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mmrender.model.spelling import TokenText, readable
 from mmrender.parsing.grammars import Field, Grammar, Pattern, Section
-from mmrender.parsing.literals import CutShort, Reader, read_json
+from mmrender.parsing.literals import CutShort, Reader, parse_json, read_json
 from mmrender.parsing.schema import ToolSchemas, typed
 
 CallStatus: TypeAlias = Literal["ok", "invalid_json", "unclosed", "missing_name", "unknown_tool", "malformed"]
@@ -20,6 +21,18 @@ _SPACE = re.compile(r"\s*")
 _NO_NAME = re.compile(r"[\s<>{}()\[\]\"']")
 _JSON_FIELDS = frozenset({Field.OBJECT, Field.JSON})
 _ARGUMENTS = ("arguments", "parameters")
+# The beginning of a call's object up to its arguments, with the name first, as templates write it.
+_OBJECT_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*', re.DOTALL
+)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass
@@ -31,6 +44,7 @@ class Attempt:
     status: CallStatus = "ok"
     name: str | None = None
     arguments: dict[str, Any] | None = None
+    arguments_text: str | None = None
     id: str | None = None
 
 
@@ -179,13 +193,14 @@ class CallScanner:
         """Read the call that begins at a character."""
         captured: _Captured = {}
         status: CallStatus | None = None
+        wrong_json = start
         inner, outer = self._bounds(start + len(self._call_begin or ""))
         try:
             outer = self._run(self._grammar.call, start, inner, captured)
         except _Fault as fault:
             if fault.position > inner:
                 inner, outer = self._bounds(fault.position)
-            status, is_cut_short = fault.status, inner == outer
+            status, is_cut_short, wrong_json = fault.status, inner == outer, fault.position
             if self._call_end is None:
                 is_cut_short = status == "unclosed" and inner == self._length
             if is_cut_short:
@@ -195,7 +210,25 @@ class CallScanner:
         attempt = Attempt(start, outer)
         read_status = self._fill(attempt, captured)
         attempt.status = status or read_status
+        if attempt.status == "invalid_json":
+            self._keep_text(attempt, self._text[wrong_json:inner])
         return attempt
+
+    def _keep_text(self, attempt: Attempt, text: str) -> None:
+        """Set the arguments of a call as text, from JSON that is wrong, and the name if it comes first."""
+        if Field.OBJECT in self._grammar.call:
+            head = _OBJECT_HEAD.match(text)
+            if head is None or self._call_end is None:
+                return
+            try:
+                attempt.name = readable(json.loads(head[1], strict=False))
+            except ValueError:
+                return
+            text = text[head.end() :].rstrip()
+            if text.endswith("}") and not _is_json(text):
+                text = text[:-1]  # the brace that closes the object
+        if attempt.name is not None:
+            attempt.arguments_text = readable(text.strip()) or None
 
     def _run(self, pattern: Pattern, position: int, inner: int, captured: _Captured) -> int:
         """Run a pattern, and return its end."""
@@ -289,6 +322,8 @@ class CallScanner:
             schema = (self._tools or {}).get(attempt.name or "", {})
             value = typed(captured[Field.TAGGED], schema)
         attempt.arguments = value if isinstance(value, dict) else None
+        if value is not None and attempt.arguments is None and not _JSON_FIELDS.isdisjoint(call):
+            attempt.arguments_text = json.dumps(value, ensure_ascii=False)
         if attempt.name is None:
             return "missing_name"
         if self._tools is not None and attempt.name not in self._tools:

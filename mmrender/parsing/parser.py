@@ -30,6 +30,8 @@ class ToolCallAttempt:
             `malformed`: it breaks its grammar in another way.
         name: Name of the tool, or None if it could not be read.
         arguments: Arguments, or None if they could not be read, whatever the status.
+        arguments_text: Arguments of a named call as the model wrote them, if they are no JSON object. None
+            otherwise.
         raw: The text of the attempt, delimiters included.
         span: Tokens `[start, stop)` of the completion that contain any of that text. If delimiters are
             ordinary text, two attempts may share a token.
@@ -42,6 +44,7 @@ class ToolCallAttempt:
     raw: str
     span: tuple[int, int]
     id: str | None = None
+    arguments_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +303,7 @@ class ResponseParser:
                 raw=readable(source.text[attempt.start : attempt.stop]),
                 span=source.tokens_of(attempt.start, attempt.stop),
                 id=attempt.id,
+                arguments_text=attempt.arguments_text,
             )
             for block in parts.blocks
             for attempt in block.attempts

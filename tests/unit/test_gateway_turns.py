@@ -1,6 +1,7 @@
 """Turns of the gateway: prompts, answers and records, over a scripted engine and Qwen3-VL's template."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -9,6 +10,8 @@ from kit import data_url, noise, until
 from mmrender.content import normalize_messages
 from mmrender.errors import EngineConnectionError, InputError
 from mmrender.gateway.call import Call
+from mmrender.gateway.protocols import PROTOCOLS
+from mmrender.gateway.reading import UNPARSED
 from mmrender.gateway.turn import take_turn
 from mmrender.renderer import Renderer
 from rollout_cases import TOOLS
@@ -241,13 +244,15 @@ async def test_text_streams_before_the_turn_ends(renderer):
     [
         (f"x\n{spoken(1)}\n{spoken(2)}", "x", ["look", "look"]),
         ('<tool_call>\n{"name": "gone", "arguments": {}}\n</tool_call>', "", ["gone"]),
-        (BROKEN := '<tool_call>\n{"name": "look", "arguments": {"at": \n</tool_call>', BROKEN, []),
-        (f"x\n{BROKEN}\n{spoken(1)}", f"x\n{BROKEN}", ["look"]),
+        (BROKEN := '<tool_call>\n{"name": "look", "arguments": {"at": \n</tool_call>', "", ["look"]),
+        (f"x\n{BROKEN}\n{spoken(1)}", "x", ["look", "look"]),
+        (UNNAMED := "<tool_call>\nlook(1)\n</tool_call>", UNNAMED, []),
+        (f"x\n{UNNAMED}\n{spoken(1)}", f"x\n{UNNAMED}", ["look"]),
         ("", "", []),
     ],
 )
 async def test_what_the_agent_gets(renderer, said_text, content, names):
-    """Calls of unknown tools are calls, and malformed ones are text. What is repeated is found."""
+    """Calls of unknown tools and with wrong arguments are calls, others are text. What is repeated is found."""
     session = Recording(renderer, lambda request: said_text)
     step, answer = await session.ask(ASKED)
     assert (answer.content, [call.name for call in answer.calls]) == (content, names)
@@ -255,8 +260,40 @@ async def test_what_the_agent_gets(renderer, said_text, content, names):
     assert all(call.id.startswith("call_") and len(call.id) == 29 for call in answer.calls)
     contents = ["1"] * len(names)
     asked = [*ASKED, said(answer), *results(answer, *contents), {"role": "user", "content": "So?"}]
-    later, _ = await session.ask(asked)
+    read = PROTOCOLS["chat"].read(
+        {"model": "m", "messages": asked, "tools": TOOLS}, {}
+    )  # takes any arguments
+    later, _ = await session.take(read)
     assert later.previous is step
+
+
+WRONG = ('{"at": 1,}', '{"at": "a\\x"}', "[1]", '"{}"', '{"at":')
+
+
+@pytest.mark.parametrize("written", WRONG)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_arguments_that_are_no_object_come_and_return_as_the_model_wrote_them(
+    renderer, protocol, written
+):
+    """Agents send the text back as it came, or wrapped. It is the turn that was sampled."""
+    text = f'x\n<tool_call>\n{{"name": "look", "arguments": {written}}}\n</tool_call>'
+    session = Recording(renderer, lambda request: text)
+    step, answer = await session.ask(ASKED, protocol=protocol)
+    [call] = answer.calls
+    assert (answer.content, call.name, answer.finish_reason) == ("x", "look", "tool_calls")
+    if protocol == "messages":
+        assert json.loads(call.arguments) == {UNPARSED: written}
+    else:
+        assert call.arguments == written
+    for repeated in (call.arguments, json.dumps({UNPARSED: written})):
+        again = {"id": call.id, "type": "function", "function": {"name": "look", "arguments": repeated}}
+        turn = said(answer, tool_calls=[again])
+        asked = {"model": "m", "messages": [*ASKED, turn, *results(answer, "no JSON")], "tools": TOOLS}
+        later, _ = await session.take(PROTOCOLS["chat"].read(asked, {}))
+        record = gateway(later)
+        assert (record["prompt"], record.get("rewritten")) in (("bridged", None), ("repeated", None))
+        prompt = later.prompt_ids.tolist()
+        assert prompt[: len(step)] == [*step.prompt_ids.tolist(), *step.completion_ids.tolist()]
 
 
 async def test_calls_without_tools_are_text(renderer):

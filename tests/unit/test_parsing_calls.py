@@ -53,11 +53,11 @@ def test_a_tool_that_was_not_offered(name):
 
 BROKEN: dict[str, list[tuple[str, str, str | None, dict[str, Any] | None]]] = {
     "json_tags": [
-        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', 'invalid_json', None, None),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', 'invalid_json', 'f', None),
         ('<tool_call>\nf(1)\n</tool_call>', 'invalid_json', None, None),
-        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', 'invalid_json', None, None),
-        ('<tool_call>{"name": "f", "arguments": {"b": "\\ud800"}}</tool_call>', 'invalid_json', None, None),
-        ('<tool_call>{"name": "f", "arguments": {"b": "a\nb"}}</tool_call>', 'invalid_json', None, None),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', 'invalid_json', 'f', None),
+        ('<tool_call>{"name": "f", "arguments": {"b": "\\ud800"}}</tool_call>', 'invalid_json', 'f', None),
+        ('<tool_call>{"name": "f", "arguments": {"b": "a\nb"}}</tool_call>', 'invalid_json', 'f', None),
         ('<tool_call>{"arguments": {"a": 1}}</tool_call>', 'missing_name', None, {'a': 1}),
         ('<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>', 'missing_name', None, {'a': 1}),
         ('<tool_call>{"name": "f"}</tool_call>', 'malformed', 'f', None),
@@ -144,6 +144,33 @@ def test_a_broken_call(name, text, status, tool, arguments):
     assert [outcome(attempt) for attempt in parsed.tool_calls] == [(status, tool, arguments)]
     assert parsed.content == ""
     assert parsed.to_message().tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "written"),
+    [
+        ("json_tags", '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>', '{"a": 1}'),
+        ("json_tags", '<tool_call>{ "name" : "f", "arguments" : {"a": 1,} }</tool_call>', '{"a": 1,}'),
+        ("json_tags", '<tool_call>{"name": "f", "parameters": {"b": "a\nb"}}</tool_call>', '{"b": "a\nb"}'),
+        ("json_tags", '<tool_call>{"name": "f", "arguments": [1, "é"]}</tool_call>', '[1, "é"]'),
+        ("json_tags", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', '"{}"'),
+        ("json_tags", '<tool_call>{"name": "f", "arguments":}</tool_call>', None),
+        ("json_tags", '<tool_call>{"arguments": {a}, "name": "f"}</tool_call>', None),
+        ("json_tags", '<tool_call>{"name": "f", "arguments": {"a": 1}}', None),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS]{a: 1}", "{a: 1}"),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS][1]", "[1]"),
+        ("llama_json", '{"name": "f", "parameters": {a}}', None),
+    ],
+)
+def test_the_text_of_arguments_that_are_no_object(name, text, written):
+    [attempt] = parse(name, text, TOOLS).tool_calls
+    assert attempt.arguments_text == written
+    assert written is None or attempt.name == "f"
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_arguments_that_were_read_have_no_text(name):
+    assert [attempt.arguments_text for attempt in parse(name, OK[name], TOOLS).tool_calls] == [None]
 
 
 @pytest.mark.parametrize(

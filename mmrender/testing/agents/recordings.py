@@ -17,7 +17,6 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image
 
-from mmrender.errors import ModelError
 from mmrender.gateway.call import AnswerCall, ProtocolName
 from mmrender.messages import Message, ToolCall
 from mmrender.renderer import Renderer
@@ -109,9 +108,8 @@ def _sampled_ids(renderer: Renderer, message: Message) -> list[int]:
     rendered = renderer.render([_ASKED, message], tools=tools or None)
     marked = zip(rendered.token_ids, rendered.sampled_mask.tolist(), strict=True)
     ids = [token for token, is_sampled in marked if is_sampled]
-    if ids[-1] not in renderer.get_stop_token_ids():  # such as a line break after it
-        raise ModelError("the template writes no stop token after an answer", got=renderer.decode(ids[-1:]))
-    return ids
+    stops = renderer.get_stop_token_ids()
+    return ids if ids[-1] in stops else [*ids, stops[0]]  # such as GLM's, which has the next role instead
 
 
 def _spells_text(renderer: Renderer) -> bool:
