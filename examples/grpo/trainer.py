@@ -1,11 +1,11 @@
 """The trainer's side: from trajectories to an update of the weights, in plain PyTorch.
 
-The update is GRPO's with three changes that later work grounds. Advantages are rewards less the mean of
-their group, without the division by its deviation, which weighs boards that are almost always or almost
-never won more than others; the loss is a mean over the tokens of the step, not of means over sequences, so
-that length does not weigh either (Liu et al., "Understanding R1-Zero-Like Training", 2025). And as sampler
-and trainer are different programs, each token is weighted by the truncated ratio of its probabilities,
-which is 1 where they agree (Espeholt et al., "IMPALA", 2018).
+Advantages are rewards less the mean of their group, as GRPO's, without the division by its deviation,
+which weighs boards that are almost always or almost never won more than others. The loss is a mean over
+the tokens of the step, not of means over sequences, so that length does not weigh either (Liu et al.,
+"Understanding R1-Zero-Like Training", 2025). And as sampler and trainer are different programs, each
+token is weighted by the truncated ratio of its probabilities, which is 1 where they agree: `cispo_loss`.
+Log-probabilities and entropies come from hidden states, without logits.
 """
 
 from collections import defaultdict
@@ -26,10 +26,9 @@ from mmrender.training import (
     TrainingBatch,
     collate,
     first_fit_decreasing,
-    token_entropy,
-    token_logprobs,
+    score_tokens,
 )
-from mmrender.training.logprobs import importance_weights
+from mmrender.training.losses import cispo_loss
 from mmrender.trajectory import Branch, TrainingSample, Trajectory
 
 
@@ -59,8 +58,7 @@ class Trainer:
         """Take one step on recorded games; return their loss in nats a token."""
         count, total = int(batch.loss_mask.sum()), 0.0
         for micro_batch in self._micro_batches(batch):
-            logprobs = token_logprobs(self.model(**micro_batch.model_inputs()).logits, micro_batch)
-            loss = -logprobs[micro_batch.loss_mask].sum() / count
+            loss = -score_tokens(self.model, micro_batch).logprobs.sum() / count
             loss.backward()
             total += float(loss.detach())
         self._take_step()
@@ -79,15 +77,17 @@ class Trainer:
         count = int(batch.loss_mask.sum())
         seen: defaultdict[str, float] = defaultdict(float)
         for micro_batch in self._micro_batches(batch):
-            logits = self.model(**micro_batch.model_inputs()).logits
-            logprobs = token_logprobs(logits, micro_batch)
-            weights = importance_weights(logprobs, micro_batch, most=config.most_weight)
-            entropy = token_entropy(logits, micro_batch)
-            gain = weights * micro_batch.advantages * logprobs + config.entropy_bonus * entropy
-            (-gain[micro_batch.loss_mask].sum() / count).backward()
-            parted = (micro_batch.logprobs - logprobs.detach())[micro_batch.loss_mask]
+            scores = score_tokens(self.model, micro_batch, entropy=True)
+            cispo_loss(
+                scores.logprobs,
+                micro_batch,
+                tokens=count,
+                high=config.most_weight - 1,
+                penalty=-config.entropy_bonus * scores.entropy,
+            ).backward()
+            parted = (micro_batch.logprobs - scores.logprobs.detach())[micro_batch.loss_mask]
             seen["kl"] += float(parted.sum()) / count
-            seen["entropy"] += float(entropy.detach().sum()) / count
+            seen["entropy"] += float(scores.entropy.detach().sum()) / count
             seen["difference"] = max(seen["difference"], float(parted.abs().max()))
         seen["gradient"] = self._take_step()
         self.step += 1

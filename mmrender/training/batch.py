@@ -29,6 +29,7 @@ from mmrender.training.segments import (
     placed,
     row_bounds,
     same_sample,
+    sample_numbers,
     take_columns,
     token_numbers,
     varlen_kwargs,
@@ -113,6 +114,21 @@ class TrainingBatch(OutOfBand):
     def seq_lens(self) -> list[int]:
         """Tokens of each sample, row by row."""
         return [segment.length for _, segment in placed(self.segments)]
+
+    @property
+    def sample_numbers(self) -> Any:
+        """The number of each token's sample, as in `sample_ids`, int64 `(rows, width)`; -1 at padding."""
+        return sample_numbers(self.segments, self.input_ids)
+
+    @property
+    def trained_tokens(self) -> Any:
+        """Number of tokens to train on in each token's sample, int64 `(rows, width)`; 0 at padding."""
+        counts = torch.zeros_like(self.input_ids)
+        for row, segment in placed(self.segments):
+            counts[row, segment.start : segment.stop] = self.loss_mask[
+                row, segment.start : segment.stop
+            ].sum()
+        return counts
 
     def cu_seqlens(self, row: int = 0) -> Any:
         """Return the start of each sequence of a row, and its width: int32 `(sequences + 1,)`.

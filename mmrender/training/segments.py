@@ -75,11 +75,17 @@ def in_completion(rows: Rows, like: Any) -> Any:
     return marks
 
 
+def sample_numbers(rows: Rows, like: Any) -> Any:
+    """Return the number of each token's sample, shaped as `like` `(rows, width)`; -1 for padding."""
+    numbers = torch.full_like(like, -1)
+    for number, (row, segment) in enumerate(placed(rows)):
+        numbers[row, segment.start : segment.stop] = number
+    return numbers
+
+
 def same_sample(rows: Rows, like: Any) -> Any:
     """Return which tokens share a sample, bool `(rows, width, width)`; False at padding."""
-    owner = torch.full_like(like, -1)
-    for number, (row, segment) in enumerate(placed(rows)):
-        owner[row, segment.start : segment.stop] = number
+    owner = sample_numbers(rows, like)
     return (owner[:, :, None] == owner[:, None, :]) & (owner[:, :, None] >= 0)
 
 

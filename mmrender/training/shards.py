@@ -121,6 +121,21 @@ class SequenceShard:
         return self._at_prediction("loss_weights")
 
     @cached_property
+    def sample_numbers(self) -> Any:
+        """The number of the next token's sample in `whole`, int64 `(rows, tokens)`; -1 if none follows."""
+        return self.at_prediction(self.whole.sample_numbers + 1) - 1
+
+    @cached_property
+    def trained_tokens(self) -> Any:
+        """Number of tokens to train on in the next token's sample, over all ranks: int64 `(rows, tokens)`."""
+        return self.at_prediction(self.whole.trained_tokens)
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Names of the samples of `whole`."""
+        return self.whole.sample_ids
+
+    @cached_property
     def _next_ids(self) -> Any:
         return self.at_prediction(self.whole.input_ids)
 
