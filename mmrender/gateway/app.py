@@ -276,7 +276,8 @@ class _Routes:
                 closing = stack.pop_all()
 
             def close(error: BaseException | None) -> None:
-                self._record(request, 200 if error is None else CallerLeftError().status, begun)
+                status = error.status if isinstance(error, RequestError) else CallerLeftError().status
+                self._record(request, 200 if error is None else status, begun)
                 if error is None:
                     pending.delivered()
                 closing.close()

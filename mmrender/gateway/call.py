@@ -181,7 +181,7 @@ class EventWriter(Protocol):
         ...
 
     def failure(self, status: int, code: str, message: str) -> bytes:
-        """Return the events that end the stream with an error."""
+        """Return the events that end the stream with an error. Nothing breaks it off instead."""
         ...
 
 

@@ -265,7 +265,13 @@ class ChatEvents:
         return b"".join(events) + _DONE
 
     def failure(self, status: int, code: str, message: str) -> bytes:
-        """Return the error, and the end mark."""
+        """Return the error, and the end mark, or nothing if an equal call may succeed.
+
+        OpenAI's clients raise an error without a status for such an event, which agents do not repeat. They
+        repeat calls whose connection broke.
+        """
+        if status >= 500:
+            return b""
         return event(openai_error(status, code, message, None)) + _DONE
 
     def _chunk(self, index: int, delta: Mapping[str, Any], **members: Any) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from mmrender.errors import MissingDependencyError
 from mmrender.gateway.call import Delta, EventWriter
-from mmrender.gateway.limits import CallerLeftError, failure_of
+from mmrender.gateway.limits import CallerLeftError, Failure, RequestError, failure_of
 from mmrender.gateway.pending import Pending
 
 try:
@@ -17,6 +17,13 @@ except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
 Result = TypeVar("Result")
+
+
+class StreamBrokenError(RequestError):
+    """A stream ends without its last event, so that clients repeat the call."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.status, f"a stream broke off: {failure.message}", code=failure.code)
 
 
 class Caller:
@@ -83,7 +90,11 @@ class AnswerStream:
             await self._pending.answers()
 
     async def events(self, writer: EventWriter) -> AsyncGenerator[bytes, None]:
-        """Yield all events. An error is the last event."""
+        """Yield all events. An error is the last event, or breaks the stream.
+
+        Raises:
+            StreamBrokenError: The protocol has no event for the error that clients repeat a call after.
+        """
         yield writer.begin()
         while True:
             coming = await self._wait()
@@ -96,9 +107,11 @@ class AnswerStream:
             yield writer.delta(delta)
         try:
             answers = await self._pending.answers()
-        except Exception as error:  # noqa: BLE001 - the status is sent, so it goes into the stream
+        except Exception as error:  # the status is sent, so it goes into the stream
             failure = failure_of(error)
-            yield writer.failure(failure.status, failure.code, failure.message)
+            if not (last := writer.failure(failure.status, failure.code, failure.message)):
+                raise StreamBrokenError(failure) from error
+            yield last
         else:
             yield writer.end(answers)
 

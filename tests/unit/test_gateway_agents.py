@@ -147,7 +147,9 @@ def test_broken_streams_are_no_answers(protocol):
     with pytest.raises(ValueError, match="the stream ends without"):
         read_answer(protocol, begin, streamed=True)
     with pytest.raises(ValueError, match=r"the stream ends in an error: .*the engine failed"):
-        read_answer(protocol, begin + writer.failure(502, "engine_error", "the engine failed"), streamed=True)
+        read_answer(
+            protocol, begin + writer.failure(400, "engine_refused", "the engine failed"), streamed=True
+        )
     with pytest.raises(ValueError, match="the reply has another form"):
         read_answer(protocol, b'{"error": {"message": "no"}}', streamed=False)
 

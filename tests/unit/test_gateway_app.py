@@ -393,7 +393,34 @@ def test_an_error_before_the_first_text_has_its_own_status(renderer, protocol):
         assert (status, "answer 3" in text) == (200, True)
 
 
-@pytest.mark.parametrize("protocol", [CHAT, RESPONSES, MESSAGES])
+def test_a_late_failure_of_an_engine_breaks_a_chat_stream_and_the_call_can_be_repeated(renderer):
+    with serving(renderer, keep_alive_seconds=0.05) as (gateway, script):
+        session = gateway.run(gateway.open_session("a"))
+        client = openai.OpenAI(base_url=session.base_url, api_key="none", max_retries=0)
+
+        def ends(fault):
+            """The stream's first chunk, and how it goes on once the engine has failed, or not."""
+            script.gate.clear()
+            script.fault = fault
+            stream = client.chat.completions.create(model="m", **HELLO[CHAT], stream=True)
+            first = next(stream)
+            gateway.run(_open(script.gate))
+            return "".join(chunk.choices[0].delta.content or "" for chunk in [first, *stream])
+
+        with client:
+            with pytest.raises(openai.APIConnectionError):
+                ends(EngineTimeoutError("too slow"))
+            assert session.describe()["incomplete"] == "a call failed: too slow"
+            assert b'status="504"' in ask(gateway, "/metrics")[1]
+            with pytest.raises(openai.APIError, match="no such model") as refused:
+                ends(EngineStatusError("no such model", status=400, body=b""))
+            assert not isinstance(refused.value, openai.APIConnectionError)
+            assert ends(None) == "answer 3"
+        trajectory = gateway.run(session.finish())
+    assert (len(trajectory), trajectory.error) == (1, None)
+
+
+@pytest.mark.parametrize("protocol", [RESPONSES, MESSAGES])
 def test_a_slow_answer_has_signs_of_life_and_a_late_error_is_an_event(renderer, protocol):
     with serving(renderer, keep_alive_seconds=0.05) as (gateway, script):
         script.gate.clear()
