@@ -260,7 +260,7 @@ async def serve(server: str, model: str, out: str, port: str) -> None:
 
     renderer = Renderer.from_pretrained(model, image_backend="pil")
     backend = VLLMBackend(images="hash_only", pixels="uint8", trust_cache=True)
-    engine = HTTPEngine(backend, server, model="stub", renderer=renderer)
+    engine = HTTPEngine(backend, server, model="scripted", renderer=renderer)
     gateway = Recording(
         InferenceEngineClient([engine], renderer=renderer),
         renderer,

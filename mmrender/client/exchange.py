@@ -317,15 +317,21 @@ def _forget_abort(sending: asyncio.Future[Any]) -> None:
 
 
 _texts: LRUCache[Hashable, JSONText] = LRUCache(256 << 20, size_of=attrgetter("size"))
-"""Images as JSON text, by identity and form."""
+"""Images as JSON text, by identity and form, that each request repeats."""
+_sent_texts: LRUCache[Hashable, JSONText] = LRUCache(64 << 20, size_of=attrgetter("size"))
+"""Images as JSON text that a server is sent once. Rollouts of a group send them to several servers."""
 
 
-def encoded_once(item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[], bytes]) -> JSONText:
+def encoded_once(
+    item: MediaItem, form: tuple[Hashable, ...], encode: Callable[[], bytes], *, is_sent_once: bool = False
+) -> JSONText:
     """Return an item as JSON text. Each item and form is encoded once while it is remembered.
 
-    All requests, servers and event loops share the last 256 MiB.
+    All requests, servers and event loops share the last 256 MiB, or 64 MiB of texts that a server is sent
+    once.
     """
-    return _texts.get_or_compute((item.identity, type(item), *form), lambda: JSONText(encode()))
+    texts = _sent_texts if is_sent_once else _texts
+    return texts.get_or_compute((item.identity, type(item), *form), lambda: JSONText(encode()))
 
 
 def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:

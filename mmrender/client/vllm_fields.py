@@ -364,8 +364,8 @@ def layout_for(
     return layouts[0]
 
 
-def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
-    """Encode one item as vLLM's base64 item, a JSON text."""
+def encode_item(span: MediaSpan, form: WireForm, *, is_sent_once: bool = False) -> JSONText:
+    """Encode one item as vLLM's base64 item, a JSON text. See `encoded_once`."""
 
     def encode() -> bytes:
         if isinstance(span.item, PatchItem):
@@ -381,4 +381,4 @@ def encode_item(span: MediaSpan, form: WireForm) -> JSONText:
         (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
         return b'"%b"' % encode_mm_kwargs_item_as_bytes(item)
 
-    return encoded_once(span.item, (form.layout.name, form.pixels), encode)
+    return encoded_once(span.item, (form.layout.name, form.pixels), encode, is_sent_once=is_sent_once)

@@ -444,7 +444,7 @@ class ImagePlan:
         for index, (name, span) in enumerate(zip(self.names, self.spans, strict=True)):
             if known is None or self.max_bytes is None or name in brought:
                 continue
-            size = encode_item(span, self.forms[span.item.identity]).size
+            size = encode_item(span, self.forms[span.item.identity], is_sent_once=True).size
             if room is not None and size > room:
                 prompts.append(self._prompt(index, before))
                 before, room = brought, None
@@ -482,7 +482,8 @@ def features_of(
         form = forms[span.item.identity]
         name = form.mm_hash(span.item)
         place = {"offset": span.range.offset, "length": span.range.length}
-        data = None if name in left_out else encode_item(span, form)
+        is_left_out = name in left_out
+        data = None if is_left_out else encode_item(span, form, is_sent_once=known is not None)
         for members, value in zip(features.values(), (name, place, data), strict=True):
             members.setdefault(span.item.modality, []).append(value)
         if known is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from operator import attrgetter
 from types import SimpleNamespace
 
 import msgspec
@@ -11,7 +12,8 @@ from aiohttp import web
 
 from kit import blocks, error_of, raised, shown
 from mmcodecs.arrays import RawTensor
-from mmrender.client import vllm_fields
+from mmrender.caching import LRUCache
+from mmrender.client import exchange, vllm_fields
 from mmrender.client.exchange import data_urls
 from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
@@ -550,6 +552,15 @@ def test_an_image_is_encoded_once(image, monkeypatch):
     assert len(encoded) == 2
     (span,) = fresh.spans()
     assert data_urls([span])[0] is data_urls([span, span])[1]
+
+
+def test_texts_that_a_server_is_sent_once_do_not_fill_the_memory_of_repeated_ones(image, monkeypatch):
+    for name in ("_texts", "_sent_texts"):
+        monkeypatch.setattr(exchange, name, LRUCache(1 << 20, size_of=attrgetter("size")))
+    run(hashing(image), image, VLLMBackend(images="hash_only", trust_cache=True))
+    assert (len(exchange._texts), len(exchange._sent_texts)) == (0, 1)
+    run(server(), image, VLLMBackend(images="features", pixels="uint8"))
+    assert (len(exchange._texts), len(exchange._sent_texts)) == (1, 1)
 
 
 @pytest.mark.parametrize(
