@@ -26,9 +26,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -41,16 +42,68 @@ MAGIC = b"\x89mmcfile"
 VERSION = 1
 BLOCK = 64
 _MESSAGE = 1
+_READ_AHEAD = 128 << 10
+"""Bytes of one request to read pages. Linux cuts longer ones off, depending on the disk."""
+_HEAD = 64 << 10
+"""Bytes that are read ahead of a message of which more may not be looked at."""
 _HEADER = struct.Struct("<8sHHIQQQ16s")
 _SUM = struct.Struct("<Q")
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Place of a message in the file, and its checksum, or None if the header is damaged."""
 
     start: int
     stop: int
     checksum: int | None
+
+
+class Source(Protocol):
+    """Bytes that are read by range, such as an object of a store. `str` of it names it in errors."""
+
+    def refresh(self) -> int:
+        """Take in later bytes, and return the length in bytes."""
+
+    def read(self, start: int, stop: int, *, ahead: int = 0) -> memoryview:
+        """Return a range of bytes within the length, of which the first `ahead` will be looked at."""
+
+
+class MappedFile:
+    """A file by memory map.
+
+    Args:
+        path: The file.
+        sparse: Whether only some ranges will be read. The system then reads no pages from the disk beside
+            them, where it can be asked to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, sparse: bool = False) -> None:
+        self._path = Path(path)
+        self._map: mmap.mmap | None = None
+        self._view = memoryview(b"")
+        self._is_sparse = sparse and hasattr(mmap, "MADV_RANDOM")
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def refresh(self) -> int:
+        """Map the file as it is now, and return its length in bytes."""
+        with self._path.open("rb") as file:
+            is_empty = os.fstat(file.fileno()).st_size == 0
+            self._map = None if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._view = memoryview(b"" if self._map is None else self._map)
+        if self._is_sparse and self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)
+        return self._view.nbytes
+
+    def read(self, start: int, stop: int, *, ahead: int = 0) -> memoryview:
+        """Return a view of the map."""
+        if self._is_sparse and self._map is not None:
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            for at in range(first, min(stop, start + ahead), _READ_AHEAD):
+                length = min(stop, start + ahead, at + _READ_AHEAD) - at
+                self._map.madvise(mmap.MADV_WILLNEED, at, length)
+        return self._view[start:stop]
 
 
 class RecordReader:
@@ -59,7 +112,7 @@ class RecordReader:
     Arrays are read-only views of the memory map, which stays as long as any of them does.
 
     Args:
-        path: The file.
+        path: The file, or a source of its bytes.
         framework: As in `decode`.
         copy: As in `decode`.
         verify: Whether to compare each message with its checksum before it is decoded.
@@ -77,7 +130,7 @@ class RecordReader:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Source,
         *,
         framework: Framework = "numpy",
         copy: bool = False,
@@ -90,36 +143,54 @@ class RecordReader:
         self.verify = verify
         self.tail = tail
         self.limits = limits
-        self._path = Path(path)
-        self._blocks: list[_Block] = []
+        self._source = MappedFile(path) if isinstance(path, str | os.PathLike) else path
+        self._path = str(self._source)
+        self._size = 0
+        self._blocks: list[Block] = []
         self._whole = 0  # leading messages that are known not to be torn
         self.torn_bytes = 0
         self.refresh()
 
-    def refresh(self) -> int:
-        """Take in later appends, and return the number of messages. Raises as opening does."""
-        self._view = _map(self._path)
-        self._blocks = _follow(self._view, self._blocks[: self._whole])
+    def refresh(self, known: Sequence[Block] = ()) -> int:
+        """Take in later appends, and return the number of messages. Raises as opening does.
+
+        Args:
+            known: Places of the first messages, such as from an index, whose headers need not be followed.
+                The header of the last place is compared now, and each other header when its message is read.
+                Places that differ from the file are replaced by the places of its headers.
+        """
+        self._size = self._source.refresh()
+        whole = self._blocks[: self._whole]
+        if self._size < _end(whole):
+            raise DecodeError("the file has become shorter", expected=str(_end(whole)), got=str(self._size))
+        blocks = [*whole, *known[self._whole :]]
+        if len(blocks) > self._whole and not self._agrees(len(blocks) - 1, blocks[-1]):
+            numbers = range(self._whole, len(blocks))
+            differ = bisect_left(numbers, True, key=lambda number: not self._agrees(number, blocks[number]))
+            del blocks[self._whole + differ :]
+        self._blocks = _follow(self._source, self._size, blocks)
         return self.settle() if self.tail else len(self._blocks)
 
     def settle(self) -> int:
         """Leave out the newest messages if they are torn, and return the number of messages."""
         # Only the newest appends can be torn: their headers may be on disk before their contents.
-        while len(self._blocks) > self._whole and not self.holds(len(self._blocks) - 1):
-            del self._blocks[-1]
-        self.torn_bytes = self._view.nbytes - _end(self._blocks)
+        while (count := len(self._blocks)) > self._whole and not self.holds(count - 1):
+            if len(self._blocks) == count:  # the headers were not followed again
+                del self._blocks[-1]
+        self.torn_bytes = self._size - _end(self._blocks)
         return len(self._blocks)
 
     def holds(self, number: int) -> bool:
         """Return whether a message has the checksum of its header. Reads the message."""
-        block = self._blocks[number]
-        is_sound = block.checksum is not None and _holds(self._view, block)
-        self._whole = max(self._whole, range(len(self._blocks))[number] + 1) if is_sound else self._whole
-        return is_sound
+        content = self._content(number, whole=True)
+        return content is not None and self._is_sound(number, content)
 
-    def checksum(self, number: int) -> int | None:
-        """Return the XXH3-64 in the header of a message, or None if the header is damaged."""
-        return self._blocks[number].checksum
+    def block(self, number: int) -> Block:
+        """Return the place of a message and the XXH3-64 in its header, or None if the header is damaged."""
+        return self._blocks[number]
+
+    def __str__(self) -> str:
+        return self._path
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -137,19 +208,49 @@ class RecordReader:
             IndexError: The number is out of range.
             CodecError: The message is damaged.
         """
+        where, verify = f"byte {self._blocks[number].start}", self.verify if verify is None else verify
+        content = self._content(number, whole=verify)
+        if content is None:
+            raise DecodeError("the header of a message is damaged", where=where)
+        if verify and not self._is_sound(number, content):
+            raise DecodeError("checksum mismatch in a message", where=where)
+        return decode(content, copy=self.copy, framework=self.framework, type=type, limits=self.limits)
+
+    def _content(self, number: int, *, whole: bool) -> memoryview | None:
+        """Return the bytes of a message in the file, or None if its header is damaged. Reads them once."""
+        number = range(len(self._blocks))[number]
         block = self._blocks[number]
         if block.checksum is None:
-            raise DecodeError("the header of a message is damaged", where=f"byte {block.start}")
-        content = self._view[block.start : block.stop]
-        if (self.verify if verify is None else verify) and not self.holds(number):
-            raise DecodeError("checksum mismatch in a message", where=f"byte {block.start}")
-        return decode(content, copy=self.copy, framework=self.framework, type=type, limits=self.limits)
+            return None
+        if align(block.stop) <= self._size:
+            start = block.start - BLOCK
+            view = self._source.read(start, block.stop, ahead=block.stop - start if whole else _HEAD)
+            if _block(view, block.start - BLOCK) == (number, block):
+                return view[BLOCK:]
+        # The place is from elsewhere, or the file was replaced: the headers say where its messages are.
+        self._whole, self._blocks = 0, _follow(self._source, self._size, [])
+        is_known = number < len(self._blocks) and self._blocks[number] != block
+        return self._content(number, whole=whole) if is_known else None
+
+    def _is_sound(self, number: int, content: memoryview) -> bool:
+        is_sound = _checksum(content) == self._blocks[number].checksum
+        self._whole = max(self._whole, range(len(self._blocks))[number] + 1) if is_sound else self._whole
+        return is_sound
+
+    def _agrees(self, number: int, block: Block) -> bool:
+        """Return whether the file has the header of a place. A damaged header is compared with nothing."""
+        if align(block.stop) > self._size:
+            return False
+        start = block.start - BLOCK
+        header = self._source.read(start, block.start)
+        return block.checksum is None or _block(header, start) == (number, block)
 
 
 class RecordWriter:
     """Append messages to a file. A lock admits one writer at a time, on systems that have file locks.
 
     Each append reaches the system at once, so it survives the process, and with `sync` the machine.
+    `block` is the place of the newest message, and None without one.
 
     Args:
         path: The file, made if it does not exist. A torn tail is cut off.
@@ -178,6 +279,7 @@ class RecordWriter:
             raise
         self._count = len(blocks)
         self._end = _end(blocks)
+        self.block: Block | None = blocks[-1] if blocks else None
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
@@ -196,13 +298,14 @@ class RecordWriter:
         digest = require("xxhash", "a record file").xxh3_64()
         for part in parts:
             digest.update(part)
-        fields = _HEADER.pack(MAGIC, VERSION, _MESSAGE, 0, length, self._count, digest.intdigest(), bytes(16))
-        end = align(self._end + BLOCK + length)
+        checksum, start = digest.intdigest(), self._end + BLOCK
+        fields = _HEADER.pack(MAGIC, VERSION, _MESSAGE, 0, length, self._count, checksum, bytes(16))
+        end = align(start + length)
         try:
             self._file.write(fields + _SUM.pack(_checksum(fields)))
             for part in parts:
                 self._file.write(part)
-            self._file.write(bytes(end - self._end - BLOCK - length))
+            self._file.write(bytes(end - start - length))
             self._file.flush()
             if self.sync:
                 os.fsync(self._file.fileno())
@@ -210,7 +313,7 @@ class RecordWriter:
             self._file.truncate(self._end)
             self._file.seek(self._end)
             raise
-        self._end = end
+        self._end, self.block = end, Block(start, start + length, checksum)
         self._count += 1
         return self._count - 1
 
@@ -235,41 +338,32 @@ class RecordWriter:
             raise EncodeError("another writer has the file open", where=self._file.name) from error
 
 
-def _map(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
 def _checksum(data: bytes | memoryview) -> int:
     checksum: int = require("xxhash", "a record file").xxh3_64_intdigest(data)
     return checksum
 
 
-def _end(blocks: list[_Block]) -> int:
+def _end(blocks: list[Block]) -> int:
     return align(blocks[-1].stop) if blocks else 0
 
 
-def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
+def _follow(source: Source, size: int, known: list[Block]) -> list[Block]:
     """Return the messages of a file by their headers, the known ones first. The last may be torn."""
     blocks = known.copy()
-    if view.nbytes < _end(blocks):
-        raise DecodeError("the file has become shorter", expected=str(_end(blocks)), got=str(view.nbytes))
-    while (at := _end(blocks)) + BLOCK <= view.nbytes:
-        match = _block(view, at)
+    while (at := _end(blocks)) + BLOCK <= size:
+        match = _block(source.read(at, at + BLOCK), at)
         if match is None:
-            match = _next_block(view, at, len(blocks))
-        elif match[0] != len(blocks) or align(match[1].stop) > view.nbytes:
+            match = _next_block(source.read(at, size), at, len(blocks))
+        elif match[0] != len(blocks) or align(match[1].stop) > size:
             break
         if match is None:
             break
         number, block = match
         if number > len(blocks):
-            blocks += [_Block(at, block.start - BLOCK, None)] * (number - len(blocks))
+            blocks += [Block(at, block.start - BLOCK, None)] * (number - len(blocks))
         blocks.append(block)
-    if not blocks and view.nbytes >= BLOCK:
-        magic, version, *_ = _HEADER.unpack(view[: _HEADER.size])
+    if not blocks and size >= BLOCK:
+        magic, version, *_ = _HEADER.unpack(source.read(0, _HEADER.size))
         if magic != MAGIC:
             raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
         if version != VERSION:  # this release cannot check its header
@@ -277,31 +371,33 @@ def _follow(view: memoryview, known: list[_Block]) -> list[_Block]:
     return blocks
 
 
-def _block(view: memoryview, at: int) -> tuple[int, _Block] | None:
-    """Return number and place of the message whose header is at `at`, or None without a sound header."""
-    start = at + BLOCK
-    fields = view[at : at + _HEADER.size]
+def _block(view: memoryview, at: int) -> tuple[int, Block] | None:
+    """Return number and place of the message whose header begins `view`, which is at `at` in the file.
+
+    None without a sound header.
+    """
+    fields = view[: _HEADER.size]
     magic, version, kind, zero, length, number, checksum, rest = _HEADER.unpack(fields)
-    if magic != MAGIC or _SUM.unpack(view[at + _HEADER.size : start])[0] != _checksum(fields):
+    if magic != MAGIC or _SUM.unpack(view[_HEADER.size : BLOCK])[0] != _checksum(fields):
         return None
     if version != VERSION:
         raise DecodeError("unknown version", where=f"byte {at}", expected=str(VERSION), got=str(version))
     if (kind, zero, rest) != (_MESSAGE, 0, bytes(16)):
         return None
-    return number, _Block(start, start + length, checksum)
+    start = at + BLOCK
+    return number, Block(start, start + length, checksum)
 
 
-def _next_block(view: memoryview, at: int, number: int) -> tuple[int, _Block] | None:
-    """Return the first message after the damaged header of message `number` at `at`."""
+def _next_block(view: memoryview, at: int, number: int) -> tuple[int, Block] | None:
+    """Return the first message after the damaged header of message `number`, which begins `view`."""
     firsts = np.frombuffer(view, np.uint64, view.nbytes // BLOCK * (BLOCK // 8))[:: BLOCK // 8]
-    later = np.flatnonzero(firsts[at // BLOCK + 1 :] == np.frombuffer(MAGIC, np.uint64))
-    for place in ((later + at // BLOCK + 1) * BLOCK).tolist():
-        match = _block(view, place)
+    later = np.flatnonzero(firsts[1:] == np.frombuffer(MAGIC, np.uint64))
+    for place in ((later + 1) * BLOCK).tolist():
+        match = _block(view[place:], at + place)
         # A message may hold a file of messages. Each message between takes at least two blocks.
-        if match and 0 < match[0] - number <= (place - at) // (2 * BLOCK) and _holds(view, match[1]):
-            return match
+        if match and 0 < match[0] - number <= place // (2 * BLOCK):
+            start, stop, checksum = match[1]
+            content = view[start - at : stop - at]
+            if align(stop) <= at + view.nbytes and _checksum(content) == checksum:
+                return match
     return None
-
-
-def _holds(view: memoryview, block: _Block) -> bool:
-    return align(block.stop) <= view.nbytes and _checksum(view[block.start : block.stop]) == block.checksum

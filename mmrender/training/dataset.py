@@ -1,4 +1,4 @@
-"""`TrajectoryDataset`: a file of trajectories as an iterable that a trainer can resume.
+"""`TrajectoryDataset`: files of trajectories as an iterable that a trainer can resume.
 
 ```python
 with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmc"):  # shipped rollouts are written, then acknowledged
@@ -6,14 +6,15 @@ with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmc"):  # shipped rollouts 
     loader = StatefulDataLoader(dataset, batch_size=8, collate_fn=collator)
 ```
 
-The file is the only source, also for rollouts that come over a socket: an acknowledged one is on disk, and a
-state is a place in the file. So the records before a state and the records after it are all records, each
-once, in one order, from any state that a trainer starts at.
+The files are the only source, also for rollouts that come over a socket: an acknowledged one is on disk, and
+a state is a place in the files. So the records before a state and the records after it are all records, each
+once, from any state that a trainer starts at.
 
-Each data-parallel rank reads its own records: every `world`-th, or the records that a plan assigns to it.
+Each data-parallel rank reads its own records: its share of each file, or the records that a plan assigns to
+it.
 
 ```python
-step = dataset.describe(range(64))       # sizes, from the heads of records: the same on every rank
+step = dataset.describe(range(64))       # sizes, from the index: the same on every rank
 plan = plan_steps(step, family, ranks=world, max_tokens=4096)
 samples = dataset.load(step, [index for turn in plan for index in turn[rank].samples])
 batches = [collate_micro_batch(samples, turn[rank], family, pad_token_id=0) for turn in plan]
@@ -24,175 +25,210 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar
 
 from mmrender.errors import BatchError, MMRenderError
+from mmrender.training.order import FORMAT, VERSION, Element, Pass, Place
 from mmrender.training.packing import Descriptor
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.files import TrajectoryReader
-from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.index import describe, samples_of
+from mmrender.trajectory.stores import find_files, is_stored
 from mmrender.trajectory.tree import Trajectory
 
 _POLL: Final = 0.1
-"""Seconds between two looks at a file that grows."""
+"""Seconds between two looks at files that grow."""
+_STORE_POLL: Final = 2.0
+"""Seconds between two looks at objects of a store."""
+_MAX_WORKERS: Final = 4096
+"""Maximum number of workers of a DataLoader that a state is loaded for."""
 
-
-def _samples(trajectories: Sequence[Trajectory]) -> list[TrainingSample]:
-    return [sample for trajectory in trajectories for sample in trajectory.samples()]
-
-
-@dataclass
-class _Place:
-    """A reader's place in the file.
-
-    Attributes:
-        record: Number of the next record, or of a record with `item` items taken.
-        item: Number of items taken.
-        records: Records of the pass, or None if it follows a file that grows.
-        worker: Number of this reader among `workers`, which take the records by turns.
-        workers: Workers of a DataLoader; 1 without.
-        last: Number of the record that was read last, and None before the first.
-        checksum: Checksum of the last record; None if its header is damaged.
-        rank: Number of the data-parallel rank among `world`, which take the records by turns.
-        world: Data-parallel ranks; 1 without.
-    """
-
-    record: int
-    item: int
-    records: int | None
-    worker: int
-    workers: int
-    last: int | None = None
-    checksum: int | None = None
-    rank: int = 0
-    world: int = 1
-
-    @property
-    def share(self) -> str:
-        """The reader's share of the records, in words."""
-        rank = f" of rank {self.rank} of {self.world}" if self.world > 1 else ""
-        return f"worker {self.worker} of {self.workers}{rank}"
+FilePath: TypeAlias = str | os.PathLike[str]
+Value = TypeVar("Value")
 
 
 class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc] # torch is not followed
-    """The samples of a file of trajectories, in the order of its records.
+    """The samples of files of trajectories.
 
-    Ranks take records by turns, and workers of a `DataLoader` share their rank's records. Only the headers of
-    other records are read. Ranks may get different numbers of samples, which a plan evens out. Each pass
-    begins with the first record, or at a state that was loaded. torchdata's `StatefulDataLoader` calls
-    `state_dict` and `load_state_dict`, in its workers, too. A state is plain data. A dataset is without
-    `len`. A damaged record is left out with a `RuntimeWarning` that names it.
+    Each record belongs to one reader, which is a worker of a rank: readers take the records of a file by
+    turns. A reader reads the indexes of the files and its own records, see `mmrender.trajectory.index`. Ranks
+    may get different numbers of samples, which a plan evens out. Each pass begins with the first record, or
+    at a state that was loaded. torchdata's `StatefulDataLoader` calls `state_dict` and `load_state_dict`, in
+    its workers, too. A state is plain data. A dataset is without `len`. A damaged record is left out with a
+    `RuntimeWarning` that names it.
 
     Args:
-        path: The file, of `save_trajectories`, `TrajectoryWriter` or `mmrender.shipping.Recorder`.
+        files: Files of `save_trajectories`, `TrajectoryWriter` or `mmrender.shipping.Recorder`: a path, a
+            directory, a pattern, or several of them. A path with `://` is an object that fsspec reads (extra
+            `store`). A mapping gives each of them a weight: the mean number of times that a record comes in
+            an epoch. A weight of 0.5 draws half of the records, in each epoch others; 2 doubles them.
         rank: Number of this data-parallel rank, below `world`.
         world: Number of data-parallel ranks.
-        wait: Seconds to wait for a record that is appended, before the pass ends; 0 ends it with the records
-            that the file holds when the dataset is made.
+        wait: Seconds to wait for a record that is appended, also to a new file, before the pass ends; 0 ends
+            it with the records that the files hold when the dataset is made.
+        shuffle: Seed of the order of records, which differs by epoch, see `set_epoch`. None keeps the order
+            of files and records.
+        accept: Whether to read a record, by the descriptors of its samples, such as by the version of the
+            weights that sampled them. Asked when the record's turn comes, before it is read. A record that is
+            not accepted counts as read.
         make: Makes items from the trajectories of a record, the same each time, by default their samples.
             If a record is a group of rollouts, advantages can be computed here.
 
     Raises:
-        BatchError: The rank is not below `world`.
-        TrajectoryError: The file is of another kind.
-        OSError: It cannot be opened.
+        BatchError: The rank is not below `world`, or a weight is negative.
+        TrajectoryError: A file is of another kind.
+        OSError: A file cannot be opened.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        files: FilePath | Sequence[FilePath] | Mapping[FilePath, float],
         *,
         rank: int = 0,
         world: int = 1,
         wait: float = 0.0,
-        make: Callable[[Sequence[Trajectory]], Iterable[Any]] = _samples,
+        shuffle: int | None = None,
+        accept: Callable[[Sequence[Descriptor]], bool] | None = None,
+        make: Callable[[Sequence[Trajectory]], Iterable[Any]] = samples_of,
     ) -> None:
         if not 0 <= rank < world:
             expected = f"0 to {world - 1}"
             raise BatchError("there is no such rank", where="rank", expected=expected, got=str(rank))
-        self._path = os.fspath(path)
-        self._rank, self._world = rank, world
-        self._wait = wait
-        self._make = make
-        reader = self._reader()
-        self._records = None if wait else self._count(reader)
-        self._place: _Place | None = None
-        self._loaded = False
+        several = [files] if isinstance(files, str | os.PathLike) else files
+        self._arguments = [os.fspath(path) for path in several]
+        self._weights = [float(one) for one in files.values()] if isinstance(files, Mapping) else []
+        self._weights = self._weights or [1.0] * len(self._arguments)
+        for path, weight in zip(self._arguments, self._weights, strict=True):
+            if not 0 <= weight < float("inf"):
+                raise BatchError("a weight is not a number of times", where=path, got=str(weight))
+        self._rank, self._world, self._wait, self._seed = rank, world, wait, shuffle
+        self._accept, self._make = accept, make
+        self._epoch = 0
+        self._poll = _STORE_POLL if any(map(is_stored, self._arguments)) else _POLL
+        self._process, self._readers = os.getpid(), dict[str, TrajectoryReader]()
+        self._counts = self._count()
+        self._place: Place | None = None
+        self._loaded: list[Place] = []
+        self._begun: Any = None  # uint8 [_MAX_WORKERS], shared: which workers have begun at the loaded state
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let later passes be of an epoch, 0 at first. A loaded state of another epoch is dropped."""
+        if self._loaded and self._loaded[0].epoch != epoch:
+            self._place, self._loaded = None, []
+        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place after the last item, as plain data."""
-        return asdict(self._place or self._start())
+        return (self._place or self._start()).state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass begin at a state.
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next pass begin at a state, in the state's epoch.
+
+        Args:
+            state: The state of a reader as this one is. Or the states of all workers of all ranks, in any
+                mapping or list, such as a list of the states of each rank's `StatefulDataLoader`: then each
+                record comes once, whatever the number of ranks and workers was.
 
         Raises:
-            BatchError: The state is of another number of workers or ranks, of another worker or rank, or of
-                another file.
-            TrajectoryError: The file cannot be used.
+            BatchError: The state is of another order or of other files, or states of readers are missing.
+            TrajectoryError: A file cannot be used.
         """
-        place, start, reader = _Place(**state), self._start(), self._reader()
-        if place.share != start.share:
-            kind = "worker" if (place.rank, place.world) == (start.rank, start.world) else "rank"
+        states = [*_states(state)]
+        try:
+            places = [Place.of(one) for one in states if one.get("version") == VERSION]
+        except TypeError:
+            places = []
+        if not places or len(places) < len(states):
             raise BatchError(
-                f"the state belongs to another {kind}",
+                "this is not a state of a dataset",
                 where="state",
-                expected=start.share,
-                got=place.share,
-                remedy=f"Load states with the number of {kind}s of their pass",
+                expected=f"a dict with format {FORMAT!r}, version {VERSION}",
+                got=f"{len(states)} of another version or none",
+                remedy="Save and load with the same release of mmrender",
             )
-        last, count = place.last, self._count(reader)
-        minimum = max(place.records or 0, 0 if last is None else last + 1)
-        fewer = minimum > count
-        checksum = None if last is None or fewer else reader.checksum(last)
-        if fewer or checksum != place.checksum:
-            raise BatchError(
-                "the state belongs to another file",
-                where=self._path if fewer else f"{self._path}[{last}]",
-                expected=f"{minimum} records or more" if fewer else f"the checksum {place.checksum}",
-                got=str(count if fewer else checksum),
-                remedy="Keep the file that was trained on, and only append to it",
-            )
-        if start.records is None or place.records is None:
-            place.records = start.records
-        self._place, self._loaded = place, True
+        order = [self._seed, self._weights]
+        passes = [places[0].epoch, places[0].readers, places[0].earlier]
+        for place in places:
+            if [place.seed, place.weights] != order:
+                raise BatchError(
+                    "the state belongs to another order",
+                    where="state",
+                    expected=f"shuffle {order[0]} and weights {order[1]}",
+                    got=f"{place.seed} and {place.weights}",
+                )
+            if [place.epoch, place.readers, place.earlier] != passes:
+                raise BatchError(
+                    "the states belong to several passes",
+                    where="state",
+                    expected=f"epoch {passes[0]} of {passes[1]} readers",
+                    got=f"epoch {place.epoch} of {place.readers} readers",
+                    remedy="Save the states of all ranks at one step",
+                )
+            self._check_files(place)
+        self._loaded, self._epoch = places, places[0].epoch
+        self._place = self._start()
+        is_worker = torch.utils.data.get_worker_info() is not None
+        self._begun = None if is_worker else torch.zeros(_MAX_WORKERS, dtype=torch.uint8).share_memory_()
 
     def __iter__(self) -> Iterator[Any]:
-        place = self._place if self._loaded else None
-        self._place, self._loaded = place or self._start(), False
+        info = torch.utils.data.get_worker_info()
+        if self._begun is not None and info is not None:
+            # The next pass has new workers, with copies of the dataset as it was when the state was loaded.
+            if self._begun[info.id]:
+                self._loaded = []
+            self._begun[info.id] = 1
+        self._place, self._loaded = self._start(), []
         return self._items(self._place)
 
     def describe(self, records: Iterable[int] | None = None) -> list[Descriptor]:
         """Return the sizes of the samples of records, for a plan.
 
-        Heads of records are read: tokens, numbers, messages and sizes, without the bytes of tensors. They are
-        not compared with checksums, so every rank describes the same; `load` compares the records that a rank
-        uses. A record with a damaged head is left out with a `RuntimeWarning`.
+        Sizes come from the indexes of the files, and from the heads of records that these lack: tokens,
+        numbers, messages and sizes, without the bytes of tensors. Heads are not compared with checksums, so
+        every rank describes the same; `load` compares the records that a rank uses. A record with a damaged
+        head is left out with a `RuntimeWarning`.
 
         Args:
-            records: Numbers of records, the same on every rank, by default all records of the file. Then the
-                newest one is read to see whether it is whole.
+            records: Numbers of records of the only file, the same on every rank. By default all records of
+                all files that are accepted, in the order of the epoch. Then the newest record of each file is
+                read to see whether it is whole.
 
         Raises:
-            BatchError: A number is beyond the file's records.
+            BatchError: A number is beyond the file's records, or there are several files.
         """
-        reader = self._reader()
-        count = len(reader) if records is not None else reader.settle()
+        counts, accept = self._count(), self._accept if records is None else None
+        if records is None:
+            counts = {file: self._reader(file).settle() for file in counts}
+            whole = Place(0, 1, self._epoch, self._seed, self._weights, False, counts)
+            chosen = [(file, record) for file, record, _ in Pass([]).elements(whole)]
+        elif len(counts) == 1:
+            chosen = [(file, record) for record in records for file in counts]
+        else:
+            problem = "numbers of records need a single file"
+            raise BatchError(problem, where="records", got=f"{len(counts)} files")
         descriptors: list[Descriptor] = []
-        for number in range(count) if records is None else records:
-            if not 0 <= number < count:
+        for file, record in chosen:
+            if not 0 <= record < counts[file]:
                 raise BatchError(
                     "there is no such record",
-                    where=f"{self._path}[{number}]",
-                    expected=f"one of {count} records",
-                    got=str(number),
+                    where=f"{self._reader(file)}[{record}]",
+                    expected=f"one of {counts[file]} records",
+                    got=str(record),
                     remedy="Wait for the record to be appended, or describe fewer",
                 )
-            items = self._made(number, reader.head)
-            descriptors += [
-                Descriptor.of(item, record=number, item=place) for place, item in enumerate(items)
-            ]
+            is_described = self._make is samples_of
+            samples = self._described(file, record) if is_described or accept else None
+            if samples and accept and not accept(samples):
+                continue
+            if not is_described:
+                head = self._sound(file, record, self._reader(file).head)
+                items = self._make(head) if head else ()
+                samples = [
+                    Descriptor.of(one, record=record, item=item, file=file) for item, one in enumerate(items)
+                ]
+            descriptors += samples or []
         return descriptors
 
     def load(self, step: Sequence[Descriptor], indices: Iterable[int]) -> dict[int, Any]:
@@ -206,18 +242,19 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             TrajectoryError: A record is damaged.
             BatchError: An item differs from its descriptor.
         """
-        reader = self._reader()
         descriptors = {index: step[index] for index in indices}
-        numbers = {descriptor.record for descriptor in descriptors.values()}
-        records = {number: [*self._make(reader[number])] for number in numbers}
+        records: dict[tuple[str, int], list[Any]] = {}
         samples: dict[int, Any] = {}
         for index, descriptor in descriptors.items():
-            record, place = descriptor.record, descriptor.item
-            item = records[record][place] if place < len(records[record]) else None
-            if item is None or Descriptor.of(item, record=record, item=place) != descriptor:
+            file, record, place = descriptor.file, descriptor.record, descriptor.item
+            if (file, record) not in records:
+                records[file, record] = [*self._make(self._reader(file)[record])]
+            items = records[file, record]
+            item = items[place] if place < len(items) else None
+            if item is None or Descriptor.of(item, record=record, item=place, file=file) != descriptor:
                 raise BatchError(
                     "an item differs from its descriptor",
-                    where=f"{self._path}[{record}], item {place}",
+                    where=f"{self._reader(file)}[{record}], item {place}",
                     expected=str(descriptor),
                     got="no item" if item is None else str(Descriptor.of(item)),
                     remedy="Describe the same file, and let `make` return the same items each time",
@@ -225,59 +262,194 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             samples[index] = item
         return samples
 
-    def _reader(self) -> TrajectoryReader:
-        return TrajectoryReader(self._path, tail=False)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_readers": {}}
 
-    def _count(self, reader: TrajectoryReader) -> int:
-        """Return the number of records up to the newest one of this rank that is not torn."""
-        numbers = range(self._rank, len(reader), self._world)
-        if numbers and not reader.holds(numbers[-1]):
-            numbers = range(self._rank, reader.settle(), self._world)
-        return numbers[-1] + 1 if numbers else 0
-
-    def _start(self) -> _Place:
+    def _start(self) -> Place:
+        """Return the place of this reader at the begin of the next pass."""
         info = torch.utils.data.get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        first = self._rank + self._world * worker
-        return _Place(first, 0, self._records, worker, workers, rank=self._rank, world=self._world)
+        reader, readers = self._rank + self._world * worker, self._world * workers
+        if not self._loaded:
+            follows = self._wait > 0
+            return Place(reader, readers, self._epoch, self._seed, self._weights, follows, dict(self._counts))
+        places = {place.reader: place for place in self._loaded}
+        first = self._loaded[0]
+        if first.readers == readers and reader in places:
+            return replace(places[reader])
+        if sorted(places) != list(range(first.readers)):
+            raise BatchError(
+                "states of readers are missing",
+                where="state",
+                expected=f"all of {first.readers}, or reader {reader} of {readers}",
+                got=f"readers {', '.join(map(str, sorted(places)))}",
+                remedy="Load a list of the states of all workers of all ranks",
+            )
+        counts: dict[str, int] = {}
+        for place in self._loaded:
+            counts |= {file: max(count, counts.get(file, 0)) for file, count in place.counts.items()}
+        arrangement = [places[number].state() for number in range(first.readers)]
+        for one in arrangement:
+            del one["earlier"]
+        earlier = [*first.earlier, arrangement]
+        return Place(
+            reader, readers, first.epoch, self._seed, self._weights, first.follows, counts, earlier=earlier
+        )
 
-    def _items(self, place: _Place) -> Iterator[Any]:
-        reader = self._reader()
-        while (items := self._next(reader, place)) is not None:
-            place.last, place.checksum = place.record, reader.checksum(place.record)
-            if place.item > len(items):
-                raise BatchError(
-                    "a record has fewer items than when the state was taken",
-                    where=f"{self._path}[{place.record}]",
-                    expected=f"{place.item} or more",
-                    got=str(len(items)),
-                    remedy="`make` must return the same items each time",
-                )
-            while place.item < len(items):
-                place.item += 1  # before the item is yielded: a state that is taken then is after it
-                yield items[place.item - 1]
-            place.record, place.item = place.record + place.workers * place.world, 0
+    def _items(self, place: Place) -> Iterator[Any]:
+        rest = Pass(place.earlier)
+        while True:
+            elements = rest.elements(place)
+            while place.position < len(elements):
+                element = elements[place.position]
+                where = f"{self._reader(element.file)}[{element.record}]"
+                items = self._wait_for(partial(self._items_of, element))
+                if items is None and self._wait:
+                    return
+                if items is None:
+                    message = f"{where}: left out, torn or no longer there"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                    items = []
+                else:
+                    place.last = element.file, element.record, self._checksum(element)
+                place.item = max(place.item, rest.items.get(element, 0))
+                if place.item > len(items):
+                    raise BatchError(
+                        "a record has fewer items than when the state was taken",
+                        where=where,
+                        expected=f"{place.item} or more",
+                        got=str(len(items)),
+                        remedy="`make` must return the same items each time",
+                    )
+                while place.item < len(items):
+                    place.item += 1  # before the item is yielded: a state that is taken then is after it
+                    yield items[place.item - 1]
+                place.position, place.item = place.position + 1, 0
+            later = self._wait_for(partial(self._next_round, rest, place))
+            if later is None:
+                return
+            place.counts, place.done, place.position, place.follows = (
+                later.counts,
+                later.done,
+                0,
+                later.follows,
+            )
 
-    def _next(self, reader: TrajectoryReader, place: _Place) -> list[Any] | None:
-        """Return the items of the next record, None at the end. A pass that follows a file waits for it."""
-        if place.records is not None:
-            return self._made(place.record, reader.__getitem__) if place.record < place.records else None
+    def _wait_for(self, call: Callable[[], Value | None]) -> Value | None:
+        """Return the result of a call as soon as it is not None. None if that takes longer than the wait."""
         until = time.monotonic() + self._wait
-        # A record that is there without its content is still being appended.
-        number = place.record
-        while number >= len(reader) or not (reader.holds(number) or number < reader.settle()):
-            if time.monotonic() >= until:
-                return None
-            time.sleep(min(_POLL, self._wait))
-            reader.refresh()
-        return self._made(number, reader.__getitem__)
+        while (value := call()) is None and time.monotonic() < until:
+            time.sleep(min(self._poll, self._wait))
+        return value
 
-    def _made(self, number: int, read: Callable[[int], list[Trajectory]]) -> list[Any]:
-        """Return the items of a record. A damaged one counts as empty, with a warning."""
+    def _next_round(self, rest: Pass, place: Place) -> Place | None:
+        """Return the place at the begin of the next round, or None if there is nothing to read."""
+        if not (self._wait or place.follows):
+            return None
+        counts = self._count() if self._wait else self._counts
+        counts = {file: max(count, place.counts.get(file, 0)) for file, count in counts.items()}
+        done = place.done | place.counts
+        later = replace(place, counts=counts, done=done, position=0, item=0, follows=self._wait > 0)
+        return later if rest.elements(later) else None
+
+    def _items_of(self, element: Element) -> list[Any] | None:
+        """Return the items of a record, none of a damaged one, or None if it is torn or not there."""
+        file, record, _ = element
+        reader = self._reader(file)
+        if self._accept is not None:
+            samples = self._described(file, record)
+            if samples and not self._accept(samples):
+                return []
+        trajectories = self._sound(file, record, reader.__getitem__)
+        if trajectories is None:
+            reader.refresh()  # for the next call
+        return list(self._make(trajectories)) if trajectories else trajectories
+
+    def _described(self, file: str, record: int) -> list[Descriptor] | None:
+        """Return the descriptors of the samples of a record, none of a damaged one, as `_items_of`."""
+        samples = self._reader(file).descriptors(record, file=file)
+        if samples is not None:
+            return samples
+        head = self._sound(file, record, self._reader(file).head)
+        return None if head is None else describe(head, record, file)
+
+    def _sound(
+        self, file: str, record: int, read: Callable[[int], list[Trajectory]]
+    ) -> list[Trajectory] | None:
+        """Read a record: nothing of a damaged one, with a warning, and None if it is torn or not there."""
+        reader = self._reader(file)
         try:
-            trajectories = read(number)
+            return read(record) if record < len(reader) else None
         except MMRenderError as error:
-            message = f"{self._path}[{number}]: left out, damaged - got {error}"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            if not reader.holds(record) and record >= reader.settle():
+                return None
+            message = f"{reader}[{record}]: left out, damaged - got {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
             return []
-        return list(self._make(trajectories))
+
+    def _checksum(self, element: Element) -> int | None:
+        return self._reader(element.file).block(element.record).checksum
+
+    def _reader(self, file: str) -> TrajectoryReader:
+        if self._process != os.getpid() or file not in self._readers:
+            self._count()
+        if file not in self._readers:
+            raise BatchError("a file is gone", where=file, remedy="Keep files until they are read")
+        return self._readers[file]
+
+    def _count(self) -> dict[str, int]:
+        """Return the number of records of each file as it is now, torn ones included."""
+        if self._process != os.getpid():
+            self._process, self._readers = os.getpid(), {}
+        counts = {}
+        for argument, path in enumerate(self._arguments):
+            for name, where in find_files(path):
+                file = f"{argument}/{name}" if name else str(argument)
+                if file in self._readers:
+                    counts[file] = self._readers[file].refresh()
+                else:
+                    self._readers[file] = TrajectoryReader(where, tail=False)
+                    counts[file] = len(self._readers[file])
+        return counts
+
+    def _check_files(self, place: Place) -> None:
+        """Check that the record that was read last is still there."""
+        if place.last is None:
+            return
+        file, record, checksum = place.last
+        reader = self._reader(file)
+        if fewer := record >= len(reader):
+            reader.refresh()
+            fewer = record >= len(reader)
+        got = None if fewer else reader.block(record).checksum
+        if fewer or got != checksum:
+            raise BatchError(
+                "the state belongs to another file",
+                where=str(reader) if fewer else f"{reader}[{record}]",
+                expected=f"{record + 1} records or more" if fewer else f"the checksum {checksum}",
+                got=str(len(reader) if fewer else got),
+                remedy="Keep the file that was trained on, and only append to it",
+            )
+
+
+def _states(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states in mappings and lists of any depth, such as the states of loaders.
+
+    Raises:
+        BatchError: A loader's state is of batches before its last one.
+    """
+    if isinstance(value, Mapping):
+        if value.get("format") == FORMAT:
+            yield dict(value)
+            return
+        if value.get("_steps_since_snapshot"):
+            raise BatchError(
+                "the state of a loader is of earlier batches",
+                where="state",
+                got=f"a snapshot {value['_steps_since_snapshot']} batches before",
+                remedy="Make the StatefulDataLoader with snapshot_every_n_steps=1",
+            )
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _states(one)

@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import BatchError
-from mmrender.media.encoded import ReferenceItem
-from mmrender.media.item import tensor_specs
 from mmrender.sidecar import MultiModalData
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions
 from mmrender.trajectory.engine_data import RoutedExperts
+from mmrender.trajectory.index import Descriptor as Descriptor  # noqa: PLC0414 - exported
 from mmrender.trajectory.sample import TrainingSample
 
 _EVEN: Final = 1e-3
@@ -168,48 +167,6 @@ def _exchange(costs: npt.NDArray[np.float64], members: list[list[int]]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Descriptor:
-    """The size of a sample for plans, and its place in a file: plain data of few bytes.
-
-    Attributes:
-        length: Its tokens.
-        trained: Tokens in its loss mask.
-        media: Its media items.
-        tensors: Name, dtype and shape of each distinct kind of tensor that its items expand to.
-        smallest: Tokens and bytes of its smallest item; None without items.
-        version: Weights that sampled its last token, or None.
-        record: Number of its record in a file of trajectories. A group of rollouts is one record.
-        item: Its number in the record.
-    """
-
-    length: int
-    trained: int
-    media: int = 0
-    tensors: frozenset[tuple[str, str, tuple[int, ...]]] = frozenset()
-    smallest: tuple[int, int] | None = None
-    version: str | None = None
-    record: int = 0
-    item: int = 0
-
-    @classmethod
-    def of(cls, sample: TrainingSample, *, record: int = 0, item: int = 0) -> "Descriptor":
-        """Describe a sample, without expanding items of the library's own classes."""
-        spans = sample.media_spans
-        items = [span.item for span in spans if not isinstance(span.item, ReferenceItem)]
-        specs = [entry for item in items for entry in tensor_specs(item).items()]
-        return cls(
-            len(sample),
-            int(sample.loss_mask.sum()),
-            len(spans),
-            frozenset((name, str(spec.dtype), tuple(spec.shape)) for name, spec in specs),
-            min(((span.range.length, span.item.nbytes) for span in spans), default=None),
-            sample.weight_versions[-1].version if sample.weight_versions else None,
-            record,
-            item,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """The samples of one packed row, by index, and whether a dummy image joins them."""
 
@@ -311,14 +268,25 @@ def _levelled(
         is_step = by_step and bool(left) and costs[left[0]] > mean and start + ranks < count
         height, stop = (costs[left[0]], start + ranks) if is_step else (np.inf, count)
         window, later = slice(start, stop), []
+        queue = [(0.0, number) for number in range(start, stop)]  # the cheapest bin first, which mostly fits
         for index in left:
-            fits = bins.fits(index, window) & (loads[window] + costs[index] <= height)
-            if not fits.any():
+            while loads[queue[0][1]] != queue[0][0]:  # the bin has been put into since
+                heapq.heappop(queue)
+            load, number = queue[0]
+            if load + costs[index] > height:
                 later.append(index)
                 continue
-            number = start + int(np.where(fits, loads[window], np.inf).argmin())
+            if not bins.fits(index, slice(number, number + 1))[0]:
+                fits = bins.fits(index, window) & (loads[window] + costs[index] <= height)
+                if not fits.any():
+                    if stop == count:
+                        return None
+                    later.append(index)
+                    continue
+                number = start + int(np.where(fits, loads[window], np.inf).argmin())
             bins.put(index, number)
             loads[number] += costs[index]
+            heapq.heappush(queue, (float(loads[number]), number))
         left = later
         if stop == count:
             break

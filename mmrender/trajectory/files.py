@@ -14,11 +14,17 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 import mmcodecs
+from mmcodecs.files import Block
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.trajectory.conversation import MediaSources
+from mmrender.trajectory.index import Descriptor, IndexReader, IndexWriter
+from mmrender.trajectory.stores import source_of
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
 
@@ -27,6 +33,10 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
 
     A record survives the process once `append` has returned, and with `sync` the machine. A record that was
     torn by a crash is cut off when the file is next opened for writing. One writer at a time.
+
+    The index of the file, for readers that need sizes or a part of the records, is written beside it, see
+    `mmrender.trajectory.index`. Opening a file completes its index, so
+    `TrajectoryWriter("old.mmc").close()` makes one for a file of an earlier release.
 
     Args:
         path: The file.
@@ -47,6 +57,10 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
             self._file = mmcodecs.RecordWriter(path, sync=sync)
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
+        reader = TrajectoryReader(path, tail=False, indexed=False)
+        self._index = IndexWriter(path, [reader.block(number) for number in range(len(reader))])
+        for number in range(self._index.count, len(reader)):
+            self._index.append(reader.block(number), partial(reader.head, number))
 
     def __len__(self) -> int:
         return len(self._file)
@@ -66,7 +80,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
         wire = trajectories_to_wire(group, media_sources=self._media_sources, share=False)
         wire |= {} if id is None else {"id": id}
         try:
-            return self._file.append(wire)
+            number = self._file.append(wire)
         except mmcodecs.CodecError as error:
             raise TrajectoryError(
                 "a trajectory cannot be stored",
@@ -74,10 +88,18 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
                 got=str(error),
                 remedy="Keep plain data and arrays in `extra` and messages",
             ) from error
+        if (block := self._file.block) is not None:
+            # The parts of router choices would be put together for nothing.
+            has_experts = any(step.own_experts is not None for each in group for step in each.steps)
+            self._index.append(
+                block, lambda: trajectories_from_wire(_head_of(wire)) if has_experts else group
+            )
+        return number
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and complete its index."""
         self._file.close()
+        self._index.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -90,24 +112,30 @@ class TrajectoryReader(mmcodecs.RecordReader):
     A damaged record keeps its number, and other records can be read.
 
     Args:
-        path: The file.
+        path: The file, or its URL in an object store that fsspec reads (extra `store`). Objects are read by
+            ranged requests instead of a memory map.
         tail: Read the newest record, and leave it out if it is torn. Otherwise only headers are read until
             `settle` is called.
+        indexed: Take the places of records from the file's index. Otherwise follow all headers.
 
     Raises:
         TrajectoryError: The file is of another kind.
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, tail: bool = True) -> None:
-        super().__init__(path, tail=tail)
+    def __init__(self, path: str | os.PathLike[str], *, tail: bool = True, indexed: bool = True) -> None:
+        self._index = IndexReader(path) if indexed else None
+        super().__init__(source_of(os.fspath(path)), tail=tail)
 
-    def refresh(self) -> int:
+    def refresh(self, known: Sequence[Block] = ()) -> int:
         """Take in later appends, and return the number of records. Raises as opening does."""
+        if self._index is not None:
+            self._index.refresh()
+            known = self._index.blocks
         try:
-            return super().refresh()
+            return super().refresh(known)
         except mmcodecs.CodecError as error:
-            raise _unusable(os.fspath(self._path), error) from error
+            raise _unusable(self._path, error) from error
 
     def __getitem__(self, number: int) -> list[Trajectory]:
         """Read one record. Negative numbers count from the end.
@@ -122,17 +150,19 @@ class TrajectoryReader(mmcodecs.RecordReader):
     def head(self, number: int) -> list[Trajectory]:
         """Read one record's tokens, numbers and messages, and the sizes of its items, without checksums.
 
-        The bytes of tensors are not read, but items hold views of them. Sources of references and router
-        choices are left out. Raises as `__getitem__`, as far as damage shows.
+        The bytes of tensors are not read, but items hold views of them. Router choices are left out, and the
+        encoded images of references are zeros. Raises as `__getitem__`, as far as damage shows.
         """
-        value = self._read(number, verify=False)
-        if isinstance(value, dict):
-            value["experts"] = {}
-            items = value["items"].get("items") if isinstance(value.get("items"), dict) else None
-            for item in items if isinstance(items, list) else ():
-                if isinstance(item, dict) and item.get("kind") == "reference":
-                    item["source"] = ""
-        return trajectories_from_wire(value)
+        return trajectories_from_wire(_head_of(self._read(number, verify=False)))
+
+    def descriptors(self, number: int, *, file: str = "") -> list[Descriptor] | None:
+        """Return the sizes of one record's samples, or None if the index does not hold them.
+
+        `file` is their `Descriptor.file`.
+        """
+        if self._index is None or not 0 <= number < len(self):
+            return None
+        return self._index.descriptors(number, self.block(number), file)
 
     def _read(self, number: int, *, verify: bool) -> Any:
         try:
@@ -200,6 +230,17 @@ def received_ids(path: str | os.PathLike[str]) -> list[str]:
         if isinstance(value, dict) and isinstance(value.get("id"), str):
             ids.append(value["id"])
     return ids
+
+
+def _head_of(value: Any) -> Any:
+    """Leave router choices and encoded images out of the plain form of trajectories."""
+    if isinstance(value, dict):
+        value["experts"] = {}
+        items = value["items"].get("items") if isinstance(value.get("items"), dict) else None
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict) and isinstance(source := item.get("source"), np.ndarray):
+                item["source"] = np.zeros(source.shape, np.uint8)
+    return value
 
 
 def _unusable(where: str, error: mmcodecs.CodecError) -> TrajectoryError:

@@ -1,0 +1,308 @@
+"""The index beside a file of trajectories: it saves reading, and whatever is wrong with it changes nothing."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kit import error_of
+from mmcodecs.files import BLOCK, MappedFile
+from mmrender.errors import MissingDependencyError, TrajectoryError
+from mmrender.training import Descriptor, TrajectoryDataset
+from mmrender.trajectory import Trajectory, TrajectoryReader, TrajectoryWriter, save_trajectories
+from mmrender.trajectory.stores import find_files
+from tree_cases import Call, calls, grown
+
+GROUPS = st.lists(st.lists(calls(), min_size=1, max_size=2), max_size=5)
+PICTURES = [[[Call([10, ("A", 1 + number % 3), 11], [20, 21], number)]] for number in range(9)]
+
+
+def trees(groups: Any) -> list[list[Trajectory]]:
+    return [
+        [grown(rollout, f"{number}.{place}") for place, rollout in enumerate(group)]
+        for number, group in enumerate(groups)
+    ]
+
+
+def index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
+
+
+def descriptors(path: Path) -> list[Descriptor]:
+    """What the index says, for records that it holds."""
+    reader = TrajectoryReader(path)
+    return [one for number in range(len(reader)) for one in reader.descriptors(number) or []]
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=GROUPS, cut=st.integers(0, 5))
+def test_an_index_says_what_samples_say(tmp_path_factory: Any, groups: Any, cut: int) -> None:
+    path = tmp_path_factory.mktemp("data") / "run"
+    whole = trees(groups)
+    TrajectoryWriter(path).close()
+    for some in (whole[:cut], whole[cut:]):
+        save_trajectories(path, some)
+    expected = [
+        Descriptor.of(sample, record=record, item=item, file="0")
+        for record, group in enumerate(whole)
+        for item, sample in enumerate([sample for tree in group for sample in tree.samples()])
+    ]
+    assert descriptors(path) == step_of(expected)
+    dataset = TrajectoryDataset(path)
+    step = dataset.describe()
+    assert step == expected
+    assert len(dataset.load(step, range(len(step)))) == len(expected)
+    index_of(path).unlink()
+    assert descriptors(path) == []
+    assert TrajectoryDataset(path).describe() == step
+
+
+def test_an_index_has_groups_and_some_hundred_bytes_for_a_sample(tmp_path: Path) -> None:
+    path, count = tmp_path / "run", 500
+    with TrajectoryWriter(path) as file:
+        for number in range(count):
+            tree = grown([Call([10, ("A", 1 + number % 3), 11], [20], number)], str(number))
+            tree.extra["group"] = f"prompt-{number // 8}"
+            file.append(tree)
+    assert [one.group for one in descriptors(path)] == [f"prompt-{number // 8}" for number in range(count)]
+    assert index_of(path).stat().st_size < 110 * count
+
+
+def test_samples_that_cannot_be_made_are_not_described(tmp_path: Path) -> None:
+    tree = Trajectory("a")
+    tree.append([1, 2], [3])  # without log-probabilities
+    save_trajectories(tmp_path / "run", [tree, *trees([PICTURES[0]])])
+    assert [one.record for one in descriptors(tmp_path / "run")] == [1]
+    with pytest.raises(TrajectoryError, match="log"):
+        TrajectoryDataset(tmp_path / "run").describe()
+
+
+class Touched:
+    """The bytes of files that were asked for, by path."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.bytes: dict[str, int] = {}
+        read = MappedFile.read
+
+        def counted(file: MappedFile, start: int, stop: int, *, ahead: int = 0) -> memoryview:
+            self.bytes[str(file)] = self.bytes.get(str(file), 0) + stop - start
+            return read(file, start, stop, ahead=ahead)
+
+        patch.setattr(MappedFile, "read", counted)
+
+
+def test_the_heads_of_records_in_the_index_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    save_trajectories(path, trees(PICTURES[:1] * 10))
+    touched = Touched(monkeypatch)
+    reader = TrajectoryReader(path, tail=False)
+    assert len(reader) == 10
+    assert touched.bytes[str(path)] == BLOCK  # the newest header
+    assert [len(reader.descriptors(number) or []) for number in range(10)] == [1] * 10
+    assert touched.bytes[str(path)] == BLOCK
+
+
+def same_records(path: Path, expected: list[list[Trajectory]]) -> bool:
+    reader = TrajectoryReader(path)
+    read = [[(one.trajectory_id, one.steps[0].prompt_ids.tolist()) for one in group] for group in reader]
+    return read == [
+        [(one.trajectory_id, one.steps[0].prompt_ids.tolist()) for one in group] for group in expected
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_damaged_short_or_foreign_index_changes_nothing(tmp_path: Path, count: int) -> None:
+    """Any byte of it, any length, and the indexes of other files; the next writer mends it."""
+    path, foreign = tmp_path / "run", tmp_path / "other"
+    whole = trees([PICTURES[number] for number in range(count)])
+    save_trajectories(path, whole)
+    save_trajectories(foreign, trees([[[Call([10], [20], 0)]]] * 12))
+    step, good = TrajectoryDataset(path).describe(), index_of(path).read_bytes()
+    bad = [
+        *(
+            good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :]
+            for at in range(0, len(good), 7 if count == 1 else 31)
+        ),
+        *(good[:length] for length in range(0, len(good), 41)),
+        good + good,
+        index_of(foreign).read_bytes(),
+        b"no index" * 40,
+        path.read_bytes(),
+    ]
+    for content in bad:
+        index_of(path).write_bytes(content)
+        assert same_records(path, whole)
+        assert TrajectoryDataset(path).describe() == step
+    for content in [*bad[::9], *bad[-4:]]:
+        index_of(path).write_bytes(content)
+        TrajectoryWriter(path).close()
+        assert descriptors(path) == step_of(step)
+        assert len(index_of(path).read_bytes()) == len(good)
+
+
+def step_of(step: list[Descriptor]) -> list[Descriptor]:
+    """Descriptors as a reader of one file has them, without the file's name."""
+    return [replace(one, file="") for one in step]
+
+
+def test_an_index_of_a_file_that_was_replaced_is_not_believed(tmp_path: Path) -> None:
+    """Also if the newest record is the same, at the same place."""
+    path = tmp_path / "run"
+    save_trajectories(path, trees([PICTURES[0], PICTURES[3], PICTURES[6], PICTURES[2]]))
+    old = index_of(path).read_bytes()
+    replaced = trees([PICTURES[3], PICTURES[0], PICTURES[6], PICTURES[2]])
+    for number, group in enumerate(replaced):
+        group[0].trajectory_id = f"{number}.0"
+    path.unlink()
+    save_trajectories(path, replaced)
+    index_of(path).write_bytes(old)
+    assert same_records(path, replaced)
+    dataset = TrajectoryDataset(path)
+    assert [sample.sample_id for sample in dataset] == [f"{number}.0/0" for number in range(4)]
+    step = [
+        Descriptor.of(sample, record=number, file="0")
+        for number, group in enumerate(replaced)
+        for sample in group[0].samples()
+    ]
+    assert sorted(TrajectoryDataset(path).load(step, range(4))) == [0, 1, 2, 3]
+
+
+def test_an_index_that_is_ahead_of_its_file_is_cut_back(tmp_path: Path) -> None:
+    """The machine failed: the index reached the disk, and the newest records did not."""
+    path = tmp_path / "run"
+    whole = trees([PICTURES[number] for number in range(4)])
+    save_trajectories(path, whole)
+    content = path.read_bytes()
+    reader = TrajectoryReader(path)
+    path.write_bytes(content[: reader.block(2).start + 100])
+    assert same_records(path, whole[:2])
+    save_trajectories(path, whole[3:])
+    assert same_records(path, [*whole[:2], whole[3]])
+    assert len(descriptors(path)) == 3
+
+
+def test_an_index_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    index_of(path).mkdir()
+    with pytest.warns(
+        RuntimeWarning, match=r"run\.index: the index is not written, and readers do without it"
+    ):
+        writer = TrajectoryWriter(path)
+    with writer:
+        for group in trees(PICTURES[:1] * 70):
+            writer.append(group)
+    assert len(TrajectoryReader(path)) == 70
+    index_of(path).rmdir()
+    TrajectoryWriter(path).close()
+    assert len(descriptors(path)) == 70
+
+
+def test_an_index_follows_a_file_that_grows(tmp_path: Path) -> None:
+    """The newest records are in the file first, and readers take them from there."""
+    path = tmp_path / "run"
+    with TrajectoryWriter(path) as writer:
+        reader = TrajectoryReader(path)
+        for number, group in enumerate(trees(PICTURES[:1] * 150)):
+            writer.append(group)
+            if number % 10 == 0:
+                assert reader.refresh() == number + 1
+                known = sum(reader.descriptors(each) is not None for each in range(number + 1))
+                assert known == (number + 1) // 64 * 64
+    assert reader.refresh() == 150
+    assert len(descriptors(path)) == 150
+    # A writer that is taken up again goes on in the same index.
+    before = index_of(path).read_bytes()
+    save_trajectories(path, trees(PICTURES[:1]))
+    assert index_of(path).read_bytes().startswith(before)
+    assert len(descriptors(path)) == 151
+
+
+def test_a_file_of_an_earlier_release_gets_an_index_when_it_is_opened(tmp_path: Path) -> None:
+    recorded = Path(__file__).parents[1] / "data/trajectories/version_4.mmr"
+    path = Path(shutil.copy(recorded, tmp_path / "run"))
+    assert len(TrajectoryDataset(path).describe()) > 0
+    assert not index_of(path).exists()
+    TrajectoryWriter(path).close()
+    assert descriptors(path) == step_of(TrajectoryDataset(path).describe())
+
+
+def test_files_directories_and_patterns(tmp_path: Path) -> None:
+    for name in ("a.mmc", "b/x.mmc", "b/y.mmc", "b/.hidden", "b/x.mmc.index", "b/c/z.mmc", "run[1].mmc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+
+    def names(path: str) -> list[str]:
+        found = find_files(f"{tmp_path}/{path}")
+        assert all(where == f"{tmp_path}/{path}" or Path(where).is_file() for _, where in found)
+        return [name for name, _ in found]
+
+    assert names("a.mmc") == names("missing") == names("run[1].mmc") == [""]
+    assert names("b") == names("b/") == names("b/*.mmc") == ["x.mmc", "y.mmc"]
+    assert names("*/*.mmc") == ["b/x.mmc", "b/y.mmc"]
+    assert names("**/z*") == ["b/c/z.mmc"]
+    assert names("none/*") == []
+
+
+@pytest.fixture
+def store() -> Any:
+    fsspec = pytest.importorskip("fsspec", reason="the extra `store`")
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def test_an_object_store_is_read_by_ranges(
+    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.mmc", "b.mmc"):
+        save_trajectories(tmp_path / name, trees(PICTURES))
+        for path in (tmp_path / name, index_of(tmp_path / name)):
+            store.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    ranges: dict[str, int] = {}
+    fetch = type(store).cat_file
+
+    def counted(files: Any, path: str, start: int, stop: int) -> bytes:
+        ranges[path] = ranges.get(path, 0) + stop - start
+        return fetch(files, path, start, stop)
+
+    monkeypatch.setattr(type(store), "cat_file", counted)
+    assert find_files("memory://bucket") == [
+        (name, f"memory:///bucket/{name}") for name in ("a.mmc", "b.mmc")
+    ]
+    sizes = {path: len(store.store[path].getvalue()) for path in store.store}
+    samples = {}
+    for rank in range(2):
+        ranges.clear()
+        dataset = TrajectoryDataset("memory://bucket/*.mmc", rank=rank, world=2)
+        samples[rank] = [sample.token_ids.tolist() for sample in dataset]
+        for path, size in sizes.items():
+            assert ranges[path] <= (size if path.endswith(".index") else 0.75 * size)
+    local = [TrajectoryDataset(tmp_path / "*.mmc", rank=rank, world=2) for rank in range(2)]
+    assert samples == {rank: [one.token_ids.tolist() for one in each] for rank, each in enumerate(local)}
+    step = TrajectoryDataset("memory://bucket/a.mmc").describe()
+    assert step == TrajectoryDataset(tmp_path / "a.mmc").describe()
+    # It grows, and another one appears.
+    dataset = TrajectoryDataset("memory://bucket", wait=1e-9)
+    assert len(list(dataset)) == 18
+    for name in ("a.mmc", "c.mmc"):
+        save_trajectories(tmp_path / name, trees(PICTURES[:2]))
+        for path in (tmp_path / name, index_of(tmp_path / name)):
+            store.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    dataset.load_state_dict(dataset.state_dict())
+    assert len(list(dataset)) == 4
+
+
+def test_an_object_store_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    assert error_of(MissingDependencyError, TrajectoryDataset, "s3://bucket/run.mmc") == (
+        "a file in an object store needs fsspec, which is not installed. "
+        "Install it with: pip install 'mmrender[store]'"
+    )
