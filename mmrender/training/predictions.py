@@ -35,15 +35,18 @@ class Limits(NamedTuple):
     token_ids: Any
     only: Any
 
-    def closed(self, start: int, stop: int, vocabulary: int) -> Any:
-        """Return the ids that tokens `[start, stop)` could not have, bool `(n, vocabulary)`, or None."""
-        listed = slice(int(self.bounds[start]), int(self.bounds[stop]))
+    def closed(self, tokens: slice, ids: slice) -> Any:
+        """Return which of some ids some tokens could not have, bool `(n, ids)`, or None for no limit."""
+        listed = slice(int(self.bounds[tokens.start]), int(self.bounds[tokens.stop]))
         if listed.start == listed.stop:
             return None
-        owners = self.owners[listed]
-        closed = self.only[start:stop, None].repeat(1, vocabulary)
-        closed[owners - start, self.token_ids[listed]] = ~self.only[owners]
-        return closed
+        owners, width = self.owners[listed], ids.stop - ids.start
+        places = self.token_ids[listed] - ids.start
+        # Ids that lie elsewhere go to a column of their own, which asks for no count of the others.
+        places = torch.where((places >= 0) & (places < width), places, width)
+        closed = self.only[tokens, None].repeat(1, width + 1)
+        closed[owners - tokens.start, places] = ~self.only[owners]
+        return closed[:, :width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,18 +1,21 @@
-r"""Log-probabilities, entropies and divergences of tokens, computed in chunks that never hold all logits.
+r"""Log-probabilities, entropies and divergences of tokens, computed in tiles that never hold all logits.
 
 With a head of weights $W$, bias $b$, scale $a$ and cap $c$, the hidden state $h$ before a token has the
 scores
 
 $$z = W h + b, \qquad y = c \tanh(a z / c), \qquad s = y / T, \qquad p = \operatorname{softmax}(s)$$
 
-over the ids that the token could have; $y = a z$ without a cap. The values and their derivatives by $s_j$ are
+over the ids that the token could have; $y = a z$ without a cap. The values and their derivatives by $s_j$
+are
 
 - log-probability $s_t - \operatorname{lse}(s)$: $[j = t] - p_j$
 - entropy $H = \operatorname{lse}(s) - \sum p s$: $-p_j (\log p_j + H)$
 - divergence $K = \sum p \log (p / q)$ from a reference $q$: $p_j (\log p_j - \log q_j - K)$
 
-The forward keeps one sum for each token. The backward computes the scores of a chunk again, and adds up the
-gradient of the weights in float32 or more.
+A tile holds the scores of some tokens for some ids. The forward adds up exponentials over the tiles of a
+token, less its largest score so far (Milakov and Gimelshein, "Online normalizer calculation for softmax",
+2018), and keeps a few sums. The backward computes each tile again. Gradients are added up in float32 or
+more.
 """
 
 from collections.abc import Iterator
@@ -23,8 +26,10 @@ from mmrender.errors import BatchError
 from mmrender.training.predictions import Predictions
 from mmrender.training.tensor_list import torch
 
-CHUNK_BYTES: Final = 1 << 28
-"""Size of the scores of a chunk, in bytes. Two or three tensors of this size are held at a time."""
+TILE: Final = (2048, 8192)
+"""Tokens and ids of a tile: 64 MiB of scores. Two or three tensors of this size are held at a time."""
+_CLOSED: Final = -1e30
+"""Score of an id that a token could not have. Its exponential is 0, and sums of it are finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,16 +50,16 @@ class OutputHead:
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits `(n, vocabulary)` of hidden states `(n, hidden)`, in float32 or more."""
-        logits = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
         logits = logits.to(wide(logits.dtype))
         if self.scale != 1.0:
             logits.mul_(self.scale)
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def cast(self, dtype: Any) -> "OutputHead":
-        """Return the head with weights in a dtype."""
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return replace(self, weight=self.weight.to(dtype), bias=bias)
+    def part(self, ids: slice, dtype: Any) -> "OutputHead":
+        """Return the head of some ids, with weights in a dtype."""
+        bias = None if self.bias is None else self.bias[ids].to(dtype)
+        return replace(self, weight=self.weight[ids].to(dtype), bias=bias)
 
 
 class HiddenStates(NamedTuple):
@@ -96,7 +101,7 @@ class Scoring:
         reference: Hidden states of another model before the same tokens, or None. It gets no gradient.
         dtype: Dtype in which hidden states and weights are multiplied; None for the weights' own, or
             autocast's.
-        chunk_tokens: Tokens of a chunk, or None for `CHUNK_BYTES`.
+        tile: Number of tokens and of ids whose scores are held at a time.
     """
 
     predictions: Predictions
@@ -104,7 +109,7 @@ class Scoring:
     entropy: bool = False
     reference: HiddenStates | None = None
     dtype: Any = None
-    chunk_tokens: int | None = None
+    tile: tuple[int, int] = TILE
 
     def of(self, values: Any, head: OutputHead | None) -> TokenScores:
         """Return the scores of the tokens, each `(n,)`.
@@ -125,20 +130,18 @@ class Scoring:
                 expected=f"hidden states before {len(self.predictions)} tokens",
                 got=str(len(self.reference.predictions)),
             )
-        weight, bias = (None, None) if head is None else (head.weight, head.bias)
         device = values.device.type
         dtype = self.dtype
+        if dtype is None and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        weight, bias = None, None
         if head is not None:
             check_whole(head)
-            if dtype is None and torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-        reference = self.reference
-        if reference is not None and dtype is not None:
-            reference = reference._replace(head=reference.head.cast(dtype))
-        work = _Work(replace(self, temperature=temperature, dtype=dtype, reference=reference), head)
+            weight, bias, dtype = head.weight, head.bias, dtype or head.weight.dtype
+        work = _Work(replace(self, temperature=temperature, dtype=dtype), head)
         # The dtype is decided above, so that the backward pass, which autocast does not see, has the same.
         with torch.autocast(device, enabled=False):
-            logprobs, entropy, kl = _Chunked.apply(values, weight, bias, work)
+            logprobs, entropy, kl = _Tiled.apply(values, weight, bias, work)
         return TokenScores(
             logprobs, entropy if self.entropy else None, None if self.reference is None else kl
         )
@@ -185,6 +188,15 @@ def check_whole(head: OutputHead) -> None:
         )
 
 
+def flat(values: Any) -> Any:
+    """Return `(..., n)` as rows."""
+    return values.reshape(-1, values.shape[-1])
+
+
+def _steps(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     """The settings of one call, and the steps that its forward and backward share."""
@@ -192,110 +204,121 @@ class _Work:
     scoring: Scoring
     head: OutputHead | None
 
-    def chunks(self, vocabulary: int) -> Iterator[slice]:
-        count = len(self.scoring.predictions)
-        size = self.scoring.chunk_tokens or max(1, CHUNK_BYTES // (4 * vocabulary))
-        return (slice(start, min(start + size, count)) for start in range(0, count, size))
+    def with_weights(self, weight: Any, bias: Any) -> OutputHead | None:
+        """Return the head with the weights that torch passes to the forward or saved for the backward."""
+        return None if self.head is None else replace(self.head, weight=weight, bias=bias)
 
-    def ready(self, weight: Any, bias: Any) -> OutputHead | None:
-        """Return the head with the weights that a pass saved, in the dtype of its products."""
-        if self.head is None:
-            return None
-        head = replace(self.head, weight=weight, bias=bias)
-        return head if self.scoring.dtype is None else head.cast(self.scoring.dtype)
+    def parts(self) -> Iterator[slice]:
+        """Yield the tokens of each row of tiles."""
+        return _steps(len(self.scoring.predictions), self.scoring.tile[0])
 
-    def scores(self, values: Any, head: OutputHead | None, part: slice, closed: Any) -> Any:
-        """Return the scores `s` of a chunk, minus infinity at ids that a token could not have."""
-        rows = values.index_select(0, self.scoring.predictions.sources[part])
-        scores = rows.to(wide(rows.dtype), copy=True) if head is None else head.logits(rows)
-        scores.div_(self.temperature(part))
-        return scores if closed is None else scores.masked_fill_(closed, -torch.inf)
+    def tiles(self, part: slice, rows: Any, head: OutputHead | None) -> Iterator[tuple[slice, Any]]:
+        """Yield the ids of each tile of some tokens, and the scores of the ids."""
+        vocabulary = rows.shape[-1] if head is None else head.weight.shape[0]
+        limits = self.scoring.predictions.limits
+        for ids in _steps(vocabulary, self.scoring.tile[1]):
+            if head is None:
+                scores = rows[:, ids].to(wide(rows.dtype), copy=True)
+            else:
+                scores = head.part(ids, self.scoring.dtype).logits(rows.to(self.scoring.dtype))
+            scores.div_(self.temperature(part)).clamp_(min=_CLOSED)
+            closed = None if limits is None else limits.closed(part, ids)
+            yield ids, scores if closed is None else scores.masked_fill_(closed, _CLOSED)
 
     def temperature(self, part: slice) -> Any:
         value = self.scoring.temperature
         return value if isinstance(value, float) else value[part]
 
-    def closed(self, part: slice, vocabulary: int) -> Any:
-        limits = self.scoring.predictions.limits
-        return None if limits is None else limits.closed(part.start, part.stop, vocabulary)
+    def other(self, part: slice) -> Iterator[Any]:
+        """Yield the reference's scores, tile by tile."""
+        reference = self.scoring.reference
+        if reference is not None:
+            rows = flat(reference.values).index_select(0, reference.predictions.sources[part])
+            yield from (scores for _, scores in self.tiles(part, rows, reference.head))
 
-    def log_ratio(self, log_probabilities: Any, part: slice, closed: Any) -> Any:
-        """Return `log p - log q` for every id of a chunk, 0 at ids that a token could not have."""
-        reference: Any = self.scoring.reference
-        other = replace(self, scoring=replace(self.scoring, predictions=reference.predictions))
-        scores = other.scores(flat(reference.values), reference.head, part, closed)
-        scores.sub_(scores.amax(-1, keepdim=True))
-        scores.sub_(scores.exp().sum(-1, keepdim=True).log_()).neg_().add_(log_probabilities)
-        return scores if closed is None else scores.masked_fill_(closed, 0.0)
-
-    def slopes(self, rows: Any, head: OutputHead | None, part: slice, out: Any, gradients: Any) -> Any:
-        """Return the gradient of a chunk by the head's products `z`: `(n, vocabulary)`."""
-        scoring = self.scoring
-        _, entropy, kl, largest, log_sums = (one[:, None] for one in out)
-        of_logprobs, of_entropy, of_kl = (one[:, None] for one in gradients)
-        vocabulary = rows.shape[-1] if head is None else head.weight.shape[0]
-        closed = self.closed(part, vocabulary)
-        scores = self.scores(rows, head, part, closed)
-        softcap = None if head is None else head.softcap
-        curve = (
-            None
-            if softcap is None
-            else (scores * (self.temperature(part) / softcap)).square_().neg_().add_(1)
+    def sums(self, part: slice, rows: Any, head: OutputHead | None, out: Any) -> None:
+        """Write the values of some tokens, and the sums that the backward needs, to `out`, `(7, n)`."""
+        token_ids = self.scoring.predictions.token_ids[part, None]
+        largest = out.new_full((out.shape[1], 1), _CLOSED)
+        total, chosen, mean, cross, other_total = (torch.zeros_like(largest) for _ in range(5))
+        other_largest, others = largest, self.other(part)
+        for ids, scores in self.tiles(part, rows, head):
+            at, inside = _places(token_ids, ids)
+            chosen += torch.where(inside, scores.gather(-1, at), 0.0)
+            before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+            moved = before - largest
+            fade = moved.exp()
+            weights = scores.sub_(largest).exp()
+            if self.scoring.reference is not None:
+                other = next(others)
+                start, other_largest = (
+                    other_largest,
+                    torch.maximum(other_largest, other.amax(-1, keepdim=True)),
+                )
+                other_moved = start - other_largest
+                other.sub_(other_largest)
+                other_total = other_total * other_moved.exp() + other.exp().sum(-1, keepdim=True)
+                ratio = other.neg_().add_(scores).mul_(weights)
+                cross = fade * (cross + (moved - other_moved) * total) + ratio.sum(-1, keepdim=True)
+            moved_mean, total = mean + moved * total, total * fade + weights.sum(-1, keepdim=True)
+            if self.scoring.entropy:
+                mean = fade * moved_mean + weights.mul_(scores).sum(-1, keepdim=True)
+        log_total, log_other = total.log(), other_total.log()
+        columns = (
+            (chosen - largest) - log_total,
+            log_total - mean / total,
+            (cross / total - log_total) + log_other,
+            *(largest, log_total, other_largest, log_other),
         )
-        logs = scores.sub_(largest).sub_(log_sums)
-        slopes = logs.exp()
-        if not scoring.entropy and scoring.reference is None:
-            slopes.mul_(-of_logprobs)
-        else:
-            if closed is not None:
-                logs.masked_fill_(closed, 0.0)
+        out.copy_(torch.cat(columns, -1).T)
+
+    def slopes(
+        self, part: slice, rows: Any, head: OutputHead | None, out: Any, gradients: Any
+    ) -> Iterator[tuple[slice, Any]]:
+        """Yield for each tile its ids, and the gradient by the head's products `z`, `(n, ids)`."""
+        _, entropy, kl, largest, log_total, other_largest, log_other = (one[:, None] for one in out)
+        of_logprobs, of_entropy, of_kl = (one[:, None] for one in gradients)
+        temperature, others = self.temperature(part), self.other(part)
+        softcap = None if head is None else head.softcap
+        for ids, scores in self.tiles(part, rows, head):
+            curve = None
+            if softcap is not None:
+                curve = (scores * temperature).div_(softcap).clamp_(-1, 1).square_().neg_().add_(1)
+            logs = scores.sub_(largest).sub_(log_total)
+            slopes = logs.exp()
             factor = -of_logprobs
-            if scoring.reference is not None:
-                factor = self.log_ratio(logs, part, closed).sub_(kl).mul_(of_kl).add_(factor)
-            if scoring.entropy:
+            if self.scoring.reference is not None:
+                ratio = next(others).sub_(other_largest).sub_(log_other).neg_().add_(logs)
+                factor = ratio.sub_(kl).mul_(of_kl).add_(factor)
+            if self.scoring.entropy:
                 factor = logs.add_(entropy).mul_(-of_entropy).add_(factor)
             slopes.mul_(factor)
-        slopes.scatter_add_(-1, scoring.predictions.token_ids[part, None], of_logprobs)
-        slopes.div_(self.temperature(part))
-        if curve is not None:
-            slopes.mul_(curve if closed is None else curve.masked_fill_(closed, 0.0))
-        if head is not None and head.scale != 1.0:
-            slopes.mul_(head.scale)
-        return slopes
+            at, inside = _places(self.scoring.predictions.token_ids[part, None], ids)
+            slopes.scatter_add_(-1, at, of_logprobs * inside)
+            slopes.div_(temperature)
+            if curve is not None:
+                slopes.mul_(curve)
+            if head is not None and head.scale != 1.0:
+                slopes.mul_(head.scale)
+            yield ids, slopes
 
 
-def flat(values: Any) -> Any:
-    """Return `(..., n)` as rows."""
-    return values.reshape(-1, values.shape[-1])
+def _places(token_ids: Any, ids: slice) -> tuple[Any, Any]:
+    """Return the place of each token in a tile, and whether it is there."""
+    inside = (token_ids >= ids.start) & (token_ids < ids.stop)
+    return (token_ids - ids.start).clamp(0, ids.stop - ids.start - 1), inside
 
 
-class _Chunked(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, values: Any, weight: Any, bias: Any, work: _Work) -> tuple[Any, Any, Any]:
-        rows, head, scoring = flat(values), work.ready(weight, bias), work.scoring
-        vocabulary = rows.shape[-1] if weight is None else weight.shape[0]
-        count = len(scoring.predictions)
-        dtype = wide(rows.dtype if head is None else head.weight.dtype)
-        # Log-probability, entropy and divergence of each token, its largest score and the log of its sum.
-        out = torch.zeros(5, count, dtype=dtype, device=rows.device)
-        for part in work.chunks(vocabulary):
-            closed = work.closed(part, vocabulary)
-            scores = work.scores(rows, head, part, closed)
-            # Small numbers are subtracted one after another, which keeps more digits than their sum.
-            largest = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(largest).exp()
-            sums = weights.sum(-1, keepdim=True)
-            logs = scores.sub_(sums.log())
-            out[0, part] = logs.gather(-1, scoring.predictions.token_ids[part, None])[:, 0]
-            out[3, part], out[4, part] = largest[:, 0], sums.log()[:, 0]
-            if scoring.entropy or scoring.reference is not None:
-                weights.div_(sums)
-                if closed is not None:
-                    logs.masked_fill_(closed, 0.0)
-                if scoring.reference is not None:
-                    out[2, part] = work.log_ratio(logs, part, closed).mul_(weights).sum(-1)
-                out[1, part] = -weights.mul_(logs).sum(-1)
-        ctx.work, ctx.vocabulary = work, vocabulary
+        rows, predictions, head = flat(values), work.scoring.predictions, work.with_weights(weight, bias)
+        dtype = wide(rows.dtype if head is None else work.scoring.dtype)
+        out = torch.zeros(7, len(predictions), dtype=dtype, device=rows.device)
+        for part in work.parts():
+            own = rows.index_select(0, predictions.sources[part])
+            work.sums(part, own, head, out[:, part])
+        ctx.work = work
         ctx.save_for_backward(values, weight, bias, out)
         return tuple(out[:3].clone())
 
@@ -303,32 +326,42 @@ class _Chunked(torch.autograd.Function):  # type: ignore[misc]  # torch is not t
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, Any, Any, None]:
         values, weight, bias, out = ctx.saved_tensors
-        work, scoring = ctx.work, ctx.work.scoring
-        rows, head = flat(values), work.ready(weight, bias)
+        work: _Work = ctx.work
+        rows, predictions, head = flat(values), work.scoring.predictions, work.with_weights(weight, bias)
         for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
         of_rows: Any = torch.zeros_like(rows, memory_format=torch.contiguous_format) if for_rows else None
         of_weight = torch.zeros_like(weight, dtype=out.dtype) if for_weight else None
         of_bias = torch.zeros_like(bias, dtype=out.dtype) if for_bias else None
-        for part in work.chunks(ctx.vocabulary):
-            slopes = work.slopes(rows, head, part, out[:, part], [one[part] for one in gradients])
-            sources = scoring.predictions.sources[part]
-            if head is None:
-                of_rows.index_copy_(0, sources, slopes.to(rows.dtype))
-                continue
-            if of_bias is not None:
-                of_bias.add_(slopes.sum(0))
-            slopes = slopes.to(head.weight.dtype)
-            if of_rows is not None:
-                of_rows.index_copy_(0, sources, (slopes @ head.weight).to(rows.dtype))
-            if of_weight is not None:
-                hidden = rows.index_select(0, sources).to(head.weight.dtype)
-                if hidden.dtype == of_weight.dtype:
-                    of_weight.addmm_(slopes.T, hidden)
-                else:
-                    of_weight.add_(slopes.T @ hidden)
+        for part in work.parts():
+            sources = predictions.sources[part]
+            own = rows.index_select(0, sources)
+            hidden = None if head is None else own.to(work.scoring.dtype)
+            of_own = torch.zeros_like(own, dtype=out.dtype) if head is not None and for_rows else None
+            slopes_of = work.slopes(part, own, head, out[:, part], [one[part] for one in gradients])
+            for ids, slopes in slopes_of:
+                if head is None:
+                    of_rows[:, ids].index_copy_(0, sources, slopes.to(rows.dtype))
+                    continue
+                if of_bias is not None:
+                    of_bias[ids] += slopes.sum(0)
+                narrow = slopes.to(work.scoring.dtype)
+                if of_own is not None:
+                    _add_product(of_own, narrow, head.weight[ids].to(work.scoring.dtype))
+                if of_weight is not None:
+                    _add_product(of_weight[ids], narrow.T, hidden)
+            if of_own is not None:
+                of_rows.index_copy_(0, sources, of_own.to(rows.dtype))
         return (
             None if of_rows is None else of_rows.view(values.shape),
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
             None,
         )
+
+
+def _add_product(total: Any, left: Any, right: Any) -> None:
+    """Add a product to a total that may have more digits."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

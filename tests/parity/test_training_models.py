@@ -168,7 +168,7 @@ def test_tokens_are_scored_without_logits(name: str, folder: Path) -> None:
     batch = collate(make_samples(tiny, COUNTS), tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
     with recurrent_segments(tiny.model, batch):
         logits = tiny.model(**batch.model_inputs()).logits
-        found = score_tokens(tiny.model, batch, entropy=True, chunk_tokens=3)
+        found = score_tokens(tiny.model, batch, entropy=True, tile=(3, 32))
         plain = torch.where(batch.loss_mask, token_logprobs(logits, batch), 0.0), token_entropy(logits, batch)
         gradients = [
             torch.autograd.grad(

@@ -87,7 +87,7 @@ def test_scores_equal_those_of_the_models_logits(name: str) -> None:
         token_entropy(logits, batch, temperature=0.8),
     )
     expected = [torch.where(batch.loss_mask, logprobs, 0.0), entropy]
-    found = score_tokens(model, batch, temperature=0.8, entropy=True, chunk_tokens=2)
+    found = score_tokens(model, batch, temperature=0.8, entropy=True, tile=(2, 7))
     before = hidden_states(model, batch)
     assert before.head.scale == pytest.approx(CHANGED[name][2][0], rel=1e-6)
     assert before.head.softcap == (

@@ -16,7 +16,7 @@ VOCABULARY, HIDDEN = 23, 8
 FAMILY = ModelFamily(model_type="text")
 
 
-def batch_of(seed: int, *, limited: bool, count: int = 3) -> TrainingBatch:
+def batch_of(seed: int, *, limited: bool, count: int = 2) -> TrainingBatch:
     """Samples of random tokens in one packed row, some sampled among listed ids, some among all others."""
     rng = np.random.default_rng(seed)
     samples = []
@@ -44,7 +44,7 @@ def head_of(
 ) -> Any:
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64) * HIDDEN**-0.5
     offset = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) if bias else None
-    head = OutputHead(weight, offset, scale, softcap).cast(dtype)
+    head = OutputHead(weight, offset, scale, softcap).part(slice(None), dtype)
     for one in (head.weight, head.bias):
         if one is not None:
             one.requires_grad_()
@@ -90,19 +90,17 @@ def plain_scores(
     return out
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     st.integers(0, 999),
     st.booleans(),
     st.booleans(),
     st.sampled_from([(1.0, None), (0.0625, None), (1.0, 3.0), (2.5, 4.0)]),
     st.sampled_from([1.0, 0.7, "token"]),
-    st.sampled_from([1, 3, 1000]),
+    st.sampled_from([(1, 5), (3, 1000), (1000, 7)]),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_scores_and_gradients_equal_the_plain_way(
-    seed, limited, bias, change, temperature, chunk_tokens, dtype
-):
+def test_scores_and_gradients_equal_the_plain_way(seed, limited, bias, change, temperature, tile, dtype):
     generator = torch.Generator().manual_seed(seed)
     batch = batch_of(seed, limited=limited)
     exact_head = head_of(generator, torch.float64, bias=bias, scale=change[0], softcap=change[1])
@@ -119,7 +117,7 @@ def test_scores_and_gradients_equal_the_plain_way(
         hidden, reference = states[0].to(dtype).requires_grad_(), (states[1].to(dtype), other)
         if kind == "chunks":
             states_before = HiddenStates(*reference, predictions)
-            scoring = Scoring(predictions, temperature, True, states_before, None, chunk_tokens)
+            scoring = Scoring(predictions, temperature, True, states_before, None, tile)
             scores = scoring.spread(hidden, head)
         else:
             scores = plain_scores(hidden, head, batch, temperature, reference)
@@ -145,7 +143,7 @@ def test_gradients_are_those_of_finite_differences():
     reference = HiddenStates(states[1], OutputHead(head.weight.detach().clone()), predictions)
 
     def scores(hidden: Any, weight: Any, bias: Any) -> Any:
-        scoring = Scoring(predictions, 0.8, True, reference, None, 2)
+        scoring = Scoring(predictions, 0.8, True, reference, None, (2, 5))
         return torch.stack(scoring.of(hidden, replace(head, weight=weight, bias=bias)))
 
     leaves = (
@@ -153,13 +151,13 @@ def test_gradients_are_those_of_finite_differences():
         head.weight.detach().requires_grad_(),
         head.bias.detach().requires_grad_(),
     )
-    assert torch.autograd.gradcheck(scores, leaves)
+    assert torch.autograd.gradcheck(scores, leaves, fast_mode=True)
 
 
 def test_weights_in_bfloat16_are_summed_in_float32():
     """Against float64: the gradient of the weights is as near as their dtype allows, over hundreds of chunks."""
     generator = torch.Generator().manual_seed(0)
-    count = 600
+    count = 200
     ids = torch.randint(0, VOCABULARY, (count,), generator=generator).numpy().astype(np.int32)
     sample = TrainingSample(ids, np.arange(count) > 0, np.zeros(count, np.float32))
     batch = collate([sample], FAMILY, pad_token_id=0)
@@ -167,7 +165,7 @@ def test_weights_in_bfloat16_are_summed_in_float32():
     hidden = torch.randn(1, count, HIDDEN, generator=generator).bfloat16()
 
     def gradient(head: OutputHead, hidden: Any, dtype: Any = None) -> Any:
-        scores = Scoring(batch.predictions(), dtype=dtype, chunk_tokens=2).of(hidden, head)
+        scores = Scoring(batch.predictions(), dtype=dtype, tile=(2, 7)).of(hidden, head)
         (of_weight,) = torch.autograd.grad(scores.logprobs.mean(), head.weight)
         return of_weight, scores.logprobs.detach()
 
@@ -193,7 +191,7 @@ def test_autocast_decides_the_dtype_of_logits():
     with torch.autocast("cpu", torch.bfloat16):
         found = scoring.of(hidden, head).logprobs
     found.sum().backward()
-    expected = scoring.of(hidden, head.cast(torch.bfloat16)).logprobs
+    expected = scoring.of(hidden, head.part(slice(None), torch.bfloat16)).logprobs
     assert torch.equal(found, expected)
     assert head.weight.grad.dtype == torch.float32
 
