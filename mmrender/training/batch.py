@@ -185,13 +185,18 @@ class TrainingBatch(OutOfBand):
         numbers = token_numbers(self.segments, self.input_ids)
         return torch.cat([numbers[None], self.positions])
 
-    def model_inputs(self, *, mask_dtype: Any = None, kept_apart: bool = False) -> dict[str, Any]:
+    def model_inputs(
+        self, *, mask_dtype: Any = None, kept_apart: bool = False, flash_attention: bool = False
+    ) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward.
 
         Args:
             mask_dtype: Dtype of the additive masks that packed batches of some families bring; sdpa asks for
                 the model's. None takes the dtype of the pixels, float32 without pixels.
             kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
+            flash_attention: Whether the model runs with flash attention. Packed batches then bring
+                `flash_attention_kwargs`: Transformers 5.23 reads bounds from position ids for a single row
+                only, and would let the samples of several rows see each other.
 
         Returns:
             `input_ids` int64 `(rows, width)`, `position_ids`, `attention_mask` int64 `(rows, width)` unless
@@ -199,8 +204,15 @@ class TrainingBatch(OutOfBand):
             under theirs.
 
         Raises:
-            BatchError: The model's recurrent layers would run from one packed sample to the next.
+            BatchError: The model's recurrent layers would run from one packed sample to the next, or packed
+                rows need masks that flash attention does not take.
         """
+        if flash_attention and self.packed and self.family.image_blocks:
+            raise BatchError(
+                f"packed rows of {self.family.model_type} bring masks, which flash attention does not take",
+                where="flash_attention",
+                expected="padded rows, or sdpa",
+            )
         if self.packed and self.family.recurrent and not kept_apart:
             check_kept_apart(self.segments, self.width, self.family)
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
@@ -211,6 +223,8 @@ class TrainingBatch(OutOfBand):
             dtypes = (rows.dtype for rows in self.fields.values() if rows.values.is_floating_point())
             dtype = mask_dtype or next(dtypes, torch.float32)
             inputs["attention_mask"] = image_block_masks(self.segments, self.token_types, self.family, dtype)
+        elif flash_attention:
+            inputs |= self.flash_attention_kwargs()
         if self.family.token_types is not None:
             types = in_completion(self.segments, self.input_ids) if self.family.prefix else self.token_types
             inputs[self.family.token_types] = types

@@ -47,6 +47,7 @@ class Collator:
         padding_side: The side on which rows are filled.
         multiple: Makes the width a multiple of this.
         dtype: Dtype of pixels: torch's float32, float16 or bfloat16.
+        flash_attention: Whether the model runs with flash attention, to which packed rows bring their bounds.
         options: Further keyword arguments of `build_training_sample`, such as `on_rewritten`.
 
     Raises:
@@ -62,6 +63,7 @@ class Collator:
     padding_side: PaddingSide = "right"
     multiple: int = 1
     dtype: Any = torch.float32
+    flash_attention: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class Collator:
                 expected="weights of 0 and 1",
                 remedy="Call `batch`, and weigh each token's loss with its loss_weights",
             )
-        return batch.model_inputs() | {"labels": batch.labels()}
+        return batch.model_inputs(flash_attention=self.flash_attention) | {"labels": batch.labels()}
 
     def batch(self, examples: Sequence[Any]) -> TrainingBatch:
         """Return the batch of these examples.

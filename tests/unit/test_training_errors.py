@@ -107,6 +107,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a shard of recurrent layers over packed samples": lambda: shard_of("ulysses", family="qwen3_5", rows=[[0, 1]]).model_inputs(),
     "a shard of another tensor": lambda: shard_of("ulysses").take(torch.zeros(2, 3)),
     "a shard of other logits": lambda: shard_of("ulysses").token_logprobs(torch.zeros(2, 6, 9)),
+    "flash attention without masks": lambda: batch_of(sample(text=3), sample(text=4), rows=[[0, 1]], family=family_of("gemma3")).model_inputs(flash_attention=True),
     "a row that is no tensor": lambda: TensorList.from_rows([torch.zeros(2, 4), None]),
     "rows of two shapes": lambda: TensorList.from_rows([torch.zeros(2, 4), torch.zeros(0, 5), torch.zeros(1, 5)]),
     "no lists": lambda: TensorList.cat([]),
