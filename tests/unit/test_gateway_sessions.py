@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,7 @@ from mmrender.errors import (
     SessionUnknownError,
     TrajectoryError,
 )
+from mmrender.gateway import store
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, read_entries
 from mmrender.trajectory.files import TrajectoryReader, load_trajectories, received_ids
@@ -488,6 +490,63 @@ async def test_a_turn_that_could_not_be_written_is_not_answered(renderer, monkey
         await session.spill()
         assert session.nbytes == 0
         assert len(await session.trajectory()) == 1
+
+
+async def test_a_short_call_goes_to_threads_four_times(renderer, monkeypatch):
+    """Twice to the renderer, for prompt and answer, and twice to the file: as it begins, and with its turn."""
+    monkeypatch.setattr("mmrender.gateway.session._DELIVERY_SECONDS", 3600.0)
+    handed = []
+    submit = ThreadPoolExecutor.submit
+
+    def counting(self, function, /, *arguments, **options):
+        handed.append(self._thread_name_prefix)
+        return submit(self, function, *arguments, **options)
+
+    async with Script(renderer).gateway() as here:
+        agent = Agent(await here.open_session("a"))
+        await agent.turn("hello")
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadPoolExecutor, "submit", counting)
+            await agent.turn("and now?")
+    assert sorted(handed) == ["mmrender-pool"] * 2 + ["mmrender-store"] * 2
+
+
+async def test_records_of_sessions_that_wait_for_the_disk_are_written_together(renderer, monkeypatch):
+    async with Script(renderer).gateway() as here:
+        sessions = [await here.open_session(f"s{number}") for number in range(5)]
+        for session in sessions:
+            await session.trajectory()  # so that it is in memory
+        batches = []
+        write = store._write_files
+
+        def counting(files):
+            batches.append(len(files))
+            return write(files)
+
+        monkeypatch.setattr(store, "_write_files", counting)
+        await asyncio.gather(*(session.reward(1.0) for session in sessions))
+        assert batches == [1, 4]
+        trees = [await session.trajectory() for session in sessions]
+    assert [tree.reward for tree in trees] == [1.0] * 5
+
+
+async def test_a_record_that_cannot_be_written_fails_its_own_session_alone(renderer, monkeypatch):
+    async with Script(renderer).gateway() as here:
+        sessions = [await here.open_session(f"s{number}") for number in range(3)]
+        for session in sessions:
+            await session.trajectory()
+        writer, full = here._store.writer, sessions[1].file.path
+
+        def limited(path):
+            if path == full:
+                raise OSError("no space left on device")
+            return writer(path)
+
+        monkeypatch.setattr(here._store, "writer", limited)
+        ends = await asyncio.gather(*(each.reward(1.0) for each in sessions), return_exceptions=True)
+        assert [str(end) for end in ends] == ["None", "no space left on device", "None"]
+        monkeypatch.setattr(here._store, "writer", writer)
+        await sessions[1].reward(0.5)
 
 
 async def test_names(renderer):
