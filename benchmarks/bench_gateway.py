@@ -252,6 +252,30 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     return table([*headings, "calls a core", "lost"], rows)
 
 
+NAMES = {
+    "mmrender": "mmrender",
+    "verifiers": "verifiers 0.4.0, interception",
+    "rllm": "rllm-model-gateway 0.1.0",
+    "agl": "Agent Lightning 0.3.0, proxy",
+}
+
+
+def guide(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the rows of the table in docs/gateway.md."""
+    rows = []
+    for name, title in NAMES.items():
+        if "tokens" not in (row := found.get(name, {})):
+            continue
+        added = " / ".join(f"{1e3 * each:.0f}" for each in row["added_s"])
+        loaded = f"{row['calls_a_core']:.0f}" if "calls_a_core" in row else row.get("load_error", "-")
+        cells = [
+            *(title, f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['broken']} of {TURNS - 1}"),
+            *(f"{added} ms", f"{1e3 * row['processor_s']:.1f} ms", loaded, f"{row.get('lost', 0):.0f}"),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -263,6 +287,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, help="folder with a virtual environment for each peer")
     parser.add_argument("--memory", type=int, metavar="SESSIONS", help="measure the memory of sessions alone")
     parser.add_argument("--only", nargs="*", help="names of gateways")
+    parser.add_argument("--markdown", action="store_true", help="print the rows of docs/gateway.md")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rounds, loads = (1, 1) if options.quick else (options.rounds, options.loads)
@@ -304,10 +329,9 @@ def main() -> None:
                 gateway.stop()
             stub.communicate()
     found |= errors
-    print(shown(found))
-    print(
-        "MB of 1e6 bytes, times in ms of wall time, processor in ms of processor time of the gateway a call"
-    )
+    print(guide(found) if options.markdown else shown(found))
+    if not options.markdown:
+        print("MB of 1e6 bytes. Times in ms: wall time, and processor time of the gateway for a call")
     if options.json:
         packages = ("openai", "aiohttp", "starlette", "uvicorn")
         options.json.write_text(

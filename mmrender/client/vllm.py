@@ -176,6 +176,8 @@ class VLLMBackend(HTTPBackend):
             plan = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
             hashes = process.facts.hashes
             known = {name for name in plan.names if hashes.get(name)} if by_hash else None
+            if known is not None and known.issuperset(plan.names):
+                return plan, plan.prompts(known)  # nothing is to be encoded
             return plan, await asyncio.to_thread(plan.prompts, known)
         except EngineUnsupportedError as refusal:
             if self.images != "auto":

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import ABORT_PATH, VLLMBackend
 from mmrender.client.vllm_fields import WireForm, encode_item, item_tensors
-from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH, ImagePlan
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -552,6 +553,22 @@ def test_an_image_is_encoded_once(image, monkeypatch):
     assert len(encoded) == 2
     (span,) = fresh.spans()
     assert data_urls([span])[0] is data_urls([span, span])[1]
+
+
+def test_hashes_that_a_server_knows_are_sent_without_a_thread(image, monkeypatch):
+    threads = []
+    prompts = ImagePlan.prompts
+
+    def noting(self, known):
+        threads.append(threading.current_thread())
+        return prompts(self, known)
+
+    monkeypatch.setattr(ImagePlan, "prompts", noting)
+    transport = hashing(image)
+    for _ in range(3):
+        run(transport, image, VLLMBackend(images="hash_only", trust_cache=True))
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [False, True, True]
 
 
 def test_texts_that_a_server_is_sent_once_do_not_fill_the_memory_of_repeated_ones(image, monkeypatch):
