@@ -30,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -252,28 +253,47 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     return table([*headings, "calls a core", "lost"], rows)
 
 
-NAMES = {
+TITLES = {
     "mmrender": "mmrender",
     "verifiers": "verifiers 0.4.0, interception",
     "rllm": "rllm-model-gateway 0.1.0",
     "agl": "Agent Lightning 0.3.0, proxy",
 }
+COLUMNS = ("gateway", "tokens", "MB", "broken calls", "added p50, p99", "processor time of a call")
+LOAD_COLUMNS = ("calls a core", "lost")
 
 
-def guide(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the rows of the table in docs/gateway.md."""
-    rows = []
-    for name, title in NAMES.items():
-        if "tokens" not in (row := found.get(name, {})):
+def guide(found: Mapping[str, Mapping[str, Any]], rounds: int, loads: int, sessions: int) -> str:
+    """Return the table of docs/gateway.md, and the lines under it that say how it was measured."""
+    headings = (*COLUMNS, *LOAD_COLUMNS)
+    rows = [" | ".join(headings), " | ".join(["---", *["--:"] * (len(headings) - 1)])]
+    cores = len(os.sched_getaffinity(0))
+    notes = [
+        f"Medians of {rounds} rounds of the session, and of {loads} of the load, on {cores} cores.",
+        "Added: the part of a call outside the server, without the same part of a call without a gateway.",
+        f"Calls a core: {CALLS * sessions:,} short calls of {sessions} sessions at once, for each second of "
+        "processor time of the gateway. Lost: calls of them that were answered and are not in its records.",
+    ]
+    for name, title in TITLES.items():
+        row = found[name]
+        if problem := row.get("error") or row.get("load_error"):
+            notes.append(f"{title}: {problem}.")
+        if "error" in row:
             continue
-        added = " / ".join(f"{1e3 * each:.0f}" for each in row["added_s"])
-        loaded = f"{row['calls_a_core']:.0f}" if "calls_a_core" in row else row.get("load_error", "-")
-        cells = [
-            *(title, f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['broken']} of {TURNS - 1}"),
-            *(f"{added} ms", f"{1e3 * row['processor_s']:.1f} ms", loaded, f"{row.get('lost', 0):.0f}"),
-        ]
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+        p50, p99 = (f"{1e3 * each:.0f}" for each in row["added_s"])
+        cells = [title, f"{row['tokens']:,}", f"{row['bytes'] / 1e6:.1f}", f"{row['broken']} of {TURNS - 1}"]
+        cells += [f"{p50}, {p99} ms", f"{1e3 * row['processor_s']:.1f} ms"]
+        cells += [f"{row[key]:,.0f}" if key in row else "-" for key in ("calls_a_core", "lost")]
+        rows.append(" | ".join(cells))
+    lines = [line for note in notes for line in textwrap.wrap(f"- {note}", 140, subsequent_indent="  ")]
+    return "\n".join([*(f"| {row} |" for row in rows), "", *lines, ""])
+
+
+def write_guide(path: Path, text: str) -> None:
+    """Replace the table in the guide, and the lines under it up to those about tokens."""
+    page = path.read_text()
+    start, stop = page.index(f"| {COLUMNS[0]} | {COLUMNS[1]} |"), page.index("- Tokens are of the training")
+    path.write_text(page[:start] + text + page[stop:])
 
 
 def main() -> None:
@@ -287,7 +307,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, help="folder with a virtual environment for each peer")
     parser.add_argument("--memory", type=int, metavar="SESSIONS", help="measure the memory of sessions alone")
     parser.add_argument("--only", nargs="*", help="names of gateways")
-    parser.add_argument("--markdown", action="store_true", help="print the rows of docs/gateway.md")
+    parser.add_argument("--guide", type=Path, help="write the table into this page, docs/gateway.md")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rounds, loads = (1, 1) if options.quick else (options.rounds, options.loads)
@@ -329,9 +349,10 @@ def main() -> None:
                 gateway.stop()
             stub.communicate()
     found |= errors
-    print(guide(found) if options.markdown else shown(found))
-    if not options.markdown:
-        print("MB of 1e6 bytes. Times in ms: wall time, and processor time of the gateway for a call")
+    print(shown(found))
+    print("MB of 1e6 bytes. Times in ms: wall time, and processor time of the gateway for a call")
+    if options.guide:
+        write_guide(options.guide, guide(found, rounds, loads, sessions))
     if options.json:
         packages = ("openai", "aiohttp", "starlette", "uvicorn")
         options.json.write_text(
