@@ -12,6 +12,7 @@ import torch
 from end_to_end import no_placeholders
 from integration.engine_server import needs_tier
 from kit import data_url, media_inputs, noise
+from mmrender.audit import TrainerModel, audit
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.gateway import Gateway
 from mmrender.model.weights import load_model
@@ -133,6 +134,31 @@ def rollouts(vllm_servers, renderer, tiny_model, tmp_path_factory):
         for name, path in (("first", tiny_model), ("other", other))
     }
     return load_trajectories(folder / "rollouts.mmr"), models
+
+
+def test_an_audit_of_each_version_of_the_weights_is_clean(rollouts, renderer):
+    """Each step was sampled by one version, and its tokens are compared with that version alone."""
+    trajectories, models = rollouts
+    compared = 0
+    for name, model in models.items():
+        samples = [
+            sample
+            for trajectory in trajectories
+            for sample in trajectory.samples(trains=lambda step, name=name: _version(step) == name)
+        ]
+        report = audit(samples, TrainerModel(model), decode=renderer.decode)
+        print(f"weights {name}: {report.text()[:240]}")
+        assert report.ok, report.text()
+        assert report.left_out  # calls of a tool that had to be made
+        compared += report.tokens
+        [other] = models.keys() - {name}
+        assert not audit(samples[:3], TrainerModel(models[other]), explain=0).ok
+    assert compared > SESSIONS * 12
+
+
+def _version(step):
+    [version] = {span.version for span in step.weight_versions}
+    return version
 
 
 def test_every_later_call_is_bridged_and_no_call_is_lost(rollouts):
