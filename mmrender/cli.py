@@ -437,7 +437,7 @@ def audit(
     as_json: JsonOption = False,
 ) -> None:
     """Run the model over the trainer's input and compare with the sampler. Exit 1 if they differ."""
-    from mmrender.audit.run import audit_files
+    from mmrender.audit.files import audit_files
 
     with _log.status("loading") as status:
         report = audit_files(

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from mmrender.audit import TrainerModel, audit
+from mmrender.audit.rows import ROWS
 from mmrender.sidecar import MultiModalData
 from mmrender.training import collate
 from mmrender.trajectory.sample import TrainingSample
@@ -228,18 +229,21 @@ def reframed(item: Any, frames: Any) -> Any:
 
 @dataclass
 class Outcome:
-    """What an audit said of one fault in one sample: named rightly, wrongly or not."""
+    """What an audit said of one fault: the verdict about its stage, and about its cause."""
 
     fault: str
     family: str
     index: int
-    verdict: str
+    stage: str
+    cause: str
     finding: str
     seconds: float
 
 
-def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | None = None) -> Outcome | None:
-    """Plant a fault in one rollout and audit it beside the others; `tolerance` as the audit takes it."""
+def judge(
+    name: str, family: str, at: Scene, index: int, *, tolerance: float | None = None, everywhere: bool = False
+) -> Outcome | None:
+    """Plant a fault in one rollout, or in all, and audit it; `tolerance` as the audit takes it."""
     expected, plant = FAULTS[name]
     planted = plant(at, index)
     if planted is None:
@@ -247,6 +251,11 @@ def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | N
     options = dict(planted.options)
     rollouts = options.pop("rollouts", at.samples)
     peers = [*options.pop("peers", ()), *[one for place, one in enumerate(rollouts) if place != index]]
+    if everywhere:
+        others = [plant(at, place) for place in range(3) if place != index]
+        peers = [one.sample for one in others if one is not None]
+        for one in filter(None, others):
+            options |= {key: value for key, value in one.options.items() if key in ("sources", "weights")}
     if "alternatives" in options:
         options["alternatives"] = {key: [built[0], *peers] for key, built in options["alternatives"].items()}
     head, merged, disable = options.pop("adapter", (None, None, None))
@@ -255,7 +264,7 @@ def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | N
         kept, head.weight.data, at.model.disable_adapter = head.weight.data, merged, disable
     try:
         # With an adapter all rollouts depart.
-        count = 1 if head is None else 1 + len(peers)
+        count = 1 + len(peers) if head is not None or everywhere else 1
         report = audit(
             [planted.sample, *peers], at.trainer, tolerance=tolerance, decode=decode, explain=count, **options
         )
@@ -265,13 +274,38 @@ def judge(name: str, family: str, at: Scene, index: int, *, tolerance: float | N
             del at.model.disable_adapter
     seconds = time.perf_counter() - started
     own = [one for one in report.findings if one.sample_id == planted.sample.sample_id]
-    said = " | ".join(f"{one.variation}: {one.statement}" for one in own) or f"nothing ({report.largest:.3g})"
-    names = {part for one in own for part in one.variation.split(" or ")} - {"", "values"}
+    said = " | ".join(f"{one.stage}, {one.cause}: {one.statement}" for one in own)
+    said = said or f"nothing ({report.largest:.3g}, alarm {report.tolerance:.3g})"
+    stages = {row.stage for row in ROWS if row.name in expected} or {STAGES.get(name, "")}
+    names = {part for one in own for part in one.cause.split(" or ")} - {"unknown", "values"}
     placed = planted.image is None or any(one.image == planted.image for one in own)
     placed = placed and (planted.token is None or any(one.token == planted.token for one in own))
-    verdict = "not named"
+    cause = "not named" if own else "missed"
     if names:
-        verdict = "named" if names <= set(expected) else "wrong" if not names & set(expected) else "ambiguous"
-        if verdict == "named" and not placed:
-            verdict = "misplaced"
-    return Outcome(name, family, index, verdict, said, seconds)
+        cause = "named" if names <= set(expected) else "wrong" if not names & set(expected) else "ambiguous"
+        if cause == "named" and not placed:
+            cause = "misplaced"
+    stage = "missed" if not own else "right" if any(one.stage in stages for one in own) else "other"
+    return Outcome(name, family, index, stage, cause, said, seconds)
+
+
+STAGES = {
+    "JPEG without the source": "pixels", "the last row of patches black": "pixels", "blurred": "pixels",
+    "half of its pixels, enlarged": "pixels", "another image of the same size": "pixels",
+    "two squares of patches exchanged": "pixels", "gamma applied": "pixels", "brighter by ten levels": "pixels",
+    "16 colours": "pixels", "two images exchanged and one resized": "pixels",
+    "another picture, resized to the same size, in every image": "pixels",
+    "positions half as far apart in images": "positions",
+    "a sampled token that no later one attended to": "model",
+    "a system prompt that was attended to in both directions": "model",
+    "the date in the system prompt": "template", "the question cut short": "template",
+    "the question asked again after the image": "template",
+    "temperature that falls with each token": "sampling", "a vocabulary padded with random rows": "sampling",
+    "noise on every number": "recording", "differences of neighbours": "recording", "squares": "recording",
+    "means of three neighbours": "recording", "square roots": "recording",
+    "every other number 0.02 higher": "recording", "the last completion's mean for the least": "recording",
+    "vision features of the wrong layer norm": "model", "weights rounded to 3 bits by groups of 16": "model",
+    "one head of attention lost": "model", "stale weights that are not given": "model",
+    "biases left out": "model", "dropout left on": "model", "dropout of little effect": "model",
+}  # fmt: skip
+"""Stages of faults without a row."""

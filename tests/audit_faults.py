@@ -10,7 +10,6 @@ import copy
 import io
 import sys
 import tempfile
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,8 +49,6 @@ from audit_cases import (
     showing,
 )
 from mmrender.audit import TrainerModel, audit
-from mmrender.audit.causes import GROUPS
-from mmrender.audit.recorded import CAUSES
 from mmrender.audit.report import sampled_runs
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import PAD_ID
@@ -101,7 +98,7 @@ def seen_with_sources(at: Scene, index: int, which: int | None, change: Any) -> 
 
 
 def pixels(change: Callable[[Any], Any], *shape: int) -> Any:
-    """A change of the pixel values, in a shape."""
+    """A change of the pixel dtype, in a shape."""
 
     def of(at: Scene, item: Any) -> Any:
         values = pixels_of(item)
@@ -111,7 +108,7 @@ def pixels(change: Callable[[Any], Any], *shape: int) -> Any:
 
 
 def by_patch(change: Callable[[Any, Any], Any]) -> Any:
-    """A change of the pixel values that needs the item."""
+    """A change of the pixel dtype that needs the item."""
     return lambda at, item: Seen(item, change(pixels_of(item), item).reshape(pixels_of(item).shape))
 
 
@@ -212,19 +209,19 @@ def gamma(image: Any, w: int, h: int) -> Any:
 
 
 plant(seen, {
-    "one patch off": ("patches moved", -1, pixels(lambda own: np.roll(own, 1, 0))),
-    "a row of patches off in every image": ("patches moved", None, by_patch(lambda own, item: np.roll(own, -2 * item.grid[2], 0))),
-    "BGR in one image": ("colours", 0, pixels(bgr)),
-    "BGR in every image": ("colours", None, pixels(bgr)),
+    "one patch off": ("patch order", -1, pixels(lambda own: np.roll(own, 1, 0))),
+    "a row of patches off in every image": ("patch order", None, by_patch(lambda own, item: np.roll(own, -2 * item.grid[2], 0))),
+    "BGR in one image": ("channels", 0, pixels(bgr)),
+    "BGR in every image": ("channels", None, pixels(bgr)),
     "CLIP's mean and deviation in one image": ("normalisation", -1, pixels(in_clip_norm)),
     "no normalisation": ("normalisation", None, pixels(lambda own: own * 0.5 + 0.5)),
     "normalised twice": ("normalisation", None, pixels(lambda own: (own - 0.5) / 0.5)),
     "raw levels": ("normalisation", 0, pixels(lambda own: (own * 0.5 + 0.5) * 255)),
     "second frame zero": ("temporal frame", None, second_frame(0)),
     "second frame black in one image": ("temporal frame", -1, second_frame(-1)),
-    "an image mirrored": ("turned image", -1, levels(lambda own: own[..., ::-1])),
-    "an image turned by a quarter": ("turned image", 0, levels(lambda own: np.rot90(own, 1, (-2, -1)))),
-    "every image upside down": ("turned image", None, levels(lambda own: own[..., ::-1, :])),
+    "an image mirrored": ("orientation", -1, levels(lambda own: own[..., ::-1])),
+    "an image turned by a quarter": ("orientation", 0, levels(lambda own: np.rot90(own, 1, (-2, -1)))),
+    "every image upside down": ("orientation", None, levels(lambda own: own[..., ::-1, :])),
     "a blank image": ("blank image", -1, pixels(np.zeros_like)),
     "patches in plain rows": ("patch order", None, by_patch(in_plain_rows)),
     "channels last within patches": ("patch order", 0, by_patch(channels_last)),
@@ -234,23 +231,23 @@ plant(seen_with_sources, {
     "nearest in every image": ("resampling", None, source(lambda image: image, Image.Resampling.NEAREST)),
     "JPEG once more": ("compression", -1, source(lambda image: jpeg(image, 75))),
     "JPEG without the source": ("", -1, framed(lambda image, w, h: jpeg(image, 60))),
-    "grey in one image": ("colours", -1, framed(lambda image, w, h: image.convert("L"))),
-    "inverted levels": ("colours", 0, levels(lambda own: 255 - own)),
-    "one channel for all": ("colours", -1, levels(lambda own: np.repeat(own[:, 1:2], 3, 1))),
-    "two channels swapped": ("colours", None, levels(lambda own: own[:, [1, 0, 2]])),
+    "grey in one image": ("channels", -1, framed(lambda image, w, h: image.convert("L"))),
+    "inverted levels": ("channels", 0, levels(lambda own: 255 - own)),
+    "one channel for all": ("channels", -1, levels(lambda own: np.repeat(own[:, 1:2], 3, 1))),
+    "two channels swapped": ("channels", None, levels(lambda own: own[:, [1, 0, 2]])),
     "centre cropped": ("framing", -1, source(cropped)),
     "letterboxed on black": ("framing", 0, letterboxed(0)),
     "letterboxed on grey everywhere": ("framing", None, letterboxed(128)),
     "squares of patches turned over": ("patch order", -1, by_patch(lambda own, item: own.reshape(-1, 2, 2, own.shape[-1]).transpose(0, 2, 1, 3))),
     "patches in reverse order": ("patch order", 0, pixels(lambda own: own[::-1])),
-    "EXIF orientation ignored": ("turned image", -1, lambda at, item: at.tiny.process(at.sources[item.identity].transpose(Image.Transpose.ROTATE_90))),
-    "pixels rounded to bfloat16": ("pixel values", None, pixels(lambda own: torch.from_numpy(own).bfloat16().float().numpy())),
-    "pixels rounded to eighths": ("pixel values", -1, pixels(lambda own: np.round(own * 8) / 8)),
-    "levels truncated to 4 bits": ("pixel values", -1, levels(lambda own: own // 16 * 16)),
+    "EXIF orientation ignored": ("orientation", -1, lambda at, item: at.tiny.process(at.sources[item.identity].transpose(Image.Transpose.ROTATE_90))),
+    "pixels rounded to bfloat16": ("pixel dtype", None, pixels(lambda own: torch.from_numpy(own).bfloat16().float().numpy())),
+    "pixels rounded to eighths": ("pixel dtype", -1, pixels(lambda own: np.round(own * 8) / 8)),
+    "levels truncated to 4 bits": ("pixel dtype", -1, levels(lambda own: own // 16 * 16)),
     "levels over 256, not 255": ("", None, by_patch(over_256)),
-    "pixels of the wrong sign": ("normalisation|colours", 0, pixels(lambda own: -own)),
+    "pixels of the wrong sign": ("normalisation|channels", 0, pixels(lambda own: -own)),
     "pixels halved": ("normalisation", -1, pixels(lambda own: own / 2)),
-    "one pixel to the left": ("framing|patches moved", -1, levels(lambda own: np.roll(own, -1, -1))),
+    "one pixel to the left": ("framing|patch order", -1, levels(lambda own: np.roll(own, -1, -1))),
     "the lower half black": ("framing|blank image", -1, levels(lambda own: black(own, own.shape[-2] - own.shape[-2] // 2))),
     "the last row of patches black": ("", -1, levels(lambda own: black(own, 14))),
     "blurred": ("", -1, framed(lambda image, w, h: image.resize((w // 2, h // 2)).resize((w, h), Image.Resampling.BICUBIC))),
@@ -770,7 +767,7 @@ def _(at, index):
     return Planted(as_trained(saw, sample), token=start)
 
 
-@fault("turns exchanged", "exchanged turns")
+@fault("turns exchanged", "")
 def _(at, index):
     """Both completions, with their log-probabilities, in the other one's turn."""
     sample = at.samples[index]
@@ -881,15 +878,15 @@ plant(sampled_by, {
     "placeholders that cannot be sampled": ("vocabulary|logit bias", lambda own, sample, index: own[:, :88]),
     "a bias on one token": ("logit bias", biased),
     "two tokens that cannot be sampled": ("", two_forbidden),
-    "top_k of the rank that is needed": ("top_k", needed_rank),
-    "min_p": ("min_p|top_p|top_k", needed_min_p),
+    "top_k of the rank that is needed": ("truncation", needed_rank),
+    "min_p": ("truncation", needed_min_p),
     "held to twenty tokens": ("restricted|vocabulary", only_some),
     "logits rounded to bfloat16": ("rounded|dtype of a part", lambda own, sample, index: own.bfloat16().float()),
-    "logits capped": ("capped logits", lambda own, sample, index: 3 * (own / 3).tanh()),
+    "logits capped": ("soft cap", lambda own, sample, index: 3 * (own / 3).tanh()),
 })  # fmt: skip
 
 
-@fault("top_p", "top_p|top_k|min_p")
+@fault("top_p", "truncation")
 def _(at, index):
     """Kept are the tokens that were sampled, and at the most 95 % of the mass."""
     sample = at.samples[index]
@@ -957,13 +954,13 @@ plant(values_of, {
     "two decimals": ("rounded", lambda own: np.round(own, 2)),
     "cut to two decimals": ("rounded", lambda own: np.trunc(own * 100) / 100),
     "rounded to quarters": ("rounded", lambda own: np.round(own * 4) / 4),
-    "clipped": ("clipped", lambda own: np.maximum(own, np.sort(own)[len(own) // 2])),
+    "missing": ("missing", lambda own: np.maximum(own, np.sort(own)[len(own) // 2])),
     "a factor of each completion": ("scaled", lambda own: own * np.repeat([1 / 13, 1 / 7], len(own) // 2)),
     "turns' log-probabilities exchanged": ("another's numbers", lambda own: np.roll(own, len(own) // 2)),
     "numbers of the turn before": ("another's numbers", lambda own: np.concatenate([own[: len(own) // 2]] * 2)),
-    "sorted numbers": ("shifted numbers|exchanged numbers", halves(np.sort)),
-    "shuffled numbers": ("shifted numbers|exchanged numbers", lambda own: np.random.default_rng(1).permutation(own)),
-    "two numbers exchanged": ("shifted numbers|exchanged numbers", lambda own: own[[0, 1, 5, 3, 4, 2, *range(6, len(own))]]),
+    "sorted numbers": ("", halves(np.sort)),
+    "shuffled numbers": ("", lambda own: np.random.default_rng(1).permutation(own)),
+    "two numbers exchanged": ("", lambda own: own[[0, 1, 5, 3, 4, 2, *range(6, len(own))]]),
     "numbers in reverse": ("shifted numbers", lambda own: own[::-1]),
     "each completion's numbers in reverse": ("shifted numbers", halves(lambda own: own[::-1])),
     "numbers of neighbours exchanged in pairs": ("shifted numbers", lambda own: own[np.arange(len(own)) ^ 1] if len(own) % 2 == 0 else own),
@@ -1175,28 +1172,28 @@ def tied_head(at: Scene) -> Any:
 
 
 plant(computed_by, {
-    "a head tied to the embedding": ("head", tied_head),
+    "a head tied to the embedding": ("weights", tied_head),
     "the vision tower in bfloat16": ("dtype of a part", lambda at: bfloat16(vision(at))),
     "the head in bfloat16": ("dtype of a part", lambda at: bfloat16(at.model.lm_head)),
-    "a layer left out": ("layer left out", lambda at: skipped(language(at).layers[1])),
-    "a vision layer left out": ("layer left out", lambda at: skipped(vision(at).blocks[-1])),
-    "the first layer twice": ("layer left out", lambda at: twice(language(at).layers[0])),
+    "a layer": ("layer", lambda at: skipped(language(at).layers[1])),
+    "a vision layer": ("layer", lambda at: skipped(vision(at).blocks[-1])),
+    "the first layer twice": ("layer", lambda at: twice(language(at).layers[0])),
     "another rotary base": ("rotary base", lambda at: frequencies(at, lambda own: 1e6 ** (-torch.arange(len(own)) / len(own)))),
     "the rotary base 37,000": ("rotary base", lambda at: frequencies(at, lambda own: own ** (np.log(37e3) / np.log(1e4)))),
     "rotary frequencies a third": ("rotary base", lambda at: frequencies(at, lambda own: own / 3)),
     "rotary frequencies stretched as YaRN does": ("", lambda at: frequencies(at, yarn)),
-    "image features scaled by 1.3": ("scaled part", lambda at: outputs(vision(at), lambda x: x * 1.3)),
+    "image features scaled by 1.3": ("constants", lambda at: outputs(vision(at), lambda x: x * 1.3)),
     "image features rounded to bfloat16": ("dtype of a part", lambda at: outputs(vision(at), lambda x: x.bfloat16().float())),
     "image features rounded to float8": ("dtype of a part", lambda at: outputs(vision(at), in_float8)),
     "vision features of the wrong layer norm": ("", lambda at: outputs(vision(at), lambda x: (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True))),
-    "embeddings scaled by the root of the width": ("scaled part", lambda at: outputs(at.model.get_input_embeddings(), lambda x: x * 32**0.5)),
-    "int8 weights": ("rounded weights", lambda at: mapped(language(at), int8)),
-    "float8 weights with a scale": ("rounded weights", lambda at: mapped(language(at), fp8)),
+    "embeddings scaled by the root of the width": ("constants", lambda at: outputs(at.model.get_input_embeddings(), lambda x: x * 32**0.5)),
+    "int8 weights": ("quantised weights", lambda at: mapped(language(at), int8)),
+    "float8 weights with a scale": ("quantised weights", lambda at: mapped(language(at), fp8)),
     "weights rounded to 3 bits by groups of 16": ("", lambda at: mapped(language(at), three_bits)),
     "one head of attention lost": ("", without_a_head),
-    "epsilon of the norms": ("epsilon", lambda at: every(language(at), "variance_epsilon", lambda x: 1e-2)),
-    "attention not scaled by the root": ("scaled part", lambda at: every(language(at), "scaling", lambda x: x * x)),
-    "GELU for SiLU": ("activation", lambda at: every(language(at), "act_fn", lambda x: torch.nn.GELU(), torch.nn.Module)),
+    "epsilon of the norms": ("constants", lambda at: every(language(at), "variance_epsilon", lambda x: 1e-2)),
+    "attention not scaled by the root": ("constants", lambda at: every(language(at), "scaling", lambda x: x * x)),
+    "GELU for SiLU": ("constants", lambda at: every(language(at), "act_fn", lambda x: torch.nn.GELU(), torch.nn.Module)),
     "stale weights that are not given": ("", lambda at: stale(at, lambda name: True)[0]),
 })  # fmt: skip
 
@@ -1286,7 +1283,7 @@ def _(at, index):
     return Planted(at.samples[index], options={"adapter": (head, base + update, disable)})
 
 
-@fault("BGR from a sampler in bfloat16", "colours")
+@fault("BGR from a sampler in bfloat16", "channels")
 def _(at, index):
     sample = at.samples[index]
     with bfloat16_weights(at.model):
@@ -1318,16 +1315,6 @@ def healthy(family: str, folder: Path, count: int) -> int:
     return alarms
 
 
-def listed() -> str:
-    """All faults by kind: the cause of the variation that names each."""
-    causes = {one.name: one.cause for group in GROUPS for one in group} | dict(CAUSES)
-    kinds: dict[str, list[str]] = {}
-    for name, (expected, _) in FAULTS.items():
-        kind = causes.get(expected[0], "logprobs") if expected else "nothing to try"
-        kinds.setdefault(kind, []).append(name)
-    return " ".join(f"*{kind}* ({len(names)}): {'; '.join(names)}." for kind, names in kinds.items())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", nargs="*", default=FAMILIES)
@@ -1335,12 +1322,9 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--tolerance", type=float, help="nats a token, measured by default")
     parser.add_argument("--healthy", type=int, default=0, help="audit a number of healthy rollouts instead")
-    parser.add_argument("--list", action="store_true", help="print the names of all faults by kind")
+    parser.add_argument("--everywhere", action="store_true", help="plant each fault in all rollouts")
     parser.add_argument("--quiet", action="store_true", help="print only faults that were not named")
     options = parser.parse_args()
-    if options.list:
-        print(textwrap.fill(listed(), 120, break_on_hyphens=False))
-        return 0
     torch.set_num_threads(1)
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -1348,22 +1332,25 @@ def main() -> int:
             if options.healthy:
                 alarms = healthy(family, Path(folder), options.healthy)
                 verdicts["healthy"] += options.healthy
-                verdicts["wrong"] += alarms
+                verdicts["cause wrong"] += alarms
                 continue
             at = scene(family, Path(folder))
             for name in options.fault:
                 for index in range(options.samples):
-                    outcome = judge(name, family, at, index, tolerance=options.tolerance)
+                    outcome = judge(
+                        name, family, at, index, tolerance=options.tolerance, everywhere=options.everywhere
+                    )
                     if outcome is None:
                         continue
-                    verdicts[outcome.verdict] += 1
-                    if outcome.verdict != "named" or not options.quiet:
+                    verdicts[f"stage {outcome.stage}"] += 1
+                    verdicts[f"cause {outcome.cause}"] += 1
+                    if (outcome.cause, outcome.stage) != ("named", "right") or not options.quiet:
                         print(
-                            f"{family} {index} {outcome.verdict:10} {outcome.seconds:5.1f}s {name}: {outcome.finding[:300]}",
+                            f"{family} {index} {outcome.stage:7}{outcome.cause:10}{outcome.seconds:5.1f}s {name}: {outcome.finding[:400]}",
                             flush=True,
                         )
     print(dict(verdicts))
-    return int(verdicts["wrong"] > 0)
+    return int(verdicts["cause wrong"] > 0)
 
 
 if __name__ == "__main__":

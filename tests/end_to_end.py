@@ -185,7 +185,7 @@ def largest_by_batch(trainer, samples, rows_of):
 def plant(name, sample, donor, pad):
     """A fault between sampler and trainer, in one sample that has an image."""
     from mmrender.audit.report import sampled_runs
-    from mmrender.audit.trial import ChangedItem
+    from mmrender.audit.case import ChangedItem
     from mmrender.sidecar import MultiModalData
 
     sidecar = sample.multi_modal_data
@@ -249,7 +249,7 @@ def report_fault(trainer, samples, fault, tolerance):
         # The image that the sampler saw is another sample's too, as it would be in a group.
         others = [msgspec.structs.replace(item, identity="0" * 64)] if stale else []
         report = audit([faulty], trainer, tolerance=tolerance, others=others)
-        found[name] = [[finding.cause, finding.statement] for finding in report.findings]
+        found[name] = [[finding.stage, finding.statement] for finding in report.findings]
     return found
 
 

@@ -6,13 +6,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.images import shift_text
 from mmrender.audit.report import Finding
+from mmrender.audit.rows import finding_of
 from mmrender.errors import PlaceholderError
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import are_finite
 
-_MOST_SHIFT: Final = 8
+_MAX_SHIFT: Final = 8
 
 
 def inspect_sample(sample: TrainingSample) -> list[Finding]:
@@ -21,7 +21,7 @@ def inspect_sample(sample: TrainingSample) -> list[Finding]:
         found = [*_range_faults(sample)]
     except PlaceholderError as error:
         statement = "the placeholder ranges do not fit the tokens"
-        found = [Finding("ids", statement, str(error), sample.sample_id)]
+        found = [finding_of("placeholders", statement, str(error), sample)]
     return [*found, *_mask_faults(sample)]
 
 
@@ -39,32 +39,29 @@ def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
         pad, places = pads[span.modality], span.start + np.flatnonzero(span.range.is_embed)
         misses = int((ids[places] != pad).sum())
         if misses:
-            moves = sorted(range(-_MOST_SHIFT, _MOST_SHIFT + 1), key=abs)
+            moves = sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)
             inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
             shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
-            moved = f", and the run that fits begins {shift_text(shift)}" if shift else ""
-            yield Finding(
-                "ids",
-                f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}",
-                f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}",
-                sample.sample_id,
-                span.position,
-            )
+            moved = f", and the run that fits begins {shift:+d} place(s) from it" if shift else ""
+            text = f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}"
+            evidence = f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}"
+            yield finding_of("placeholders", text, evidence, sample, image=span.position)
     edges = [edge for span in spans for edge in (span.start - 1, span.stop)]
     for modality, pad in pads.items():
         stray = np.flatnonzero((ids == pad) & ~covered)
         sampled = stray[sample.loss_mask[stray]]
-        statement = f"a placeholder token of {modality}s lies outside every placeholder range"
+        text = f"a placeholder token of {modality}s lies outside every placeholder range"
         if len(sampled):
-            statement = (
+            text = (
                 f"the model sampled the placeholder token of {modality}s, but no {modality} belongs to it; "
                 "a trainer that finds images by token id takes it for one"
             )
         # Next to a range, a shifted range has been reported already.
         if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
             shown = _some(sampled if len(sampled) else stray)
-            evidence = f"token {pad} at {shown} is in no placeholder range"
-            yield Finding("ids", statement, evidence, sample.sample_id)
+            yield finding_of(
+                "placeholders", text, f"token {pad} at {shown} is in no placeholder range", sample
+            )
 
 
 def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
@@ -73,18 +70,17 @@ def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
         return
     bad = np.flatnonzero(mask & ~((logprobs <= 0) & are_finite(logprobs)))
     outside = np.flatnonzero(~mask & (logprobs != 0))
-    faults = []
     if len(bad):
-        evidence = f"{logprobs[bad[0]]:g} at {_some(bad)}"
-        faults.append(("sampled tokens carry values that are not log-probabilities", evidence, "values"))
+        text = "sampled tokens carry values that are not log-probabilities"
+        yield finding_of("values", text, f"{logprobs[bad[0]]:g} at {_some(bad)}", sample)
     if len(outside):
         missing = int((mask & (logprobs == 0)).sum())
         evidence = f"{len(outside)} outside the loss mask, at {_some(outside)}; {missing} inside it have 0.0"
-        faults.append(("tokens that do not count as sampled carry log-probabilities", evidence, ""))
+        text = "tokens that do not count as sampled carry log-probabilities"
+        yield finding_of("loss mask", text, evidence, sample)
     if len(mask) and mask[0]:
-        faults.append(("the first token counts as sampled, and nothing precedes it", "position 0", ""))
-    for statement, evidence, variation in faults:
-        yield Finding("masks", statement, evidence, sample.sample_id, variation=variation)
+        text = "the first token counts as sampled, and nothing precedes it"
+        yield finding_of("loss mask", text, "position 0", sample)
 
 
 def _some(positions: npt.NDArray[np.intp]) -> str:

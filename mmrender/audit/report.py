@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,64 +14,47 @@ from mmrender.trajectory.sample import TrainingSample
 
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-Cause: TypeAlias = Literal[
-    "pixels", "ids", "positions", "masks", "logprobs", "sampling", "weights", "precision", "unknown"
-]
-"""Kind of difference between sampler and trainer: the pixels that the model sees, the tokens or their order,
-the rotary positions, which tokens count as sampled or are attended to, how log-probabilities were recorded,
-the distribution they are of, the weights, or only the arithmetic."""
+Stage: TypeAlias = Literal["template", "tokens", "pixels", "positions", "model", "sampling", "recording"]
+"""A stage of the program from messages to log-probabilities, in the order in which they run."""
+STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
+UNKNOWN: Final = "unknown"
+"""The cause of a finding that is located and not named."""
 
-Stage: TypeAlias = Literal[
-    "template", "tokens", "pixels", "positions", "model", "sampling", "recording", "unknown"
-]
-"""A stage of the program from messages to log-probabilities."""
-STAGE_OF: Final[dict[str, Stage]] = {
-    "pixels": "pixels",
-    "ids": "tokens",
-    "positions": "positions",
-    "masks": "model",
-    "logprobs": "recording",
-    "sampling": "sampling",
-    "weights": "model",
-    "precision": "model",
-    "unknown": "unknown",
-}
-"""Stage of each kind of cause."""
-
-_MOST_LISTED: Final = 20
+_MAX_LISTED: Final = 20
 """Maximum number of entries in a list of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One cause, with its evidence.
+    """The first stage at which sampler and trainer differ, and the cause within it.
 
     Attributes:
-        cause: Its kind.
+        stage: The stage.
+        cause: Name of the row that explains the sample, several joined by "or" if the sample cannot tell them
+            apart, two joined by "and" if both are needed, else "unknown".
         statement: A sentence without its full stop.
         evidence: The numbers behind it.
-        sample_id: The sample it was found in.
-        image: Index of the image, if it is about one.
+        remedy: A remedy on each side. For an unknown cause, the fact to record.
+        sample_id: The sample in which it was found.
+        image: Index of the image that it is about, if it is about one.
         token: Index in the sample's `token_ids` of the token that it is about, or of the first that differs.
-        variation: Name of the variation that explains it, several joined by "or" if the sample cannot tell
-            them apart, else empty.
+        layer: Name of the layer in which the model differs, if one is likelier than all others.
+        shared: Whether all compared samples have it.
     """
 
-    cause: Cause
+    stage: Stage
+    cause: str
     statement: str
     evidence: str
     sample_id: str
+    remedy: str = ""
     image: int | None = None
     token: int | None = None
-    variation: str = ""
-
-    @property
-    def stage(self) -> Stage:
-        """The stage between messages and log-probabilities at which sampler and trainer differ."""
-        return STAGE_OF[self.cause]
+    layer: str | None = None
+    shared: bool = False
 
     def __str__(self) -> str:
-        return f"{self.cause}: {self.statement} ({self.evidence})"
+        return f"{self.stage}, {self.cause}: {self.statement} ({self.evidence})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,11 +196,12 @@ class AuditReport(Drawn):
 
     Attributes:
         comparisons: One for each sample that the model could be run on.
-        findings: Causes, those that samples show by themselves first.
+        findings: Stages and causes, those that samples show by themselves first.
         unread: Names of samples that the model could not be run on, with reasons.
         tolerance: In nats a token. Larger differences are an alarm.
         left_out: Names of samples with completions that are not compared, with reasons: their
             log-probabilities are over the tokens that a grammar allowed.
+        notes: Facts that the samples lack, and that would make the verdict sharper.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -225,6 +209,7 @@ class AuditReport(Drawn):
     unread: tuple[tuple[str, str], ...]
     tolerance: float
     left_out: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
     _decode: Decode | None = field(default=None, repr=False)
 
     @property
@@ -264,7 +249,8 @@ class AuditReport(Drawn):
             f"largest difference {self.largest:.4g} nats (tolerance {self.tolerance:g}), "
             f"KL {self.kl:.3g} nats a token",
         ]
-        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out[:_MOST_LISTED]]
+        lines += [f"left out: {name}: {reason}" for name, reason in self.left_out[:_MAX_LISTED]]
+        lines += [f"note: {note}" for note in self.notes]
         if self.ok:
             return "\n".join([*lines, "trainer and sampler agree"])
         departures = [f"  {self._departure(compared, first)}" for compared, first in self.departing]
@@ -273,8 +259,7 @@ class AuditReport(Drawn):
             lines += _listed(departures)
         lines += [f"not compared: {name}: {reason}" for name, reason in self.unread]
         if self.findings:
-            found = [f"  {finding.sample_id or 'sample'}: {finding}" for finding in self.findings]
-            lines += ["", "likely causes:", *_listed(found)]
+            lines += ["", "first stage that differs, and cause:", *_listed([*map(_lines, self.findings)])]
         return "\n".join(lines)
 
     def plain(self) -> dict[str, Any]:
@@ -302,6 +287,7 @@ class AuditReport(Drawn):
             "findings": [asdict(finding) for finding in self.findings],
             "unread": [list(entry) for entry in self.unread],
             "left_out": [list(entry) for entry in self.left_out],
+            "notes": list(self.notes),
         }
 
     def _departure(self, compared: Comparison, first: int) -> str:
@@ -317,6 +303,11 @@ class AuditReport(Drawn):
         )
 
 
+def _lines(finding: Finding) -> str:
+    where = "all samples" if finding.shared else finding.sample_id or "sample"
+    return f"  {where}: {finding}" + (f"\n    {finding.remedy}" if finding.remedy else "")
+
+
 def _listed(lines: list[str]) -> list[str]:
-    more = [f"  and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
-    return [*lines[:_MOST_LISTED], *more]
+    more = [f"  and {len(lines) - _MAX_LISTED} more"] if len(lines) > _MAX_LISTED else []
+    return [*lines[:_MAX_LISTED], *more]

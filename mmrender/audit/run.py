@@ -2,91 +2,89 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from mmrender.audit.causes import DEFAULT_BUDGET, Noise, find_cause
+from mmrender.audit.case import Case, Weights
 from mmrender.audit.computed import other_attention, whole_in
 from mmrender.audit.inspect import inspect_sample
-from mmrender.audit.report import AuditReport, Comparison, Decode, Finding
+from mmrender.audit.report import STAGES, UNKNOWN, AuditReport, Comparison, Decode, Finding
+from mmrender.audit.rows import finding_of
+from mmrender.audit.search import DEFAULT_BUDGET, Noise, Search
 from mmrender.audit.trainer import TrainerModel
-from mmrender.audit.trial import Case, Weights
-from mmrender.content.messages import normalize_messages
-from mmrender.errors import InputError, MMRenderError, ModelError
-from mmrender.media.encoded import ReferenceItem
-from mmrender.media.load import load_image
-from mmrender.media.pixels import ImageBackend
-from mmrender.media.processor import MediaProcessor
-from mmrender.media.processors.registry import load_processor
-from mmrender.messages import ImagePart
-from mmrender.model.files import find_model
-from mmrender.model.tokenizer import Tokenizer
+from mmrender.errors import MMRenderError
 from mmrender.sidecar import MediaItem
-from mmrender.training import resolve_references
-from mmrender.trajectory import Trajectory, load_trajectories
-from mmrender.trajectory.sample import RESTRICTED, TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, SAMPLER, TrainingSample
 
-_MOST_EXPLAINED: Final = 3
-_LEAST: Final = 1e-3
-"""Maximum difference of float32 kernels of different libraries, in nats a token. Any fault does more."""
+_EXPLAINED: Final = 3
+_FLOOR: Final = 1e-3
+"""Maximum difference of float32 kernels of different libraries, in nats a token."""
 _MARGIN: Final = 4.0
 """Tolerance as a multiple of the measured noise."""
+_WIDTH: Final = 2.0
+"""Maximum root mean square over all tokens, as a multiple of the difference between dtypes."""
 _TELLING: Final = 16
-"""Agreeing tokens (with a probability of 0.5 or less each) that count as evidence."""
-_MEASURED: Final = 3
+"""Tokens that agree more closely than another dtype allows, before it is ruled out."""
+_MEASURED: Final = 4
 _MEASURED_TOKENS: Final = 256
-_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-def measure_noise(samples: Sequence[TrainingSample], trainer: TrainerModel) -> Noise:
+def measure_noise(
+    samples: Sequence[TrainingSample], trainer: TrainerModel, dtype: str | None = None
+) -> Noise:
     """Measure differences by arithmetic alone, on some of the samples.
 
-    Each runs alone, and again in a batch with padding and another attention kernel. If the model computes in
-    float32, once more in bfloat16, in which samplers often compute.
+    Each runs alone, and again in a batch with padding and another attention kernel. It runs once more in the
+    sampler's dtype, or in bfloat16 if that is unknown and the model computes in float32.
 
     Args:
         samples: Some of these are run.
         trainer: The model.
+        dtype: Name of the sampler's dtype, if it is known.
     """
     import torch
 
-    exact = mixed = 0.0
-    near: list[float] = []
+    other = getattr(torch, dtype) if dtype else torch.bfloat16
+    differs = other != trainer.model.dtype and (dtype is not None or trainer.model.dtype == torch.float32)
+    exact, low = np.zeros(0), np.zeros(0)
+    near: list[bool] = []
     chosen = sorted(samples, key=len)[: 2 * _MEASURED : 2]
     beside = max(chosen, key=len, default=None)
     for sample in chosen:
         mask = sample.mm_token_type_ids == 0
         mask[0] = False
-        places = np.flatnonzero(mask)[-_MEASURED_TOKENS:]
-        mask[:] = False
-        mask[places] = True
+        mask[np.flatnonzero(mask)[:-_MEASURED_TOKENS]] = False
         whole = replace(sample, loss_mask=mask, logprobs=np.zeros(len(sample), np.float32))
         alone = trainer.sampled_logprobs(whole)
-        other = trainer.sampled_logprobs(whole, model=other_attention, beside=beside)
-        exact = max(exact, float(np.abs(other - alone).max(initial=0.0)))
-        if trainer.model.dtype == torch.float32:
-            low = np.abs(trainer.sampled_logprobs(whole, model=whole_in(torch.bfloat16)) - alone)
-            mixed = max(mixed, float(low.max(initial=0.0)))
-            near += (low <= _LEAST).tolist()
-    mixed = max(mixed, exact)
-    least = max(_LEAST, _MARGIN * exact)
-    return Noise(exact, mixed, least, max(least, _MARGIN * mixed), float(np.mean(near)) if near else 1.0)
+        again = trainer.sampled_logprobs(whole, model=other_attention, beside=beside)
+        exact = np.append(exact, np.abs(again - alone))
+        if differs:
+            mixed = np.abs(trainer.sampled_logprobs(whole, model=whole_in(other)) - alone)
+            low = np.append(low, mixed)
+            near += (mixed <= _FLOOR)[sample.loss_mask[mask]].tolist()
+    largest = float(exact.max(initial=0.0))
+    mixed_largest = max(float(low.max(initial=0.0)), largest)
+    tolerance = max(_FLOOR, _MARGIN * largest)
+    rms = [float(np.sqrt(np.mean(np.square(of)))) if len(of) else 0.0 for of in (exact, low)]
+    share = float(np.mean(near)) if near else 1.0
+    alarm = max(tolerance, _MARGIN * mixed_largest)
+    return Noise(largest, mixed_largest, tolerance, alarm, share, len(near), max(rms))
 
 
 def as_sampled(noise: Noise, comparisons: Sequence[Comparison]) -> Noise:
-    """Drop the allowance for another dtype if half of the samples or more show that the sampler had the same.
+    """Drop the allowance for another dtype if tokens show that the sampler had the same.
 
-    Their tokens agree more closely than under another dtype.
+    More of them agree closely than another dtype leaves alone, beyond chance.
     """
-    agreeing = [one for one in comparisons if one.largest <= noise.tolerance]
-    tokens = sum(len(one.positions) for one in agreeing) * (1 - noise.near)
-    if len(agreeing) < max(2, len(comparisons) / 2) or tokens < _TELLING:
+    agreeing = [one.difference[~one.beyond(noise.tolerance)] for one in comparisons]
+    count, total = sum(map(len, agreeing)), sum(len(one.positions) for one in comparisons)
+    share = noise.near
+    # The share was measured on some tokens, and has an error of its own.
+    error = share * (1 - share) * (total + total**2 / max(noise.tokens, 1))
+    if not noise.tokens or count - total * share < max(_TELLING, 4 * error**0.5):
         return noise
-    alarm = max(noise.tolerance, _MARGIN * max(one.largest for one in agreeing))
-    return replace(noise, alarm=min(noise.alarm, alarm), mixed=noise.exact)
+    return replace(noise, alarm=noise.tolerance, mixed=noise.exact, rms=noise.exact)
 
 
 def audit(
@@ -95,24 +93,25 @@ def audit(
     *,
     tolerance: float | None = None,
     others: Sequence[MediaItem] = (),
-    explain: int = _MOST_EXPLAINED,
+    explain: int = _EXPLAINED,
     decode: Decode | None = None,
     sources: Mapping[str, Any] | None = None,
     weights: Mapping[str, Weights] | None = None,
     alternatives: Mapping[str, Sequence[TrainingSample]] | None = None,
     budget: int = DEFAULT_BUDGET,
+    noise: Noise | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
-    """Compare every sampled token, and look for the cause of differences.
+    """Compare every sampled token, and find the stage and cause of differences.
 
     Samples that are faulty by themselves are reported first. Among further samples with differences, the
-    `explain` largest are run again with one thing changed at a time. Each run costs a forward pass.
+    `explain` largest are explained: located by gradients, and run again with one thing changed at a time.
 
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
         trainer: The trainer's model, with the weights that sampled.
-        tolerance: In nats a token: larger differences are an alarm. None measures the arithmetic with
-            `measure_noise`. The named cause does not depend on it.
+        tolerance: In nats a token: larger differences are an alarm. None takes the measured arithmetic. The
+            named cause does not depend on it.
         others: Items that an image may have been mistaken for, besides the samples' own.
         explain: Maximum number of samples to explain.
         decode: Text of token ids, for the report and for text that was encoded again.
@@ -120,6 +119,7 @@ def audit(
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
         budget: Forward passes for each sample that is explained, at most.
+        noise: An earlier result of `measure_noise`, by default measured again.
         progress: Called with a text at the start of each stage.
     """
     progress(f"comparing samples: {len(samples)}")
@@ -144,14 +144,21 @@ def audit(
         given[len(comparisons)] = index
         comparisons.append(compared)
     progress("measuring the arithmetic alone")
-    noise = as_sampled(measure_noise([one.sample for one in comparisons], trainer), comparisons)
+    dtype, notes = _sampler_dtype(samples)
+    noise = noise or measure_noise([one.sample for one in comparisons], trainer, dtype)
+    noise = as_sampled(noise, comparisons) if dtype is None else noise
     alarm = noise.alarm if tolerance is None else tolerance
-    found = [finding for findings in faults.values() for finding in findings]
-    report = AuditReport(tuple(comparisons), tuple(found), tuple(unread), alarm, tuple(left_out), decode)
-    order = sorted(range(len(comparisons)), key=lambda place: -comparisons[place].largest)
+    found = [finding for findings in faults.values() for finding in findings] + _dropout(comparisons, trainer)
+    loud = tolerance is None and _is_loud(comparisons, noise)
+    if (
+        noise.alarm == noise.tolerance
+        or max((one.largest for one in comparisons), default=0) < noise.tolerance
+    ):
+        notes = ()  # the dtype is known, or does not matter
+    pool = [*items_of(samples), *others]
+    searches: list[Search] = []
     causes: list[Finding] = []
-    pool = [*_items_of(samples), *others]
-    for place in order:
+    for place in sorted(range(len(comparisons)), key=lambda place: -comparisons[place].largest):
         compared, index = comparisons[place], given[place]
         # Without a tolerance a fault may be as small as another dtype makes differences.
         departing = compared.first_departure(noise.tolerance if tolerance is None else tolerance)
@@ -160,7 +167,7 @@ def audit(
         departure = compared.first_departure(noise.tolerance)
         # A sample with a fault of its own is explained, unless it is about numbers, which may have a known
         # form.
-        if any(finding.variation != "values" for finding in faults[index]):
+        if any(finding.cause != "values" for finding in faults[index]):
             continue
         progress(f"looking for the cause in {compared.sample.sample_id or f'samples[{index}]'}")
         case = Case(
@@ -175,13 +182,82 @@ def audit(
             weights=weights or {},
             alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
-        finding = find_cause(case, noise, budget=budget)
-        if compared.largest <= alarm and not _is_fault(finding):
+        search = Search(case, noise, budget)
+        finding = search.finding()
+        if compared.largest <= alarm and not loud and not _is_fault(finding):
             break  # samples come by size of their differences, and those left are as small
-        if finding.variation:
+        if finding.cause != UNKNOWN:
             found = [one for one in found if one not in faults[index]]
+        searches.append(search)
         causes.append(finding)
-    return replace(report, findings=(*found, *causes))
+    everywhere = [one.beyond(noise.tolerance).any() for one in comparisons if len(one.positions)]
+    if len(everywhere) > 1 and all(everywhere):
+        causes = _shared(searches, causes)
+    findings = (*found, *causes)
+    return AuditReport(tuple(comparisons), findings, tuple(unread), alarm, tuple(left_out), notes, decode)
+
+
+def _sampler_dtype(samples: Sequence[TrainingSample]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the dtype in which samples say that they were sampled, and a note if one does not."""
+    facts = [one.extra.get(SAMPLER, {}) for one in samples]
+    dtypes = {str(known.get("dtype", "")).removeprefix("torch.") for known in facts}
+    if len(dtypes) == 1 and (dtype := dtypes.pop()) in ("float32", "bfloat16", "float16"):
+        return dtype, ()
+    note = (
+        "the sampler's dtype is not recorded, so differences as large as bfloat16 makes are no alarm: record "
+        f"step.extra[{SAMPLER!r}] = {{'dtype': ...}}"
+    )
+    return None, (note,)
+
+
+def _is_loud(comparisons: Sequence[Comparison], noise: Noise) -> bool:
+    """Whether the differences of all tokens together are larger than the arithmetic makes them."""
+    every = np.concatenate([np.zeros(0), *(one.difference for one in comparisons)])
+    if len(every) < _TELLING:
+        return False
+    return not float(np.sqrt(np.mean(np.square(every)))) <= max(_FLOOR, _WIDTH * noise.rms)
+
+
+def _dropout(comparisons: Sequence[Comparison], trainer: TrainerModel) -> list[Finding]:
+    """Report a model in training mode whose forwards differ among themselves."""
+    if not trainer.model.training or not comparisons:
+        return []
+    sample = comparisons[0].sample
+    first, second = trainer.sampled_logprobs(sample), trainer.sampled_logprobs(sample)
+    if np.array_equal(first, second):
+        return []
+    evidence = f"two forwards of one sample differ by {np.abs(first - second).max():.3g} nats"
+    statement = "the trainer's model is in training mode, and its dropout is on"
+    return [replace(finding_of("dropout", statement, evidence, sample), shared=True)]
+
+
+def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
+    """Decide over all samples: every sample differs, so the cause or at least the stage is one."""
+    unknown = [place for place, finding in enumerate(causes) if finding.cause == UNKNOWN]
+    if len(unknown) == len(causes) > 1:
+        held = [{(fit.row.name, fit.trial.statement): fit for fit in one.fits} for one in searches]
+        common = [key for key in held[0] if all(key in fits for fits in held)]
+        digits = {key: sum(fits[key].digits for fits in held) for key in common}
+        count = sum(search.count for search in searches)
+        likely = [key for key in common if digits[key] - np.log10(max(count, 1)) > _MARGIN]
+        if likely:
+            best = max(likely, key=lambda key: digits[key])
+            causes = [search.named([fits[best]]) for search, fits in zip(searches, held, strict=True)]
+        else:
+            evidence = {stage: sum(_evidence(search, stage) for search in searches) for stage in STAGES}
+            stage = max(STAGES, key=lambda stage: evidence[stage])
+            ordered = [sorted(one.places, key=lambda place: place.stage != stage) for one in searches]
+            causes = [
+                search.unknown(places) if places else finding
+                for search, places, finding in zip(searches, ordered, causes, strict=True)
+            ]
+    shared = len({(finding.stage, finding.cause) for finding in causes}) == 1
+    return [replace(finding, shared=shared) for finding in causes]
+
+
+def _evidence(search: Search, stage: str) -> float:
+    worst = min((place.evidence for place in search.places), default=0.0)
+    return next((place.evidence for place in search.places if place.stage == stage), worst)
 
 
 def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
@@ -200,114 +276,11 @@ def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
 
 def _is_fault(finding: Finding) -> bool:
     """Whether a difference as small as between dtypes has another cause."""
-    named = set(finding.variation.split(" or ")) - {""}
-    return bool(named) and (finding.cause != "precision" or not named & {"dtype", "rounded"})
+    named = {*finding.cause.split(" or ")} - {UNKNOWN}
+    return bool(named) and not named & {"dtype", "rounded"}
 
 
-def _items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
+def items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:
     """Return the distinct items of samples."""
     held = (item for one in samples for items in one.multi_modal_data.mm_items.values() for item in items)
     return [*{item.identity: item for item in held}.values()]
-
-
-class _Sources(dict[str, Any]):
-    """Images before they were processed, by identity of their items: of `given`, and of messages.
-
-    The item of an image in a message is found by processing the image again, when one is asked for.
-    """
-
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        trajectories: Sequence[Trajectory],
-        load: Callable[[], MediaProcessor | None],
-    ) -> None:
-        super().__init__(given)
-        self._waiting, self._load = list(trajectories), load
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the image of an item, or the default."""
-        while key not in self and self._waiting:
-            shown = _images_of(self._waiting.pop())
-            processor = self._load() if shown else None
-            for source in shown:
-                if processor is None:
-                    return default
-                try:
-                    item = processor.process(load_image(source), num_images=len(shown))
-                except MMRenderError:
-                    continue  # an image that cannot be loaded again has lost its source
-                self[item.identity] = source
-        return super().get(key, default)
-
-
-def _images_of(trajectory: Trajectory) -> list[Any]:
-    """Return the images of a trajectory's messages, each once, if these kept them."""
-    messages = [message for step in trajectory.steps for message in step.new_messages]
-    contents = [message.content for message in normalize_messages(messages)]
-    parts = [part for content in contents if isinstance(content, tuple) for part in content]
-    return [part.source for part in parts if isinstance(part, ImagePart) and part.source is not None]
-
-
-def audit_files(
-    files: Sequence[Path],
-    model: str,
-    *,
-    tolerance: float | None = None,
-    explain: int = _MOST_EXPLAINED,
-    dtype: str = "float32",
-    device: str = "cpu",
-    image_backend: ImageBackend = "torch",
-    progress: Callable[[str], object] = lambda _: None,
-) -> AuditReport:
-    """Audit every branch of every trajectory in `files` against the weights of `model`.
-
-    Args:
-        files: As `save_trajectories` writes them.
-        model: Model directory or hub id, with the weights that sampled.
-        tolerance: In nats a token; None measures it.
-        explain: Maximum number of samples to explain.
-        dtype: `"float32"`, `"bfloat16"` or `"float16"`.
-        device: Device on which torch runs the model.
-        image_backend: How images that were shipped by reference are processed.
-        progress: Called with a text at the start of each stage.
-
-    Raises:
-        InputError: A file cannot be read, or the dtype is unknown.
-        TrajectoryError: A file is not one of trajectories, or a trajectory lacks log-probabilities.
-        ModelError: The model cannot be loaded.
-        MediaError: An image by reference cannot be loaded, or becomes another one.
-        MissingDependencyError: torch or Transformers is not installed.
-    """
-    if dtype not in _DTYPES:
-        raise InputError("unknown dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
-    trajectories: list[Trajectory] = []
-    for path in files:
-        try:
-            trajectories += load_trajectories(path)
-        except OSError as error:
-            raise InputError("cannot read the file", where=str(path), got=error.strerror) from error
-    samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
-    directory = find_model(model)
-    references = {item.identity: item for item in _items_of(samples) if isinstance(item, ReferenceItem)}
-    load = partial(load_processor, directory, image_backend=image_backend)
-    if references:
-        processor = load()
-        if processor is None:
-            raise ModelError(
-                "the trajectories have images by reference, and the model lacks an image processor",
-                where=str(directory.path),
-            )
-        samples = resolve_references(samples, processor)
-    sources = _Sources({name: item.source for name, item in references.items()}, trajectories, load)
-    trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)
-    decode = Tokenizer.load(directory).decode
-    return audit(
-        samples,
-        trainer,
-        tolerance=tolerance,
-        explain=explain,
-        decode=decode,
-        sources=sources,
-        progress=progress,
-    )

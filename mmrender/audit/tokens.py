@@ -1,6 +1,6 @@
-"""Variations of the tokens that the sampler had: shifted, replaced, lost, added, or another rollout's."""
+"""Rows of the stages template and tokens: another prompt, or other sampled tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, combinations, pairwise
@@ -9,32 +9,22 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.images import shift_text
-from mmrender.audit.report import Comparison, Decode, sampled_runs
+from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes, with_sampled
+from mmrender.audit.report import Comparison, Decode, described, sampled_runs
 from mmrender.audit.trainer import picked_logprobs
-from mmrender.audit.trial import (
-    Case,
-    Edit,
-    Trial,
-    Variation,
-    edited,
-    joined,
-    part,
-    scopes,
-    with_sampled,
-)
 from mmrender.sidecar import common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
-_MOST_PEERS: Final = 8
-_MOST_CANDIDATES: Final = 12
-_MOST_REPAIRS: Final = 8
-_MOST_CUT: Final = 65
+_MAX_PEERS: Final = 8
+_MAX_CANDIDATES: Final = 12
+_MAX_REPAIRS: Final = 8
+_MAX_CUT: Final = 65
+_MAX_PLACES: Final = 16
 _PADS: Final = (*range(1, 17), 32, 64)
 
 
 def _shifted(case: Case) -> Iterator[Trial]:
-    moves = {f"are shifted: the sampler's were {shift_text(by)}": by for by in (1, -1, 2, -2, 3, -3)}
+    moves = {f"are shifted: the sampler's were {by:+d} place(s)": by for by in (1, -1, 2, -2, 3, -3)}
     for text, by in {**moves, "are in reverse order": 0}.items():
         for runs, which in scopes(case):
             ids = case.sample.token_ids.copy()
@@ -99,7 +89,7 @@ def _read_off(
     distance = np.abs(found - sampler)
     own = case.sample.token_ids[place]
     order = [int(index) for index in np.argsort(distance) if distance[index] <= case.tolerance]
-    return [int(tokens[index]) for index in order if tokens[index] != own][:_MOST_CANDIDATES]
+    return [int(tokens[index]) for index in order if tokens[index] != own][:_MAX_CANDIDATES]
 
 
 def _altered(case: Case) -> Iterator[Trial]:
@@ -164,7 +154,7 @@ def _encoded_again(case: Case) -> Iterator[Trial]:
         return
     number, place, sample = case.departing_runs[0], case.position, case.sample
     stop, said = case.runs[number][1], ""
-    for _ in range(_MOST_REPAIRS):
+    for _ in range(_MAX_REPAIRS):
         cuts = dict.fromkeys(
             (old, tuple(new)) for old, new in _cuts(sample.token_ids[place:stop], by_text, texts)
         )
@@ -220,35 +210,11 @@ def _cuts(
                     yield old, new
 
 
-def _exchanged_turns(case: Case) -> Iterator[Trial]:
-    sample = case.sample
-    starts = [0, *(stop for _, stop in case.runs)]
-    for one, two in list(combinations(range(len(case.runs)), 2))[:10]:
-        first, second = case.runs[one], case.runs[two]
-        a, b = (part(sample, *run) for run in (first, second))
-        if len(a) == len(b):
-            ids = sample.token_ids.copy()
-            ids[slice(*first)], ids[slice(*second)] = b.token_ids, a.token_ids
-            text = f"the tokens of completions {one} and {two} are in exchanged places"
-            yield Trial(text, replace(sample, token_ids=ids), token=first[0], since=first[0])
-        text = f"completions {one} and {two}, with their log-probabilities, are in exchanged turns"
-        moved = edited(sample, [(*first, b), (*second, a)])
-        yield Trial(text, moved, token=first[0], since=first[0])
-        # The first prompt holds the system prompt too: only the part after the last opener moves.
-        opener = int(sample.token_ids[starts[two]]) if starts[two] < len(sample) else -1
-        places = [starts[one]] if one else np.flatnonzero(sample.token_ids[: first[0]] == opener)[-1:]
-        for place in places:
-            asked, tail = (int(place), first[0]), (starts[two], second[0])
-            changed = edited(sample, [(*asked, part(sample, *tail)), (*tail, part(sample, *asked))])
-            text = f"the prompts before completions {one} and {two} are in exchanged turns"
-            yield Trial(text, changed, token=first[0])
-
-
 def _peers(case: Case) -> list[Comparison]:
     """Return samples by the number of tokens that they share with this one, the nearest first."""
     ids = case.sample.token_ids
     rated = [(common_prefix(ids, peer.sample.token_ids), peer) for peer in case.peers]
-    return [peer for _, peer in sorted(rated, key=lambda entry: -entry[0])[:_MOST_PEERS]]
+    return [peer for _, peer in sorted(rated, key=lambda entry: -entry[0])[:_MAX_PEERS]]
 
 
 def _others_tokens(case: Case) -> Iterator[Trial]:
@@ -359,7 +325,7 @@ def _openings(case: Case) -> Iterator[tuple[tuple[int, ...], str]]:
         first = min([runs[0][0] if runs else 0, *(span.start for span in peer.sample.media_spans)])
         for place in (np.flatnonzero(np.isin(ids[1:first], [own[0], opener]))[:3] + 1).tolist():
             turn = tuple(ids[:place].tolist())
-            if turn not in seen and turn != tuple(own[:place].tolist()) and len(seen) < _MOST_PEERS:
+            if turn not in seen and turn != tuple(own[:place].tolist()) and len(seen) < _MAX_PEERS:
                 seen.add(turn)
                 yield turn, peer.sample.sample_id or "another sample"
 
@@ -403,7 +369,7 @@ def _history(case: Case) -> Iterator[Trial]:
             yield _prompt_trial(case, f"{text} when it sampled completion {number}", edits, since)
     by_text, texts = _pieces(case)
     start, stop = case.runs[number - 1]
-    for place in range(start, min(stop, start + _MOST_CUT)) if by_text else ():
+    for place in range(start, min(stop, start + _MAX_CUT)) if by_text else ():
         for old, new in _cuts(case.sample.token_ids[place:stop], by_text, texts):
             text = f"had the text of completion {number - 1} encoded again, {new} at {place},"
             yield _prompt_trial(case, text, [(place, place + old, new)], since)
@@ -425,7 +391,7 @@ def _turns_cut(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, l
         for token in sorted(beside):
             yield f"had a token {token} more after {which}", [(e, e, [token]) for _, e in some]
             yield f"ended {which} with a token {token}", [(e - 1, e, [token]) for _, e in some]
-        for count in range(1, min(shortest, _MOST_CUT)):
+        for count in range(1, min(shortest, _MAX_CUT)):
             yield f"lacked the first {count} token(s) of {which}", [(s, s + count, []) for s, _ in some]
 
 
@@ -481,21 +447,43 @@ def _alternatives(case: Case) -> Iterator[Trial]:
         )
 
 
-TOKEN_VARIATIONS: Final[tuple[Variation, ...]] = (
-    Variation("shifted tokens", "ids", "tokens of completions shifted or reversed", _shifted),
-    Variation("final token", "ids", "a completion that ends in another stop token", _final_token),
-    Variation("altered token", "ids", "one sampled token replaced, lost or added", _altered),
-    Variation("encoded again", "ids", "text that was encoded again, needs `decode`", _encoded_again),
-    Variation("exchanged turns", "ids", "completions, or prompts before them, exchanged", _exchanged_turns),
-    Variation("another's tokens", "ids", "a completion of another branch or rollout", _others_tokens),
-    Variation(
-        "another's prompt", "ids", "another prompt, or all of another sample before it", _others_prompt
-    ),
-    Variation("history", "ids", "earlier turns cut, left out, repeated or encoded again", _history),
-    Variation(
-        "opening", "ids", "a missing, added, repeated or different BOS, system prompt or turn", _opening
-    ),
-    Variation("generation prompt", "ids", "missing or added tokens before a completion", _before_completion),
-    Variation("attended padding", "ids", "padding that was attended to", _attended_padding),
-    Variation("another template", "ids", "the prompt of one of the `alternatives`", _alternatives),
-)  # fmt: skip
+def _placed(case: Case) -> Iterator[Trial]:
+    """Yield prompts that lack an image, have it twice, or have it in another place."""
+    sample = case.sample
+    stops = [0, *(stop for _, stop in case.runs)]
+    for span in case.suspects:
+        for margin, beside in ((0, ""), (1, ", and the tokens around it,")):
+            start, stop, name = span.start - margin, span.stop + margin, described(span) + beside
+            if start < 0 or stop > len(sample) or sample.loss_mask[start:stop].any():
+                continue
+            block = part(sample, start, stop)
+            edits: dict[str, list[Edit]] = {f"lacked the placeholder of {name}": [(start, stop, [])]}
+            edits[f"had {name} twice"] = [(stop, stop, block)]
+            low = max(end for end in stops if end <= start)
+            high = min([first for first, _ in case.runs if first >= stop], default=stop)
+            before, after = [*range(low, start)][-_MAX_PLACES:], [*range(stop + 1, high + 1)][:_MAX_PLACES]
+            for place in before:
+                edits[f"had {name} before token {place}"] = [(place, place, block), (start, stop, [])]
+            for place in after:
+                edits[f"had {name} before token {place}"] = [(start, stop, []), (place, place, block)]
+            for text, made in edits.items():
+                changed = edited(sample, made)
+                since = made[0][0]
+                yield Trial(f"the sampler's prompt {text}", changed, image=span.position, since=since)
+
+
+TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
+    "history": _history,
+    "opening": _opening,
+    "generation prompt": _before_completion,
+    "image placed": _placed,
+    "another's prompt": _others_prompt,
+    "another template": _alternatives,
+    "encoded again": _encoded_again,
+    "final token": _final_token,
+    "altered token": _altered,
+    "shifted tokens": _shifted,
+    "another's tokens": _others_tokens,
+    "attended padding": _attended_padding,
+}
+"""Changes to try, by row."""

@@ -1,9 +1,10 @@
 """The trainer's model, asked for the numbers that an audit compares, as it is or changed for a moment."""
 
+import copy
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -41,7 +42,9 @@ class TrainerModel:
         self.family = ModelFamily.from_config(model.config)
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last: tuple[list[TrainingSample], TrainingBatch] | None = None
+        self._last: list[Any] = []  # samples and their batch, since the model is changed many times for one
+        self._inputs: tuple[InputChange, ...] = ()
+        self._changes: tuple[ModelChange, ...] = ()
 
     @classmethod
     def from_pretrained(
@@ -59,6 +62,24 @@ class TrainerModel:
     def dtype(self) -> str:
         """Name of the dtype that pixels are given in."""
         return self._dtype
+
+    def changed(
+        self, *, inputs: InputChange | None = None, model: ModelChange | None = None
+    ) -> "TrainerModel":
+        """Return the same model, with its inputs or itself changed during each forward."""
+        other = copy.copy(self)
+        other._inputs += () if inputs is None else (inputs,)
+        other._changes += () if model is None else (model,)
+        return other
+
+    def attempt(
+        self, sample: TrainingSample, *, inputs: InputChange | None = None, model: ModelChange | None = None
+    ) -> Float32Array | None:
+        """Return `sampled_logprobs`, or None if the model refuses the sample or the change."""
+        try:
+            return self.sampled_logprobs(sample, inputs=inputs, model=model)
+        except MMRenderError:
+            return None
 
     def sampled_logprobs(
         self,
@@ -85,9 +106,8 @@ class TrainerModel:
         """
         samples = [sample] if beside is None else [sample, beside]
         places = np.flatnonzero(sample.loss_mask)
-        with nullcontext() if model is None else model(self.model):
-            rows = self._rows(samples, [places], inputs)
-        return limited_logprobs(rows[0], sample, places)
+        other = self if inputs is None and model is None else self.changed(inputs=inputs, model=model)
+        return limited_logprobs(other._rows(samples, [places])[0], sample, places)
 
     def sampled_of_many(self, samples: Sequence[TrainingSample]) -> list[Float32Array | None]:
         """Return `sampled_logprobs` of each sample, several in a batch; None if the model fails on one."""
@@ -124,7 +144,6 @@ class TrainerModel:
         self,
         samples: list[TrainingSample],
         places: list[npt.NDArray[Any]],
-        change: InputChange | None = None,
     ) -> list[Any]:
         """Return, for the first samples of a batch, the logits that predicted the tokens at their places."""
         import torch
@@ -136,19 +155,20 @@ class TrainerModel:
             for wanted, segments in zip(places, batch.segments, strict=False)
         ]
         kept = np.unique(np.concatenate(columns))
-        if not self._keeps:
-            logits = self._logits(batch, samples[0], change)[:, torch.from_numpy(kept).to(self.model.device)]
-        else:
-            keep = torch.from_numpy(kept).to(self.model.device)
-            logits = self._logits(batch, samples[0], change, logits_to_keep=keep)
+        keep = torch.from_numpy(kept).to(self.model.device)
+        with torch.inference_mode(), self.ready(samples) as inputs:
+            if self._keeps:
+                logits = self.forward(inputs | {"logits_to_keep": keep}, samples[0])
+            else:
+                logits = self.forward(inputs, samples[0])[:, keep]
         return [logits[row, np.searchsorted(kept, own)] for row, own in enumerate(columns)]
 
     def _batch(self, samples: list[TrainingSample]) -> TrainingBatch:
         import torch
 
-        # The model is changed many times for one sample.
-        if self._last is not None and self._last[0] == samples:
-            return self._last[1]
+        if self._last and self._last[0] == samples:
+            batch: TrainingBatch = self._last[1]
+            return batch
         # Only the model's inputs: masks and numbers of an audited sample may be at fault.
         bare = [
             TrainingSample(
@@ -169,20 +189,28 @@ class TrainerModel:
             device=self.model.device,
             pin_memory=False,
         )
-        self._last = samples, batch
+        self._last[:] = samples, batch
         return batch
 
-    def _logits(
-        self, batch: TrainingBatch, sample: TrainingSample, change: InputChange | None = None, **options: Any
-    ) -> Any:
-        import torch
+    @contextmanager
+    def ready(self, samples: list[TrainingSample]) -> Iterator[dict[str, Any]]:
+        """Change the model within the block, and return the keyword arguments of its forward."""
+        with ExitStack() as stack:
+            inputs = dict(self._batch(samples).model_inputs())
+            for change in self._inputs:
+                change(inputs)
+            for make in self._changes:
+                stack.enter_context(make(self.model))
+            yield inputs
 
-        inputs = batch.model_inputs() | options
-        if change is not None:
-            change(inputs)
+    def forward(self, inputs: dict[str, Any], sample: TrainingSample) -> Any:
+        """Return the model's logits.
+
+        Raises:
+            EngineError: The model fails.
+        """
         try:
-            with torch.inference_mode():
-                return self.model(**inputs).logits
+            return self.model(**inputs).logits
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             where = sample.sample_id or "sample"
             raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error

@@ -26,6 +26,8 @@ RESTRICTED: Final = "restricted"
 """Key of a step's `extra`: the kinds of grammar or choices that restricted its completion, if the engine does
 not report the allowed tokens. In a sample's `extra`: for each restricted completion its first token, the
 token after its last, and the kinds."""
+SAMPLER: Final = "sampler"
+"""Key of a step's and of a sample's `extra`: facts about the program that sampled, such as its `dtype`."""
 
 ALIGNED: Final[Mapping[str, Any]] = {
     "token_ids": np.int32,

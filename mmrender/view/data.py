@@ -251,7 +251,7 @@ def of_audit(document: Document, report: AuditReport) -> None:
         at = finding.token if finding.token is not None else 0
         if finding.token is None and finding.image is not None and finding.image < len(media):
             at = media[finding.image]["start"]
-        title = f"{finding.cause}: {finding.statement}"
+        title = f"{finding.stage}: {finding.statement}"
         document.mark(strip, at, title, finding.evidence, finding.image)
     for compared, first in report.departing:
         difference = float(compared.difference[first])

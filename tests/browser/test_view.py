@@ -82,7 +82,7 @@ def test_hostile_text_stays_text(opened, renderer, rendered, messages):
         rewritten={0: HOSTILE},
     )
     comparison = Comparison.of(sample, np.ones(len(rendered), np.float32))
-    finding = Finding("pixels", HOSTILE, HOSTILE, HOSTILE, image=0, token=count + 1)
+    finding = Finding("pixels", "unknown", HOSTILE, HOSTILE, HOSTILE, image=0, token=count + 1)
     report = AuditReport((comparison,), (finding,), (), 1e-3, _decode=renderer.decode)
     other = replace(rendered, roles=(HOSTILE, *rendered.roles[1:]))
     pages = [Page(rendered, other, title=HOSTILE, names=[HOSTILE, HOSTILE]), Page(sample, renderer=renderer)]
@@ -270,8 +270,8 @@ def audited(renderer, rendered):
     trainer[mask] += np.resize([0, 1e-4, 1e-3, 0.02, 0.3, 3, -1e-3, -0.02, -0.3, -3], mask.sum())
     token = int(np.flatnonzero(mask)[-3])
     named = (
-        Finding("pixels", "another picture", "0.5 nats", "one", image=1, token=token),
-        Finding("tokens", "encoded again", "by 3 tokens", "one", token=token - 2),
+        Finding("pixels", "unknown", "another picture", "0.5 nats", "one", image=1, token=token),
+        Finding("tokens", "unknown", "encoded again", "by 3 tokens", "one", token=token - 2),
     )
     comparison = Comparison.of(sample, trainer)
     return token, AuditReport((comparison,), named, (), 1e-3, _decode=renderer.decode)

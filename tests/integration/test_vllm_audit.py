@@ -12,7 +12,7 @@ from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
 from mmrender.audit import TrainerModel, audit
 from mmrender.audit.report import sampled_runs
-from mmrender.audit.trial import ChangedItem, edited, with_items
+from mmrender.audit.case import ChangedItem, edited, with_items
 from mmrender.client.vllm import VLLMBackend
 from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.sample import RESTRICTED
@@ -81,9 +81,9 @@ def _longest(sample):
 
 
 PLANTED = {
-    "one patch off": ("patches moved", lambda one: _with_image(one, lambda item: ChangedItem(item, lambda p, _: np.roll(p, 1, 0)))),
-    "BGR": ("colours", lambda one: _with_image(one, _bgr)),
-    "mirrored": ("turned image", lambda one: _with_image(one, _mirrored)),
+    "one patch off": ("patch order", lambda one: _with_image(one, lambda item: ChangedItem(item, lambda p, _: np.roll(p, 1, 0)))),
+    "BGR": ("channels", lambda one: _with_image(one, _bgr)),
+    "mirrored": ("orientation", lambda one: _with_image(one, _mirrored)),
     "one token more at the beginning": ("opening", lambda one: edited(one, [(0, 0, [int(one.token_ids[0])])])),
     "numbers shifted": ("shifted numbers", lambda one: replace(one, logprobs=_rolled(one, one.logprobs, *_longest(one)))),
     "tokens shifted": ("shifted tokens", lambda one: replace(one, token_ids=_rolled(one, one.token_ids, *_longest(one)))),
@@ -102,7 +102,7 @@ def test_faults_planted_in_rollouts_are_named(sampled, tiny_model, renderer, nam
     faulty = [replace(change(one), sample_id=f"faulty {index}") for index, one in enumerate(free[:3])]
     report = audit([*faulty, *samples[10:]], trainer, decode=renderer.decode)
     # A completion of few tokens, or the noise of bfloat16, may hide what it is; nothing may be named wrongly.
-    named = {finding.variation for finding in report.findings} - {""}
+    named = {finding.cause for finding in report.findings} - {"unknown"}
     assert not report.ok, report.text()
     assert named <= {kind}, report.text()
     assert named or theirs == "bfloat16", report.text()

@@ -47,7 +47,7 @@ def test_faults_planted_after_vllm_are_named(tiny_model, trajectories, tmp_path)
     seen = asyncio.run(ship_to_trainer(trajectories[:6], address, tiny_model, tolerance=1e-2, plant="all"))
     causes = {name: {cause for cause, _ in found} for name, found in seen.items()}
     expected = {
-        name: {"ids" if name in ("ids shifted", "sampled pad token") else "pixels"} for name in FAULTS
+        name: {"tokens" if name in ("ids shifted", "sampled pad token") else "pixels"} for name in FAULTS
     }
     assert causes == expected, seen
 

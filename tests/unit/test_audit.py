@@ -17,7 +17,7 @@ from mmrender.audit import TrainerModel, audit, inspect_sample
 from mmrender.audit.causes import GROUPS
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs
-from mmrender.audit.trial import ChangedItem
+from mmrender.audit.case import ChangedItem
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.sidecar import MultiModalData

@@ -10,7 +10,7 @@ import torch
 
 from audit_cases import ANSWER, BOS, LETTERS, OPENER, Row, as_trained, scored
 from mmrender.audit import TrainerModel, audit
-from mmrender.audit.trial import with_items
+from mmrender.audit.case import with_items
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.messages import VideoPart

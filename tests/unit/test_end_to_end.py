@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
 from kit import assistant, encoded, noise, user
-from mmrender.audit.run import audit_files
+from mmrender.audit.files import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
@@ -21,11 +21,11 @@ from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import Trajectory, save_trajectories
 
 CAUSES = {
-    "one patch off": ("pixels", "every patch 1 place(s) earlier"),
-    "ids shifted": ("ids", "are shifted"),
+    "one patch off": ("pixels", "every patch moved by -1"),
+    "ids shifted": ("tokens", "are shifted"),
     "wrong normalisation": ("pixels", "normalised by another rule (mean and deviation 0.5)"),
     "stale image for a hash": ("pixels", "a stale image under this one's hash"),
-    "sampled pad token": ("ids", "the model sampled the placeholder token of images"),
+    "sampled pad token": ("tokens", "the model sampled the placeholder token of images"),
 }
 
 
@@ -126,7 +126,7 @@ def test_the_command_finds_the_images_that_messages_kept(tiny_model, renderer, t
     report = audit_files(
         [tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, image_backend="pil", progress=stages.append
     )
-    assert [finding.variation for finding in report.findings] == ["resampling"], report.text()
+    assert [finding.cause for finding in report.findings] == ["resampling"], report.text()
     assert stages == [
         "comparing samples: 1",
         "measuring the arithmetic alone",

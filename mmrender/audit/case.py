@@ -1,8 +1,7 @@
-"""Variations, and changes of a sample in one respect.
+"""One sample that differs, and the trials that may explain it.
 
-A variation is one way in which the sampler may have differed from the trainer. Its trials apply it to one
-image, to all images or to the whole rollout. If the trainer's model then produces the sampler's numbers, and
-under no other variation, the cause is found.
+A trial is a substitution: the trainer's program runs once more with one intermediate of the sampler's, or with one
+setting. If it then produces the sampler's numbers, the difference is in that stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,33 +11,32 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.report import Cause, Comparison, Decode, Float32Array, sampled_runs
+from mmrender.audit.report import Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
 from mmrender.media.levels import cast
-from mmrender.sidecar import Framework, MediaItem, MediaSpan, MultiModalData, TensorDtype
+from mmrender.sidecar import Framework, MediaItem, MediaSpan, MultiModalData, PlaceholderRange, TensorDtype
 from mmrender.trajectory.sample import TrainingSample
 
-PixelChange: TypeAlias = Callable[[Float32Array, tuple[int, ...]], Float32Array]
-"""New pixels from old ones and the item's grid."""
 Weights: TypeAlias = Mapping[str, Any]
 """Tensors by the names of the model's parameters, or of some of them."""
 Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
 """Start and end of a part of a sample, and its replacement."""
-
+_MAX_ROWS: Final = 256
+"""Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
 _SECTIONS: Final = 30
 
 
 class Trial(NamedTuple):
-    """One change, and its statement if it fits.
+    """One substitution, and its statement if it explains the sample.
 
     Attributes:
-        statement: The finding if it fits.
-        sample: The changed sample, with the sampler's log-probabilities of its loss mask; None for unchanged.
+        statement: The finding.
+        sample: The changed sample, with the sampler's numbers at its loss mask; None for unchanged.
         inputs: Change of the model's inputs.
         model: Change of the model.
-        image: Index of the image it is about.
-        token: Index of the token it is about, in the trainer's sample.
+        image: Index of the image that it is about.
+        token: Index of the token that it is about, in the trainer's sample.
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
         fitted: Number of the sampler's numbers that were used to find it.
@@ -55,7 +53,21 @@ class Trial(NamedTuple):
     fitted: int = 0
 
 
-@dataclass(frozen=True)
+class Recorded(NamedTuple):
+    """Numbers of one completion that follow from the trainer's own distribution under one hypothesis.
+
+    Attributes:
+        statement: With `{}` for the completions that they fit.
+        expected: float32 of shape `(m,)`, aligned to the view; NaN for tokens without expectation.
+        fitted: Number of the sampler's numbers that were used.
+    """
+
+    statement: str
+    expected: Float32Array
+    fitted: int = 0
+
+
+@dataclass(frozen=True, eq=False)
 class Case:
     """One sample that differs, and all data that may help to explain it.
 
@@ -67,9 +79,9 @@ class Case:
         peers: Comparisons of all other samples.
         others: Items that an image may have been mistaken for.
         decode: Text of token ids.
-        sources: Images as they were before processing, by identity of their items.
+        sources: Images before processing, by identity of their items.
         weights: Other weights that may have sampled, by name.
-        alternatives: The sample as something else would have built it, by name.
+        alternatives: The sample as something else builds it, by name.
     """
 
     compared: Comparison
@@ -102,11 +114,8 @@ class Case:
     def departing_runs(self) -> list[int]:
         """Indices of the completions with a token that differs."""
         beyond = self.compared.positions[self.compared.beyond(self.tolerance)]
-        return [
-            number
-            for number, (start, stop) in enumerate(self.runs)
-            if ((beyond >= start) & (beyond < stop)).any()
-        ]
+        runs = enumerate(self.runs)
+        return [number for number, (a, b) in runs if ((beyond >= a) & (beyond < b)).any()]
 
     @cached_property
     def suspects(self) -> list[MediaSpan]:
@@ -117,8 +126,7 @@ class Case:
         new = self.compared.suspects(self.departure)
         seen = [span for span in self.sample.media_spans if span.start < self.position and span not in new]
         agreeing = self.compared.positions[: self.departure]
-        doubtful = [span for span in seen if int((agreeing > span.start).sum()) <= 3]
-        return [*new, *doubtful]
+        return [*new, *(span for span in seen if int((agreeing > span.start).sum()) <= 3)]
 
     @cached_property
     def logits(self) -> Any:
@@ -134,40 +142,48 @@ class Case:
     @cached_property
     def rows(self) -> npt.NDArray[np.intp]:
         """Indices into `compared.positions` of the tokens that `logits` are of, some hundred at most."""
-        positions = self.compared.positions
-        held = np.zeros(len(positions), np.bool_)
-        for number in self.departing_runs:
-            start, stop = self.runs[number]
+        positions, held = self.compared.positions, np.zeros(len(self.compared.positions), np.bool_)
+        for start, stop in (self.runs[number] for number in self.departing_runs):
             held |= (positions >= start) & (positions < stop)
-        return np.flatnonzero(held)[:_MOST_ROWS]
+        return np.flatnonzero(held)[:_MAX_ROWS]
 
+    def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
+        """Compare the sampler with the trainer under each trial; None if the model refuses one."""
+        batched = iter(self.trainer.sampled_of_many([t.sample for t in trials if t.sample is not None]))
+        out: list[Comparison | None] = []
+        for trial in trials:
+            if trial.sample is not None:
+                values = next(batched)
+            else:
+                values = self.trainer.attempt(self.sample, inputs=trial.inputs, model=trial.model)
+            one = None if values is None else Comparison.of_sampled(trial.sample or self.sample, values)
+            out.append(one if one is None or trial.until is None else one.before(trial.until))
+        return out
 
-_MOST_ROWS = 256
-"""Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
-
-
-@dataclass(frozen=True)
-class Variation:
-    """A kind of difference between sampler and trainer.
-
-    Attributes:
-        name: Names it in findings.
-        cause: Its kind of cause.
-        about: Its description, for the documentation.
-        trials: Changes to try for a case.
-    """
-
-    name: str
-    cause: Cause
-    about: str
-    trials: Callable[[Case], Iterable[Trial]]
+    def after(self, trial: Trial, compared: Comparison) -> "Case | None":
+        """Return the case that is left after a trial, to be explained by a second cause."""
+        departure = compared.first_departure(self.tolerance)
+        if departure is None or trial.until is not None:
+            return None
+        trainer = self.trainer.changed(inputs=trial.inputs, model=trial.model)
+        return replace(self, compared=compared, departure=departure, trainer=trainer)
 
 
 class ChangedItem:
-    """A media item whose pixels are changed after it made them, and its grid if one is given."""
+    """A media item whose pixels, or grid, are changed after it made them.
+
+    Args:
+        item: The item.
+        change: New pixels from old ones and the item's grid.
+        grid: Another grid.
+    """
 
     def __init__(
-        self, item: MediaItem, change: PixelChange, *, grid: tuple[int, int, int] | None = None
+        self,
+        item: MediaItem,
+        change: Callable[[Float32Array, tuple[int, ...]], Any],
+        *,
+        grid: tuple[int, int, int] | None = None,
     ) -> None:
         self.item, self.change = item, change
         # No real item has this identity, so the changed pixels are taken for no other item's.
@@ -195,22 +211,19 @@ class ChangedItem:
 
 def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaItem]]) -> TrainingSample:
     """Return a sample whose spans hold other items of as many tokens."""
-    # Spans are compared by place: items need not be hashable.
-    given = {span.start: item for span, item in items}
+    given = {span.start: item for span, item in items}  # by place, since items need not be hashable
     entries = [(one.range, given.get(one.start, one.item)) for one in sample.media_spans]
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
 
 
 def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:
     """Return the tokens `[start, stop)` with the media that begin there. Prompt tokens unless `sampled`."""
-    entries = [
-        (span.range.shifted(-start), span.item) for span in sample.media_spans if start <= span.start < stop
-    ]
-    numbers = None if sample.logprobs is None else sample.logprobs[start:stop]
+    spans = [span for span in sample.media_spans if start <= span.start < stop]
+    data = MultiModalData.of([(span.range.shifted(-start), span.item) for span in spans])
+    ids, numbers = sample.token_ids[start:stop], sample.logprobs
     if not sampled or numbers is None:
-        return replace(plain(sample.token_ids[start:stop]), multi_modal_data=MultiModalData.of(entries))
-    own, mask = sample.token_ids[start:stop], sample.loss_mask[start:stop]
-    return TrainingSample(own, mask, numbers, MultiModalData.of(entries))
+        return replace(plain(ids), multi_modal_data=data)
+    return TrainingSample(ids, sample.loss_mask[start:stop], numbers[start:stop], data)
 
 
 def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
@@ -219,23 +232,19 @@ def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
     return TrainingSample(tokens, np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32))
 
 
-def joined(parts: Iterable[TrainingSample], sample: TrainingSample) -> TrainingSample:
+def joined(parts: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
     """Return one sample of several parts, under the name of `sample`."""
-    held = list(parts)
-    offsets = np.cumsum([0, *map(len, held)])
-    entries = [
-        (place.shifted(int(offset)), item)
-        for one, offset in zip(held, offsets, strict=False)
-        for modality, items in one.multi_modal_data.mm_items.items()
-        for place, item in zip(one.multi_modal_data.mm_placeholders[modality], items, strict=True)
-    ]
-    return TrainingSample(
-        np.concatenate([one.token_ids for one in held]),
-        np.concatenate([one.loss_mask for one in held]),
-        np.concatenate([one.logprobs for one in held if one.logprobs is not None]),
-        MultiModalData.of(sorted(entries, key=lambda entry: entry[0].offset)),
-        sample_id=sample.sample_id,
-    )
+    entries, offset = list[tuple[PlaceholderRange, MediaItem]](), 0
+    for one in parts:
+        data = one.multi_modal_data  # whose ranges may leave the part, if an image was cut
+        for modality, items in data.mm_items.items():
+            places = data.mm_placeholders[modality]
+            entries += [(at.shifted(offset), item) for at, item in zip(places, items, strict=True)]
+        offset += len(one)
+    entries.sort(key=lambda entry: entry[0].offset)
+    columns = [(one.token_ids, one.loss_mask, one.logprobs) for one in parts]
+    ids, mask, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return TrainingSample(ids, mask, numbers, MultiModalData.of(entries), sample_id=sample.sample_id)
 
 
 def edited(sample: TrainingSample, edits: Iterable[Edit]) -> TrainingSample:
@@ -270,11 +279,10 @@ def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
         yield [case.runs[number]], f"completion {number}"
 
 
-def least(loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float) -> float:
+def minimum(loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float) -> float:
     """Return the minimum of a function of one positive number between two bounds.
 
-    A grid of `points`, then golden sections around the best of them. If its loss is not below `enough`, that
-    point is returned.
+    A grid of `points`, then golden sections around its best point if the loss there is below `enough`.
     """
     grid = np.linspace(np.log(low), np.log(high), points)
     losses = [loss(float(np.exp(at))) for at in grid]

@@ -1,0 +1,389 @@
+"""The cause within a stage: rows are tried there, and the row that alone explains the numbers is named.
+
+One rule names a cause, whatever the caller's tolerance is. The row must leave differences as small as the measured
+arithmetic makes them, and a small share of the differences before. Its digits, less a digit for each number that was
+fitted and less the digits of the number of trials, must rule out chance. All rows that leave as little are named
+together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mmrender.audit.case import Case, Recorded, Trial
+from mmrender.audit.locate import Place, locate
+from mmrender.audit.recorded import View, views
+from mmrender.audit.report import UNKNOWN, Finding, described
+from mmrender.audit.rows import ROWS, Row, finding_of
+
+DEFAULT_BUDGET: Final = 1500
+"""Forward passes for one sample at most."""
+_DIGITS: Final = 5.0
+"""Decimal digits by which recorded numbers must agree, and for each number that was fitted to them."""
+_CERTAIN: Final = 12.0
+"""Digits beyond which no other row can fit by chance, among the thousand or so trials."""
+_CHANCE: Final = 1.3
+"""Digits left after the number of trials is taken off (5 %)."""
+_AS_WELL: Final = 3.0
+"""Maximum remainder of a rival, as a multiple of the best row's remainder."""
+_LIKENESS: Final = 1 / 30
+"""Maximum share of the differences that a cause may leave. A change that only resembles it leaves more."""
+_LOOSE_LIKENESS: Final = 1 / 8
+"""The same if the sampler may have had another dtype, whose arithmetic the cause itself leaves."""
+_LOOSE: Final = 1.5
+"""Maximum remainder as a multiple of the difference between dtypes, if the sampler may have had another."""
+_SHARE: Final = 0.25
+"""Share of the largest difference up to which differences between dtypes are ignored."""
+_AT_ONCE: Final = 16
+_AGREEING: Final = 8
+_FAINT: Final = 0.01
+"""`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
+_HALF: Final = 0.8
+"""Maximum share of the differences that the first of two causes leaves."""
+_FIRSTS: Final = 3
+"""Changes that are tried as the first of two causes."""
+_FACTS: Final = {
+    "template": "record the prompt ids that the server reports (return_token_ids), and compare them",
+    "tokens": "record the sampled ids as the server reports them (return_token_ids)",
+    "pixels": "pass `sources=`, the images before processing, or record the server's own tensors",
+    "positions": "compare the server's rope settings with config.json",
+    "model": "record the sampler's dtype and weight version (`step.extra['sampler']`), pass `weights=`, "
+    "compare servers with `probe_weights`",
+    "sampling": "record the sampling parameters and the server's logprobs mode (`step.extra['sampler']`)",
+    "recording": "record log-probabilities as the server reports them",
+}
+"""The fact to record when a cause is not found, by stage."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Measured differences of a log-probability by arithmetic alone, in nats.
+
+    Attributes:
+        exact: Largest difference between two forwards that differ in batch, padding and attention only.
+        mixed: Largest difference between two forwards that differ in dtype too.
+        tolerance: Maximum difference under a row that explains a sample, if the arithmetic is the same.
+        alarm: Maximum difference by another dtype.
+        near: Share of tokens that another dtype does not change.
+        tokens: Tokens of which `near` is the share.
+        rms: Root mean square of the differences between dtypes.
+    """
+
+    exact: float
+    mixed: float
+    tolerance: float
+    alarm: float
+    near: float = 1.0
+    tokens: int = 0
+    rms: float = 0.0
+
+
+class Fit(NamedTuple):
+    """A row that leaves little of the differences.
+
+    Attributes:
+        row: The row.
+        trial: Its trial.
+        largest: Largest difference that is left, in nats.
+        rms: Root mean square of the differences that are left.
+        tokens: Tokens that it explains.
+        digits: Digits that chance would have to explain, the fitted numbers taken off.
+    """
+
+    row: Row
+    trial: Trial
+    largest: float
+    rms: float
+    tokens: int
+    digits: float
+
+
+class _Nearer(NamedTuple):
+    """A trial that ran, and the share of the differences that it left."""
+
+    share: float
+    row: Row
+    trial: Trial
+
+
+class Search:
+    """The search for the cause of one sample's differences.
+
+    Args:
+        case: The sample, and all data that may help.
+        noise: Differences by arithmetic alone.
+        budget: Forward passes at most.
+    """
+
+    def __init__(self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET) -> None:
+        self.case, self.noise, self.count = case, noise, 0
+        self._left = budget
+        self.fits: list[Fit] = []
+        self.places: list[Place] = []
+
+    def finding(self) -> Finding:
+        """Return the stage, and the cause if a row explains the sample."""
+        case = self.case
+        if not case.compared.beyond(case.tolerance).any():
+            return self.unknown([Place("model", 0.0, "the arithmetic of the model")])
+        shown = _without_numbers(case) or _appended(case) or _by_version(case)
+        if shown is not None:
+            return shown
+        self.fits = self._recorded(case)
+        if not self.fits:
+            self.places = locate(case, max(self.noise.exact, self.noise.rms))
+            order = [place.stage for place in self.places]
+            order += [row.stage for row in ROWS if row.trials and row.stage not in order]
+            firsts: list[_Nearer] = []
+            for stage in dict.fromkeys(order):
+                self.fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
+                if any(self._is_certain(fit) for fit in self.fits):
+                    break
+            fits = [fit for fit in self.fits if self._beyond_chance(fit)]
+            if not fits:
+                return self._two(firsts) or self.unknown(self.places)
+            return self.named(fits)
+        return self.named(self.fits)
+
+    def _may_be_loose(self, case: Case) -> bool:
+        """Whether the sampler may have had another dtype, and more differs than that makes."""
+        noise = self.noise
+        return noise.mixed > noise.tolerance and noise.alarm <= _SHARE * case.compared.largest
+
+    def _is_likeness(self, before: float, after: float, *, loose: bool) -> bool:
+        """Whether a change leaves too much of the differences, both root mean squares, to be the cause."""
+        return after > max(2 * self.noise.exact, (_LOOSE_LIKENESS if loose else _LIKENESS) * before)
+
+    def _is_certain(self, fit: Fit) -> bool:
+        return fit.largest <= self.case.tolerance and fit.digits > _CERTAIN
+
+    def _beyond_chance(self, fit: Fit) -> bool:
+        if fit.row.name == "final token":
+            return fit.largest <= self.case.tolerance  # few candidates, each of which was looked up
+        return fit.digits - float(np.log10(max(self.count, 1))) > _CHANCE
+
+    def _recorded(self, case: Case) -> list[Fit]:
+        """Return rows whose numbers follow from the trainer's distribution without another forward."""
+        found = self._read(case, case.tolerance)
+        if not found and self._may_be_loose(case):
+            # Numbers of a sampler with another dtype are only as near as its arithmetic allows.
+            found = self._read(replace(case, tolerance=_LOOSE * self.noise.mixed), _LOOSE * self.noise.mixed)
+        return found
+
+    def _read(self, case: Case, tolerance: float) -> list[Fit]:
+        held, fits = views(case), list[Fit]()
+        for row in ROWS:
+            if row.readings is None or (row.name == "restricted" and fits):
+                continue
+            best: dict[int, tuple[float, Recorded]] = {}
+            for view in held:
+                for recorded in row.readings(view):
+                    left = self._left_over(view, recorded)
+                    if left is not None and (view.number not in best or left < best[view.number][0]):
+                        best[view.number] = left, recorded
+            if len(best) == len(held) > 0:
+                texts: dict[str, list[int]] = {}
+                for number, (_, recorded) in best.items():
+                    texts.setdefault(recorded.statement, []).append(number)
+                parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
+                largest = max(left for left, _ in best.values())
+                count = len(case.compared.positions)
+                trial = Trial("; ".join(parts), token=case.position)
+                fits.append(Fit(row, trial, largest, largest, count, np.inf))
+        return fits
+
+    def _left_over(self, view: View, recorded: Recorded) -> float | None:
+        """Return the largest difference that a reading leaves; None if it does not fit, or fits by chance."""
+        case = view.case
+        covered = ~np.isnan(recorded.expected)
+        support = covered & view.departing
+        with np.errstate(invalid="ignore"):
+            left = np.abs(recorded.expected - view.sampler)
+            before = np.abs(view.trainer - view.sampler)[support]
+        if (~(left <= case.tolerance) & covered).any() or not 0 < support.sum() >= (~covered).sum():
+            return None
+        before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
+        loose = case.tolerance > self.noise.tolerance
+        if self._is_likeness(before_rms, left_rms, loose=loose) and np.isfinite(before_rms):
+            return None
+        spread = max(float(np.std(case.compared.trainer)), 0.25)
+        each = float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
+        digits = int(support.sum()) * each - _DIGITS * recorded.fitted
+        return float(left[covered].max()) if digits > _DIGITS else None
+
+    def _tried(self, case: Case, rows: Sequence[Row], firsts: list[_Nearer]) -> list[Fit]:
+        """Return the rows that fit; add the trials that bring the numbers nearer to `firsts`."""
+        fits: list[Fit] = []
+        trials = (
+            (row, trial)
+            for row in rows
+            for trial in (row.trials(case) if row.trials is not None else ())
+            if _may_explain(case, trial)
+        )
+        while chosen := list(islice(trials, min(_AT_ONCE, self._left))):
+            self.count += len(chosen)
+            self._left -= len(chosen)
+            for (row, trial), varied in zip(chosen, case.run([trial for _, trial in chosen]), strict=True):
+                if varied is None or not len(varied.positions):
+                    continue
+                firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial))
+                limits = {False: case.tolerance, True: _LOOSE * self.noise.mixed}
+                explained = [
+                    loose
+                    for loose in ((False, True) if self._may_be_loose(case) else (False,))
+                    if varied.largest <= limits[loose]
+                    and not self._is_likeness(case.compared.rms, varied.rms, loose=loose)
+                ]
+                if explained:
+                    departing = min(int(case.compared.beyond(case.tolerance).sum()), len(varied.positions))
+                    floor = max(varied.rms, case.tolerance / 10)
+                    each = float(np.log10(max(case.compared.rms / floor, 1.0)))
+                    digits = each * (departing - trial.fitted)
+                    fits.append(Fit(row, trial, varied.largest, varied.rms, len(varied.positions), digits))
+        return fits
+
+    def _two(self, firsts: list[_Nearer]) -> Finding | None:
+        """Return two causes in the best two stages that explain the sample together."""
+        case, stages = self.case, {place.stage for place in self.places[:2]}
+        rows = [each for each in ROWS if each.stage in stages]
+        usable = sorted((entry for entry in firsts if entry.share < _HALF), key=lambda entry: entry.share)
+        for _, row, trial in usable[:_FIRSTS]:
+            compared = case.run([trial])[0]
+            rest = None if compared is None else case.after(trial, compared)
+            if rest is None:
+                continue
+            fits = self._recorded(rest) or [
+                fit for fit in self._tried(rest, rows, []) if self._beyond_chance(fit)
+            ]
+            if fits:
+                second = self.named(fits)
+                return replace(
+                    second,
+                    stage=row.stage,
+                    cause=f"{row.name} and {second.cause}",
+                    statement=f"{trial.statement}, and {second.statement}",
+                    token=case.position,
+                    image=trial.image,
+                )
+        return None
+
+    def named(self, fits: list[Fit]) -> Finding:
+        """Return the finding of the rows that leave the least."""
+        case = self.case
+        fits = [fit for fit in fits if fit.largest <= case.tolerance] or fits
+        as_well = max(_AS_WELL * min(fit.rms for fit in fits), 2 * self.noise.exact)
+        # A change that leaves tokens unexplained does not rival one that explains them too.
+        count = max(fit.tokens for fit in fits if fit.rms <= as_well)
+        rivals: dict[str, Fit] = {}
+        for fit in sorted(fits, key=lambda fit: fit.rms):
+            if fit.rms <= as_well and fit.tokens == count:
+                rivals.setdefault(fit.row.name, fit)
+        best = next(iter(rivals.values()))
+        evidence = (
+            f"largest difference {case.compared.largest:.4g} without that, {best.largest:.4g} with it; "
+            f"{self.count} changes tried"
+        )
+        return Finding(
+            best.row.stage,
+            " or ".join(rivals),
+            "; or ".join(fit.trial.statement for fit in rivals.values()),
+            evidence,
+            case.sample.sample_id,
+            remedy=best.row.remedy,
+            image=best.trial.image,
+            token=case.position if best.trial.token is None else best.trial.token,
+        )
+
+    def unknown(self, places: Sequence[Place]) -> Finding:
+        """Locate the difference if no row explains it."""
+        case, compared = self.case, self.case.compared
+        place = places[0]
+        rows = [row.name for row in ROWS if row.stage == place.stage]
+        statement = f"unknown, in {place.name}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
+        evidence = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}"
+        if case.departure > 0 and (suspects := compared.suspects(case.departure)):
+            before = compared.largest_of(slice(0, case.departure))
+            names = ", ".join(map(described, suspects))
+            evidence += f", tokens agree up to {names}: before it at most {before:.2g}"
+        if len(places) > 1:
+            second, nats = places[1], places[0].evidence - places[1].evidence
+            evidence += f"; {nats:.0f} nats likelier than {second.name} ({second.stage})"
+        evidence += f"; {self.count} changes tried"
+        return Finding(
+            place.stage,
+            UNKNOWN,
+            statement,
+            evidence,
+            case.sample.sample_id,
+            remedy=_FACTS[place.stage],
+            image=place.image,
+            token=case.position,
+            layer=place.layer,
+        )
+
+
+def _completions(case: Case, numbers: list[int]) -> str:
+    if len(numbers) == len(case.runs):
+        return "all completions" if len(numbers) > 1 else "the completion"
+    return "completion " + ", ".join(map(str, numbers))
+
+
+def _may_explain(case: Case, trial: Trial) -> bool:
+    """Whether a change begins early enough to explain the first token that differs.
+
+    A change of tokens or images is ruled out if many tokens agree after it.
+    """
+    if trial.since > case.position:
+        return False
+    agreeing = case.compared.before(case.position).after(trial.since).telling()
+    return (
+        trial.sample is None
+        or len(agreeing.positions) < _AGREEING
+        or agreeing.rms > _FAINT * case.compared.largest
+    )
+
+
+def _without_numbers(case: Case) -> Finding | None:
+    """Report missing (NaN) log-probabilities, if all other tokens agree."""
+    absent = ~np.isfinite(case.compared.sampler)
+    if not absent.any() or case.compared.beyond(case.tolerance)[~absent].any():
+        return None
+    value = case.compared.sampler[absent][0]
+    statement = f"{value:g} was recorded in place of log-probabilities, which are missing"
+    return finding_of(
+        "missing", statement, f"{int(absent.sum())} of {len(absent)} tokens", case.sample, token=case.position
+    )
+
+
+def _appended(case: Case) -> Finding | None:
+    """Report last tokens of completions without a log-probability, if all other tokens agree."""
+    beyond = np.flatnonzero(case.compared.beyond(case.tolerance))
+    ends = {stop - 1 for _, stop in case.runs}
+    places = case.compared.positions[beyond].tolist()
+    alone = len(case.compared.positions) == len(beyond)
+    if case.compared.sampler[beyond].any() or not ends.issuperset(places) or alone:
+        return None
+    statement = "the last token of a completion has no log-probability: it was added after sampling"
+    evidence = f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree"
+    return finding_of("final token", statement, evidence, case.sample, token=case.position)
+
+
+def _by_version(case: Case) -> Finding | None:
+    """Report one version of the weights, if its tokens alone differ."""
+    beyond, positions = case.compared.beyond(case.tolerance), case.compared.positions
+    versions = {span.version for span in case.sample.weight_versions}
+    for version in sorted(versions) if len(versions) > 1 else ():
+        of_it = np.zeros(len(beyond), np.bool_)
+        for name, start, stop in case.sample.weight_versions:
+            of_it |= (positions >= start) & (positions < stop) & (name == version)
+        enough = of_it.sum() >= 4 and (~of_it).sum() >= 4
+        if enough and not beyond[~of_it].any() and beyond[of_it].mean() > 0.5:
+            text = (
+                f"the tokens that the weights {version!r} sampled differ, and tokens of other weights agree"
+            )
+            evidence = f"{beyond.sum()} of {of_it.sum()} tokens differ, none of the {(~of_it).sum()}"
+            return finding_of("weights", text, evidence, case.sample, token=case.position)
+    return None
