@@ -752,7 +752,7 @@ def _(at, index):
     return Planted(trained, token=int(np.flatnonzero(trained.token_ids != sample.token_ids)[0]))
 
 
-@fault("tokens shifted", "shifted tokens")
+@fault("tokens shifted", "altered token")
 def _(at, index):
     sample = at.samples[index]
     start, stop = sampled_runs(sample.loss_mask)[index % 2]

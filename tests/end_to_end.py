@@ -184,8 +184,8 @@ def largest_by_batch(trainer, samples, rows_of):
 
 def plant(name, sample, donor, pad):
     """A fault between sampler and trainer, in one sample that has an image."""
-    from mmrender.audit.report import sampled_runs
     from mmrender.audit.case import ChangedItem
+    from mmrender.audit.report import sampled_runs
     from mmrender.sidecar import MultiModalData
 
     sidecar = sample.multi_modal_data

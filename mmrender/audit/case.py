@@ -1,7 +1,7 @@
 """One sample that differs, and the trials that may explain it.
 
-A trial is a substitution: the trainer's program runs once more with one intermediate of the sampler's, or with one
-setting. If it then produces the sampler's numbers, the difference is in that stage.
+A trial is a substitution: the trainer's program runs once more with one intermediate of the sampler's, or
+with one setting. If it then produces the sampler's numbers, the difference is in that stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

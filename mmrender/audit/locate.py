@@ -1,15 +1,18 @@
 """The stage at which sampler and trainer differ, by generic perturbations that have no cause.
 
-A stage hands an intermediate to the next: embeddings of tokens, pixels, rotations, scales of layers, logits, numbers.
-A small random change of one intermediate changes the log-probabilities by a Gaussian with a covariance that the
-model's gradients give. The stage whose covariance makes the observed differences likeliest, at the size that fits
-best, is where they come from. Tokens that an intermediate cannot reach, such as those before an image, have variance
-0 under it, so the place where differences begin decides first, and their pattern next. This is the evidence of a
-Gaussian process with a linearised model (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 5.4).
+A stage hands an intermediate to the next: embeddings of tokens, pixels, rotations, scales of layers,
+logits, numbers. A random change of one intermediate changes the log-probabilities by a Gaussian, whose
+covariance the model's gradients give. The stage under which the observed differences are likeliest is where
+they come from. Tokens that an intermediate cannot reach, such as those before an image, have variance 0
+under it, so the place where differences begin decides first. Sizes decide next: a token is replaced whole
+and a position moves by one at least, while pixels and weights may change a little. The pattern over tokens
+decides the rest. This is the evidence of a Gaussian process with a linearised model (Rasmussen and
+Williams, "Gaussian Processes for Machine Learning", 5.4), averaged over sizes.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,12 +24,23 @@ from mmrender.audit.report import STAGES, Stage, described
 from mmrender.errors import MMRenderError
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
-_MAX_TOKENS: Final = 48
+_MAX_TOKENS: Final = 40
 """Tokens whose gradients are taken."""
 _SLACK: Final = 0.1
 """Share of a token's variance that the linear model may miss."""
-_SIZES: Final = np.geomspace(1e-3, 1e3, 25)
-"""Variances to try, relative to the observed one."""
+_SIZES: Final[dict[Stage, tuple[float, float]]] = {
+    "template": (0.03, 10.0),
+    "tokens": (0.03, 10.0),
+    "pixels": (1e-9, 4.0),
+    "positions": (1e-4, 10.0),
+    "model": (1e-9, 1.0),
+    "sampling": (1e-6, 10.0),
+    "recording": (1e-6, 100.0),
+}
+"""Variances of changes: of one token, of the size of pixels and weights, in positions, in nats."""
+_PRIOR: Final[dict[Stage, float]] = {"pixels": 2.0, "model": 2.0, "positions": -2.0}
+"""Nats by which causes without a row are likelier: images and weights differ in more ways than tokens."""
+_GRID: Final = 24
 
 
 class Place(NamedTuple):
@@ -57,7 +71,9 @@ def locate(case: Case, noise: float) -> list[Place]:
         noise: Root mean square of differences by arithmetic alone, in nats.
     """
     compared = case.compared
-    usable = np.flatnonzero(np.isfinite(compared.difference))
+    # A token of probability 1, such as the only one that a grammar allows, agrees whatever the model saw.
+    certain = (compared.sampler == 0) & ~compared.beyond(case.tolerance)
+    usable = np.flatnonzero(np.isfinite(compared.difference) & ~certain)
     if not len(usable):
         return [Place("recording", 0.0, "the recorded numbers")]
     chosen = usable[np.unique(np.linspace(0, len(usable) - 1, _MAX_TOKENS).round().astype(int))]
@@ -72,33 +88,32 @@ def locate(case: Case, noise: float) -> list[Place]:
         places = [*_by_order(case, chosen)]
     for place, covariance in places:
         counts[place.stage] += 1
-        found = place._replace(evidence=_evidence(d, covariance, noise))
+        found = place._replace(evidence=_evidence(d, covariance, noise, _SIZES[place.stage]))
         if place.stage not in best or found.evidence > best[place.stage].evidence:
             best[place.stage] = found
     # More places of a stage fit better by chance.
-    fair = [one._replace(evidence=one.evidence - np.log(counts[one.stage])) for one in best.values()]
+    fair = [
+        one._replace(evidence=one.evidence - np.log(counts[one.stage]) + _PRIOR.get(one.stage, 0.0))
+        for one in best.values()
+    ]
     return sorted(fair, key=lambda place: -place.evidence)
 
 
-def _evidence(d: Matrix, covariance: Matrix, noise: float) -> float:
-    scale = float(np.mean(np.diag(covariance)))
-    if not scale > 0:
-        return float("-inf")
+def _evidence(d: Matrix, covariance: Matrix, noise: float, sizes: tuple[float, float]) -> float:
+    """Return the log-likelihood of differences, averaged over sizes of the change."""
     slack = _SLACK * np.diag(np.diag(covariance))
-    values, vectors = np.linalg.eigh((covariance + slack) / scale)
+    values, vectors = np.linalg.eigh(covariance + slack)
     squares = np.square(vectors.T @ d)
-    variances = np.mean(np.square(d)) * _SIZES[:, None] * values.clip(min=0) + max(noise, 1e-5) ** 2
-    return float((-0.5 * (squares / variances + np.log(2 * np.pi * variances)).sum(1)).max())
+    grid = np.geomspace(*sizes, _GRID)[:, None]
+    variances = grid * values.clip(min=0) + max(noise, 1e-5) ** 2
+    each = -0.5 * (squares / variances + np.log(2 * np.pi * variances)).sum(1)
+    return float(np.logaddexp.reduce(each) - np.log(_GRID))
 
 
 def _gram(*gradients: Matrix) -> Matrix:
-    """Return the covariance under independent changes of unit size, divided by its mean variance: `(m, m)`."""
-    total = np.zeros((len(gradients[0]),) * 2)
-    for one in gradients:
-        flat = one.reshape(len(one), -1)
-        covariance = flat @ flat.T
-        total += covariance / max(float(np.mean(np.diag(covariance))), 1e-30)
-    return total
+    """Return the covariance under independent changes of unit size: `(m, m)`."""
+    flat = [one.reshape(len(one), -1) for one in gradients]
+    return np.asarray(sum(one @ one.T for one in flat))
 
 
 def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, Matrix]]:
@@ -110,23 +125,25 @@ def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, M
     segments = [(start, run[0]) for start, run in zip(starts, case.runs, strict=False)]
     for start, stop in segments:
         name = f"the prompt at tokens {start} to {stop - 1}"
-        yield Place("template", 0, name, token=start), _gram(embeddings[:, start:stop])
+        yield Place("template", 0, name, token=start), _gram(embeddings[:, start:stop]) / (stop - start)
     if len(segments) > 1:
-        yield Place("template", 0, "the prompts", token=0), _gram(*(embeddings[:, a:b] for a, b in segments))
+        yield (
+            Place("template", 0, "the prompts", token=0),
+            _gram(*(embeddings[:, a:b] for a, b in segments)) / 8,
+        )
     for number, (start, stop) in enumerate(case.runs):
-        own = np.diag(((positions >= start) & (positions < stop)).astype(float))
-        name = f"completion {number}"
-        yield Place("tokens", 0, name, token=start), _gram(embeddings[:, start:stop], own)
+        own = 4 * np.diag(((positions >= start) & (positions < stop)).astype(float))
+        place = Place("tokens", 0, f"completion {number}", token=start)
+        yield place, _gram(embeddings[:, start:stop]) + own
     at = case.position
-    own = np.diag((positions == at).astype(float))
-    yield (
-        Place("tokens", 0, f"token {at}", token=at),
-        _gram(embeddings[:, at : at + 1]) + own * len(positions),
-    )
+    stop = next(stop for start, stop in case.runs if start <= at < stop)
+    for end, name in ((at + 1, f"token {at}"), (stop, f"the tokens from {at} on")):
+        own = 4 * np.diag(((positions >= at) & (positions < end)).astype(float))
+        yield Place("tokens", 0, name, token=at), _gram(embeddings[:, at:end]) + own
     spans = sample.media_spans
     if "pixels" in found:
         rows = np.cumsum([0, *(_leading(span.item) for span in spans)])
-        parts = [found["pixels"][:, a:b] for a, b in zip(rows, rows[1:], strict=False)]
+        parts = [found["pixels"][:, a:b] for a, b in pairwise(rows)]
         for span, part in zip(spans, parts, strict=True):
             place = Place("pixels", 0, f"the pixels of {described(span)}", span.position, token=span.start)
             yield place, _gram(part)
@@ -138,19 +155,7 @@ def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, M
             place = Place("pixels", 0, "the pixels of every image", 0, token=spans[0].start)
             yield place, _gram(*parts)
     if "positions" in found:
-        own = found["positions"]  # (m, axes, n)
-        steps = [own[..., stop:].sum((1, 2), keepdims=True) for stop in [s.stop for s in spans] + starts[1:]]
-        scale = (own * np.arange(own.shape[-1])).sum((1, 2))[:, None]
-        inside = [own[..., span.start : span.stop] for span in spans]
-        first = spans[0].start if spans else 0
-        yield (
-            Place("positions", 0, "the positions of tokens", token=first),
-            _gram(own, scale, *steps, *inside),
-        )
-        if spans:
-            place = Place("positions", 0, "the positions of images", spans[0].position, token=first)
-            after = steps[: len(spans)]
-            yield place, _gram(np.concatenate(inside, -1), np.concatenate(after, 1))
+        yield from _by_positions(case, found["positions"])
     whole = [gradient for name, gradient in found.items() if name.endswith(f"of the {LANGUAGE}")]
     if whole:
         language = _gram(np.concatenate(whole, 1))
@@ -160,6 +165,21 @@ def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, M
         if name.startswith("layer ") and np.any(gradient):
             token = spans[0].start if spans and VISION in name else None
             yield Place("model", 0, name, layer=name, token=token), _gram(gradient)
+
+
+def _by_positions(case: Case, own: Matrix) -> Iterator[tuple[Place, Matrix]]:
+    """Yield places of positions, given gradients `(m, axes, n)`."""
+    spans = case.sample.media_spans
+    stops = [*(span.stop for span in spans), *(stop for _, stop in case.runs)]
+    steps = [own[..., stop:].sum((1, 2), keepdims=True) for stop in stops]
+    inside = [own[..., span.start : span.stop] for span in spans]
+    first = spans[0].start if spans else 0
+    yield Place("positions", 0, "the positions of tokens", token=first), _gram(own, *steps)
+    if spans:
+        place = Place("positions", 0, "the positions of images", spans[0].position, token=first)
+        yield place, _gram(*inside, *steps[: len(spans)])
+        yield place._replace(name="the positions after images"), _gram(*steps[: len(spans)])
+        yield place._replace(name="the positions within images"), _gram(*inside)
 
 
 def _by_numbers(case: Case, chosen: npt.NDArray[np.intp], logits: Matrix) -> Iterator[tuple[Place, Matrix]]:
@@ -182,7 +202,7 @@ def _by_numbers(case: Case, chosen: npt.NDArray[np.intp], logits: Matrix) -> Ite
         yield Place("sampling", 0, f"the allowed tokens of {scope}"), _gram(biases * of)
         yield Place("recording", 0, f"the recorded numbers of {scope}"), np.diag(np.asarray(mask))
         yield Place("recording", 0, f"the scale of {scope}"), _gram(trainer[:, None] * of)
-        yield Place("recording", 0, f"the offset of {scope}"), _gram(of)
+        yield Place("sampling", 0, f"the normalisation of {scope}"), _gram(of)
 
 
 def _by_order(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, Matrix]]:
@@ -204,7 +224,7 @@ def _leading(item: Any) -> int:
 
 
 def _gradients(case: Case, positions: Sequence[int] | npt.NDArray[Any]) -> dict[str, Matrix]:
-    """Return the gradients of log-probabilities by each intermediate, `(m, ...)`, and the logits `(m, vocabulary)`."""
+    """Return gradients by each intermediate, `(m, ...)`, and the logits, `(m, vocabulary)`."""
     import torch
 
     model = case.trainer.model
@@ -264,6 +284,13 @@ def _gradients(case: Case, positions: Sequence[int] | npt.NDArray[Any]) -> dict[
             turns = np.resize(frequencies.detach().float().cpu().numpy(), cos.shape[-1])
             slopes = ((found.pop("sin") * cos - found.pop("cos") * sin) * turns).sum(-1)  # (m, ..., n)
             found["positions"] = slopes.reshape(len(slopes), -1, slopes.shape[-1])
-        found["embeddings"] = found["embeddings"][:, 0]
+        # In units of the difference of two tokens' embeddings, and of the weights' own size.
+        found["embeddings"] = found["embeddings"][:, 0] * float(
+            leaves["embeddings"].detach().float().std() * 2**0.5
+        )
+        for name, vectors in owned.items():
+            found[name] *= float(
+                torch.cat([one.detach().flatten() for one in vectors]).float().square().mean().sqrt()
+            )
         found["logits"] = logits.detach().cpu().numpy().astype(np.float64)
     return found

@@ -1,7 +1,7 @@
 """Rows of the stage pixels: another image, another order, other pixels, or none."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -26,7 +26,6 @@ Rule: TypeAlias = Callable[[Array, Array], tuple[Any, Any]]
 """Factor and offset by channel of normalised values, given mean and deviation."""
 _MAX_PAIRS: Final = 15
 _MAX_OTHERS: Final = 24
-_MAX_FRAMES: Final = 32
 _ORIENTATION: Final = 274
 _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "CLIP's": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
@@ -77,16 +76,8 @@ def _patches(change: Callable[[Array, tuple[int, ...], PatchLayout], Array]) -> 
 
 
 def _planes(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of planes `(..., 3, height, width)`, of levels if the item has them, maybe turned."""
-
-    def make(_: Case, item: MediaItem) -> MediaItem | None:
-        if isinstance(item, PatchItem):
-            return _renewed(item, change(item.frames))
-        shape = item.tensors()["pixel_values"].shape
-        square = len(shape) > 2 and shape[-1] == shape[-2]
-        return ChangedItem(item, lambda pixels, _: change(pixels)) if square else None
-
-    return make
+    """Return a change of levels `(frames, 3, height, width)`, maybe turned."""
+    return lambda _, item: _renewed(item, change(item.frames)) if isinstance(item, PatchItem) else None
 
 
 def _images(change: Callable[[Image.Image], Image.Image | None], *, stored: bool = False) -> ItemChange:
@@ -96,10 +87,7 @@ def _images(change: Callable[[Image.Image], Image.Image | None], *, stored: bool
         source = _source(case, item, stored=stored)
         if not isinstance(item, PatchItem) or source is None or (image := change(source)) is None:
             return None
-        size: tuple[int, ...] = item.frames.shape[:-3:-1]
-        if (image.width < image.height) != (item.size[1] < item.size[0]) and image.size == item.size:
-            size = size[::-1]  # turned
-        return _renewed(item, _levels(image.convert("RGB"), size))
+        return _renewed(item, _levels(image.convert("RGB"), item.frames.shape[:-3:-1]))
 
     return make
 
@@ -139,19 +127,17 @@ def _source(case: Case, item: MediaItem, *, stored: bool = False) -> Image.Image
     return Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB")
 
 
-def _in_squares(
-    order: tuple[int, ...], merged: bool, pixels: Array, grid: tuple[int, ...], layout: PatchLayout
+def _in_order(
+    squares: tuple[int, ...],
+    inside: tuple[int, ...],
+    pixels: Array,
+    grid: tuple[int, ...],
+    layout: PatchLayout,
 ) -> Array:
-    """Return patches in another order of axes: of squares and within them, or of plain rows."""
+    """Return patches in another order of axes: of squares and within them, and of the values of each."""
     (steps, height, width), merge = grid, layout.merge
-    inner = (steps, height // merge, width // merge, merge, merge, -1)
-    plain_rows = (steps, height // merge, merge, width // merge, merge, -1)
-    return pixels.reshape(inner if merged else plain_rows).transpose(order)
-
-
-def _within(order: tuple[int, ...], pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
-    """Return patches whose values, by channel, frame, row and column, come in another order of axes."""
-    return pixels.reshape(-1, 3, layout.temporal, layout.patch, layout.patch).transpose(order)
+    values = pixels.reshape(-1, 3, layout.temporal, layout.patch, layout.patch).transpose(0, *inside)
+    return values.reshape(steps, height // merge, width // merge, merge, merge, -1).transpose(*squares, 5)
 
 
 def _rolled(values: Array, grid: tuple[int, ...], by: int, rows: bool = False) -> Array:
@@ -179,17 +165,14 @@ def _instead(mean: tuple[float, ...], std: tuple[float, ...]) -> Rule:
     return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
 
 
-def _filled(level: float | None) -> ItemChange:
-    """Return an image of one level from 0 to 1, or of normalised 0 for None."""
-    if level is None:
-        return _values(lambda own, _: np.zeros_like(own))
-    return _normalised(lambda mean, std: (0 * mean, (level - mean) / std))
+def _level(level: float) -> Rule:
+    """Return a function from all values to one level from 0 to 1."""
+    return lambda mean, std: (0 * mean, (level - mean) / std)
 
 
-def _frame(fill: str, pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
-    """Return patches whose frames but the first hold zeros, or the normalised value of black for 0.5 and 0.5."""
+def _second_frame(fill: float, pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
     out = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
-    out[:, :, 1:] = 0.0 if fill == "zeros" else -1.0
+    out[:, :, 1:] = fill
     return out
 
 
@@ -206,7 +189,7 @@ def _grey(planes: Array) -> Array:
 
 
 def _resampled(method: Any) -> ItemChange:
-    """Return an image resized by another filter, of Pillow or without antialiasing of torch."""
+    """Return an image resized by another filter, of Pillow or of torch."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
         source = _source(case, item)
@@ -224,9 +207,9 @@ def _resampled(method: Any) -> ItemChange:
     return make
 
 
-def _jpeg(image: Image.Image, quality: int, sampling: int) -> Image.Image:
+def _jpeg(image: Image.Image, quality: int) -> Image.Image:
     data = io.BytesIO()
-    image.save(data, "JPEG", quality=quality, subsampling=sampling)
+    image.save(data, "JPEG", quality=quality)
     return Image.open(data).convert("RGB")
 
 
@@ -247,22 +230,23 @@ def _squared(image: Image.Image, level: int | None) -> Image.Image:
     return out
 
 
+_ROWS: Final = (0, 1, 2, 3, 4)
+_VALUES: Final = (1, 2, 3, 4)
 _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "patch order": {
         **{f"every patch moved by {by:+d}": _values(partial(_rolled, by=by)) for by in (1, -1, 2, -2, 4, -4)},
+        **{f"patches moved by {n:+d} row": _values(partial(_rolled, by=n, rows=True)) for n in (1, -1)},
         **{
-            f"patches moved by {by:+d} row of squares": _values(partial(_rolled, by=by, rows=True))
-            for by in (1, -1)
+            text: _patches(partial(_in_order, squares, inside))
+            for text, squares, inside in (
+                ("patches in plain rows, not in merged squares", (0, 1, 3, 2, 4), _VALUES),
+                ("patches in columns of squares", (0, 2, 1, 3, 4), _VALUES),
+                ("patches column by column within squares", (0, 1, 2, 4, 3), _VALUES),
+                ("frames before channels", _ROWS, (2, 1, 3, 4)),
+                ("channels last", _ROWS, (2, 3, 4, 1)),
+                ("rows for columns within patches", _ROWS, (1, 2, 4, 3)),
+            )
         },
-        "patches in plain rows, not in merged squares": _patches(
-            partial(_in_squares, (0, 1, 3, 2, 4, 5), True)
-        ),
-        "patches in columns of squares": _patches(partial(_in_squares, (0, 2, 1, 3, 4, 5), True)),
-        "patches column by column within squares": _patches(partial(_in_squares, (0, 1, 2, 4, 3, 5), True)),
-        "patches merged into squares twice": _patches(partial(_in_squares, (0, 1, 3, 2, 4, 5), False)),
-        "frames before channels": _patches(partial(_within, (0, 2, 1, 3, 4))),
-        "channels last": _patches(partial(_within, (0, 2, 3, 4, 1))),
-        "rows for columns within patches": _patches(partial(_within, (0, 1, 2, 4, 3))),
     },
     "channels": {
         "colours read as BGR": _channels(lambda own: own[:, ::-1]),
@@ -287,21 +271,16 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         for name in ("bfloat16", "float16", "float8_e4m3fn")
     },
     "blank image": {
-        "zeros in place of pixels": _filled(None),
-        **{name: _filled(level) for name, level in {"black": 0.0, "white": 1.0, "grey": 0.5}.items()},
-    },
-    "temporal frame": {
-        f"{fill} in the second frame of each patch": _patches(partial(_frame, fill))
-        for fill in ("zeros", "black")
+        "zeros in place of pixels": _values(lambda own, _: np.zeros_like(own)),
+        "black": _normalised(_level(0.0)),
+        "white": _normalised(_level(1.0)),
+        "zeros in the second frame of each patch": _patches(partial(_second_frame, 0.0)),
+        "black in the second frame of each patch": _patches(partial(_second_frame, -1.0)),
     },
     "orientation": {
         "pixels as they are stored, not upright,": _images(
             lambda image: image if image.getexif().get(_ORIENTATION, 1) != 1 else None, stored=True
         ),
-        **{
-            f"an image turned ({turn.name.lower()})": _images(lambda image, turn=turn: image.transpose(turn))  # type: ignore[misc]
-            for turn in Image.Transpose
-        },
         "pixels mirrored": _planes(lambda planes: planes[..., ::-1]),
         "pixels upside down": _planes(lambda planes: planes[..., ::-1, :]),
         "pixels turned by half": _planes(lambda planes: planes[..., ::-1, ::-1]),
@@ -312,16 +291,13 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "framing": {
         "its middle square only": _images(partial(_squared, level=None)),
         **{
-            f"a square of level {fill} around it": _images(partial(_squared, level=fill))
-            for fill in (0, 114, 127, 128, 255)
+            f"a square of level {n} around it": _images(partial(_squared, level=n))
+            for n in (0, 127, 128, 255)
         },
     },
     "background": {
         "transparency ignored": _images(partial(_over, level=None), stored=True),
-        **{
-            f"level {level} behind it": _images(partial(_over, level=level), stored=True)
-            for level in (0, 127, 128, 255)
-        },
+        **{f"level {n} behind it": _images(partial(_over, level=n), stored=True) for n in (0, 127, 128, 255)},
     },
     "resampling": {
         **{f"pixels resized by {one.name.lower()}": _resampled(one) for one in Image.Resampling},
@@ -331,11 +307,8 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         },
     },
     "compression": {
-        f"a JPEG of it (quality {quality}, chroma {name})": _images(
-            partial(_jpeg, quality=quality, sampling=at)
-        )
-        for name, at in {"4:2:0": 2, "4:4:4": 0}.items()
-        for quality in (95, 90, 85, 80, 75, 60, 50)
+        f"a JPEG of it (quality {n})": _images(partial(_jpeg, quality=n))
+        for n in (95, 90, 85, 80, 75, 60, 50)
     },
 }
 """Other pixels of an image by row: statement, and how they are made."""
@@ -396,12 +369,12 @@ def _budget(case: Case) -> Iterator[Trial]:
         and feature_count(span.item.expansion) == span.stop - span.start
     ]
     for scope in ([held] if len(held) > 1 else []) + [[span] for span in case.suspects if span in held]:
-        seen: set[Any] = set()
+        seen: list[Any] = [[span.item.grid for span in scope]]
         for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
             grids = [_grid_of(span.item, share) for span in scope]
-            if str(grids) in seen or grids == [span.item.grid for span in scope]:
+            if grids in seen:
                 continue
-            seen.add(str(grids))
+            seen.append(grids)
             new = [(s.start, s.stop, _resized(case, s, grid)) for s, grid in zip(scope, grids, strict=True)]
             which = described(scope[0]) if len(scope) == 1 else "every image"
             text = f"the sampler's budget of pixels was another ({share:.3g} of the trainer's) in {which}"
@@ -429,23 +402,21 @@ def _resized(case: Case, span: MediaSpan, grid: tuple[int, int, int]) -> Trainin
 
 def _unseen(case: Case) -> Iterator[Trial]:
     spans = case.sample.media_spans
-    keys = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
     def without(inputs: dict[str, Any]) -> None:
-        for key in keys:
+        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
             inputs.pop(key, None)
 
-    def hidden(hidden: Iterable[MediaSpan], inputs: dict[str, Any]) -> None:
+    def hidden(some: list[MediaSpan], inputs: dict[str, Any]) -> None:
         inputs["attention_mask"] = inputs["attention_mask"].clone()
-        for span in hidden:
+        for span in some:
             inputs["attention_mask"][:, span.start : span.stop] = 0
 
     if spans:
         text = "the sampler was given no image: it read the placeholder tokens as text"
         yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
-    for some in [[span] for span in case.suspects] + ([spans] if len(spans) > 1 else []):
-        which = described(some[0]) if len(some) == 1 else "any image"
-        text = f"the sampler did not attend to {which}"
+    for some in [*([span] for span in case.suspects), *([spans] if len(spans) > 1 else [])]:
+        text = f"the sampler did not attend to {described(some[0]) if len(some) == 1 else 'any image'}"
         yield Trial(text, inputs=partial(hidden, some), image=some[0].position, since=some[0].start)
 
 
@@ -455,25 +426,18 @@ def _frames(case: Case) -> Iterator[Trial]:
         item = span.item
         if not isinstance(item, PatchItem) or span.modality != "video":
             continue
-        places, temporal = list(range(len(item.frames))), item.layout.temporal
-        orders: dict[str, Sequence[int]] = {
-            "with its frames in reverse order": places[::-1],
-            "with each frame one place later": [0, *places[:-1]],
-            "with the frames of each time step exchanged": [
-                place for at in places[::temporal] for place in places[at : at + temporal][::-1]
-            ],
-            "with every other frame twice": [place // 2 * 2 for place in places],
-        }
-        for at in places[:_MAX_FRAMES]:
+        places = list(range(len(item.frames)))
+        orders = {"in reverse order": places[::-1], "one place later": [0, *places[:-1]]}
+        orders["every other one twice"] = [place // 2 * 2 for place in places]
+        for at in places:
             orders[f"without frame {at}"] = [*places[:at], *places[at + 1 :], places[-1]]
-            orders[f"with frame {at} in the place of each"] = [at] * len(places)
-            orders[f"with frames {at} and {at + 1} exchanged"] = [
-                {at: at + 1, at + 1: at}.get(place, place) % len(places) for place in places
-            ]
+            orders[f"frame {at} in the place of each"] = [at] * len(places)
+            after = (at + 1) % len(places)
+            orders[f"frames {at} and {after} exchanged"] = [{at: after, after: at}.get(p, p) for p in places]
         for text, order in orders.items():
-            if list(order) != places:
-                other = _renewed(item, item.frames[list(order)])
-                statement = f"the sampler saw {described(span)} {text}"
+            if order != places:
+                other = _renewed(item, item.frames[order])
+                statement = f"the sampler saw the frames of {described(span)} {text}"
                 yield Trial(statement, with_items(case.sample, [(span, other)]), since=span.start)
 
 

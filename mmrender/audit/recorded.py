@@ -1,11 +1,10 @@
 """Rows of sampling and recording: read off the trainer's own distribution, without another forward.
 
-Each yields the numbers of one completion under one hypothesis. It must fit whole completions, and all others must
-agree without it.
+Each yields the numbers of one completion under one hypothesis. It must fit whole completions, and all others
+must agree without it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from mmrender.audit.case import Case, Recorded, minimum
 from mmrender.audit.report import Float32Array, sampled_runs
-from mmrender.caching import cached_property
 
 _MAX_SHIFT: Final = 4
 _MAX_FITTED: Final = 32
@@ -22,83 +20,64 @@ _MAX_BANNED: Final = 6
 _CERTAIN: Final = -1e-6
 
 
-@dataclass(frozen=True, eq=False)
-class View:
-    """One completion that differs.
+class View(NamedTuple):
+    """One completion that differs, of `m` tokens.
 
     Attributes:
         case: Its sample.
         number: Index of the completion.
-        rows: Its tokens, as indices into the case's `rows`.
+        rows: Its tokens, as indices into `case.compared.positions`.
+        places: Indices of its tokens in the sample, int32 `(m,)`.
+        sampler: The numbers that were recorded, float32 `(m,)`.
+        trainer: The trainer's log-probabilities, float32 `(m,)`.
+        departing: The tokens that differ, bool `(m,)`.
+        logits: The logits that predicted its tokens: float32 tensor `(m, vocabulary)`.
+        tokens: Its tokens as an index of logits: int64 tensor `(m, 1)`.
     """
 
     case: Case
     number: int
     rows: npt.NDArray[np.intp]
+    places: npt.NDArray[np.int32]
+    sampler: Float32Array
+    trainer: Float32Array
+    departing: npt.NDArray[np.bool_]
+    logits: Any
+    tokens: Any
 
-    @cached_property
-    def places(self) -> npt.NDArray[np.int32]:
-        """Indices of its tokens in the sample: `(m,)`."""
-        return self.case.compared.positions[self.case.rows[self.rows]]
+    def of(self, logits: Any) -> Float32Array:
+        """Return the log-probabilities of its tokens under other logits: `(m,)`."""
+        picked: Float32Array = logits.log_softmax(-1).gather(1, self.tokens)[:, 0].cpu().numpy()
+        return picked
 
-    @cached_property
-    def sampler(self) -> Float32Array:
-        """The numbers that were recorded: `(m,)`."""
-        return self.case.compared.sampler[self.case.rows[self.rows]]
-
-    @cached_property
-    def trainer(self) -> Float32Array:
-        """The trainer's log-probabilities: `(m,)`."""
-        return self.case.compared.trainer[self.case.rows[self.rows]]
-
-    @cached_property
-    def departing(self) -> npt.NDArray[np.bool_]:
-        """Mark the tokens that differ: bool `(m,)`."""
-        departing: npt.NDArray[np.bool_] = ~(np.abs(self.trainer - self.sampler) <= self.case.tolerance)
-        return departing
-
-    @cached_property
-    def logits(self) -> Any:
-        """The logits that predicted its tokens: float32 `(m, vocabulary)`."""
-        return self.case.logits[self.rows]
-
-    @cached_property
-    def tokens(self) -> Any:
-        """Its tokens as an index of logits: `(m, 1)`."""
-        import torch
-
-        ids = self.case.sample.token_ids[self.places].astype(np.int64)
-        return torch.from_numpy(ids).to(self.logits.device)[:, None]
-
-    @cached_property
-    def target(self) -> Any:
-        """The numbers that were recorded, as a tensor: `(m,)`."""
-        import torch
-
-        return torch.from_numpy(self.sampler.copy()).to(self.logits.device)
-
-    @cached_property
-    def share(self) -> Any:
-        """The sampler's divisor as a share of the trainer's, at each token: `(m,)`."""
-        return (self.logits.log_softmax(-1).gather(1, self.tokens)[:, 0] - self.target).exp()
-
-    def counts(self, rows: Any, everywhere: bool) -> Any:
-        """Return how often each token came before, in the completion or everywhere: `(rows, vocabulary)`."""
+    def counts(self, everywhere: bool) -> Any:
+        """Return how often each token came before, in the completion or everywhere: `(m, vocabulary)`."""
         import torch
 
         ids, size = self.case.sample.token_ids, self.logits.shape[1]
         start = 0 if everywhere else self.case.runs[self.number][0]
-        found = [np.bincount(ids[start:place], minlength=size)[:size] for place in self.places[rows].tolist()]
+        found = [np.bincount(ids[start:place], minlength=size)[:size] for place in self.places.tolist()]
         return torch.from_numpy(np.stack(found)).to(self.logits.device)
 
 
 def views(case: Case) -> list[View]:
     """Return the completions of a case that differ."""
-    places, found = case.compared.positions[case.rows], []
+    import torch
+
+    compared, found = case.compared, []
+    beyond = compared.beyond(case.tolerance)
     for number in case.departing_runs:
         start, stop = case.runs[number]
-        found.append(View(case, number, np.flatnonzero((places >= start) & (places < stop))))
-    return [view for view in found if len(view.rows)]
+        inside = np.flatnonzero(
+            (compared.positions[case.rows] >= start) & (compared.positions[case.rows] < stop)
+        )
+        rows = case.rows[inside]
+        if len(rows):
+            logits, places = case.logits[inside], compared.positions[rows]
+            ids = torch.from_numpy(case.sample.token_ids[places].astype(np.int64)).to(logits.device)[:, None]
+            numbers = compared.sampler[rows], compared.trainer[rows]
+            found.append(View(case, number, rows, places, *numbers, beyond[rows], logits, ids))
+    return found
 
 
 _FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -106,20 +85,21 @@ _FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "log-probabilities were recorded with the opposite sign": np.negative,
     "logarithms to the base 2 were recorded": lambda own: own / np.log(2),
     "logarithms to the base 10 were recorded": lambda own: own / np.log(10),
-}
-_SUMS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "running sums of log-probabilities were recorded": np.cumsum,
     "each token was given its completion's mean": lambda own: np.full_like(own, own.mean()),
     "each token was given its completion's sum": lambda own: np.full_like(own, own.sum()),
 }
-_DECIMALS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    f"{count} decimals were recorded": partial(np.round, decimals=count) for count in (0, 1, 2, 3)
-}
 
 
-def _of_table(table: Mapping[str, Callable[[Any], Any]], view: View) -> Iterator[Recorded]:
-    for text, rule in table.items():
+def _forms(view: View) -> Iterator[Recorded]:
+    for text, rule in _FORMS.items():
         yield Recorded(text + " in {}", np.asarray(rule(view.trainer), np.float32))
+    likeliest = view.logits.log_softmax(-1).amax(-1).cpu().numpy()
+    yield Recorded(
+        "the likeliest token's log-probability was recorded, not the sampled one's, in {}", likeliest
+    )
+    raw = view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
+    yield Recorded("logits were recorded, which are not normalised, in {}", raw)
 
 
 def _missing(view: View) -> Iterator[Recorded]:
@@ -132,8 +112,7 @@ def _missing(view: View) -> Iterator[Recorded]:
     text = f"{value:g} was recorded in place of {count} log-probabilities in {{}}"
     if (sampler == np.float32(value)).all() or (count > 3 and value.is_integer()):
         yield Recorded(text, expected)
-    elif value == 0:
-        # A remarkable number by itself.
+    elif value == 0:  # a remarkable number by itself
         text += ": they are missing, or the sampler had one token to choose from"
         yield Recorded(text, expected, -1)
     elif count > 1 and view.trainer[departing].max() < value - view.case.tolerance:
@@ -152,50 +131,45 @@ def _rounded(view: View) -> Iterator[Recorded]:
                 f"log-probabilities were computed or recorded in {name} in {{}}", view.sampler.copy()
             )
             return
-    yield from _of_table(_DECIMALS, view)
-    for dtype in (torch.bfloat16, torch.float16):
-        short = view.logits.to(dtype).float().log_softmax(-1).gather(1, view.tokens)[:, 0]
-        name = str(dtype).removeprefix("torch.")
-        yield Recorded(f"logits were rounded to {name} before their softmax in {{}}", short.cpu().numpy())
+    for count in (0, 1, 2, 3):
+        yield Recorded(f"{count} decimals were recorded in {{}}", np.round(view.trainer, count))
+    for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
+        text = f"logits were rounded to {name} before their softmax in {{}}"
+        yield Recorded(text, view.of(view.logits.to(dtype).float()))
 
 
 def _shifted(view: View) -> Iterator[Recorded]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
-    compared, own = view.case.compared, view.case.rows[view.rows]
+    compared, case = view.case.compared, view.case
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
         where = f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens"
-        source = np.arange(len(own)) - by
-        inside = (source >= 0) & (source < len(own))
-        expected = np.where(inside, view.trainer[source.clip(0, len(own) - 1)], np.float32(np.nan))
-        yield Recorded(f"the log-probabilities of {{}} are {where}", expected)
-        source = own - by
-        inside = (source >= 0) & (source < len(compared.trainer))
-        whole = compared.trainer[source.clip(0, len(compared.trainer) - 1)]
-        yield Recorded(
-            f"the log-probabilities are {where} from {{}} on", np.where(inside, whole, np.float32(np.nan))
-        )
-        if abs(by) < 3:
-            source = (view.places - by).clip(0, len(view.case.everything) - 1)
-            text = f"the log-probabilities of {{}} are {where}, the prompt's among them"
-            yield Recorded(text, view.case.everything[source])
+        for values, rows, text in (
+            (view.trainer, np.arange(len(view.rows)), f"the log-probabilities of {{}} are {where}"),
+            (compared.trainer, view.rows, f"the log-probabilities are {where} from {{}} on"),
+            (
+                case.everything,
+                view.places,
+                f"the log-probabilities of {{}} are {where}, the prompt's among them",
+            ),
+        ):
+            source = rows - by
+            inside = (source >= 0) & (source < len(values))
+            yield Recorded(
+                text, np.where(inside, values[source.clip(0, len(values) - 1)], np.float32(np.nan))
+            )
 
 
 def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
     case = view.case
-    own = case.sample.token_ids[slice(*case.runs[view.number])]
     for peer in [case.compared, *case.peers]:
         of = "" if peer is case.compared else f" of {peer.sample.sample_id or 'another sample'}"
         for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
-            if peer is case.compared and other == view.number:
-                continue
-            within = (peer.positions >= start) & (peer.positions < stop)
-            expected = np.full(len(view.rows), np.nan, np.float32)
-            values = peer.trainer[within][: len(expected)]
-            expected[: len(values)] = values
-            same = np.array_equal(own, peer.sample.token_ids[start:stop])
-            how = "was sampled after the prompt" if same else "has the log-probabilities"
-            yield Recorded(f"{{}} {how} of completion {other}{of}", expected)
+            if peer is not case.compared or other != view.number:
+                values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)][: len(view.rows)]
+                expected = np.full(len(view.rows), np.nan, np.float32)
+                expected[: len(values)] = values
+                yield Recorded(f"{{}} has the log-probabilities of completion {other}{of}", expected)
 
 
 def _scaled(view: View) -> Iterator[Recorded]:
@@ -208,20 +182,6 @@ def _scaled(view: View) -> Iterator[Recorded]:
     offset = float(np.median(view.sampler[usable] - view.trainer[usable]))
     text = f"{offset:+.4g} was added to log-probabilities in {{}}"
     yield Recorded(text, (view.trainer + offset).astype(np.float32), 1)
-
-
-def _other_number(view: View) -> Iterator[Recorded]:
-    """Yield other numbers that the same distribution has at each token."""
-    import torch
-
-    logprobs = view.logits.log_softmax(-1)
-    forms = {
-        "the likeliest token's log-probability was recorded, not the sampled one's,": logprobs.amax(-1),
-        "logits were recorded, which are not normalised,": view.logits.gather(1, view.tokens)[:, 0],
-        "entropies were recorded": torch.special.entr(logprobs.exp()).sum(-1),
-    }
-    for text, values in forms.items():
-        yield Recorded(text + " in {}", values.cpu().numpy())
 
 
 class _Step(NamedTuple):
@@ -238,10 +198,6 @@ def _repetition(logits: Any, value: float, counts: Any) -> Any:
     return (logits / value).where(logits > 0, logits * value).where(counts > 0, logits)
 
 
-def _uncapped(logits: Any, value: float, _: Any) -> Any:
-    return value * (logits / value).clamp(-1 + 1e-7, 1 - 1e-7).atanh()
-
-
 _TEMPERATURE: Final = (_Step("at temperature", lambda logits, value, _: logits / value, 0.02, 50.0),)
 _PENALTIES: Final = tuple(
     _Step(f"after a {name} penalty{where} of", rule, low, 5.0, bool(where))
@@ -252,33 +208,25 @@ _PENALTIES: Final = tuple(
     )
     for where in ("", ", the prompt included,")
 )
-_CAPS: Final = (
-    _Step("of logits capped at", lambda logits, value, _: value * (logits / value).tanh(), 1.0, 200.0),
-    _Step("of logits without their cap at", _uncapped, 1.0, 200.0),
-)
 
 
 def _stepped(steps: tuple[_Step, ...], view: View) -> Iterator[Recorded]:
     """Yield the distribution after a step of the sampler with one number, the best of a search."""
-    departing = np.flatnonzero(view.departing & np.isfinite(view.sampler))
-    if len(departing) < 3:
+    chosen = np.flatnonzero(view.departing & np.isfinite(view.sampler))
+    if len(chosen) < 3:
         return
-    chosen = departing[:: max(1, len(departing) // _MAX_FITTED)]
-    before = float(np.abs(view.sampler - view.trainer)[chosen].mean())
-
-    def after(step: _Step, value: float, rows: Any, counts: Any) -> Any:
-        changed = step.rule(view.logits[rows], value, counts)
-        return (changed.gather(1, view.tokens[rows]) - changed.logsumexp(-1, keepdim=True))[:, 0]
-
+    chosen = chosen[:: max(1, len(chosen) // _MAX_FITTED)]
+    some = view._replace(logits=view.logits[chosen], tokens=view.tokens[chosen])
+    target = view.sampler[chosen]
+    before = float(np.abs(target - view.trainer[chosen]).mean())
     for step in steps:
-        counts = view.counts(chosen, step.everywhere)
+        counts = view.counts(step.everywhere)
 
-        def loss(value: float, step: _Step = step, counts: Any = counts) -> float:
-            return float((after(step, value, chosen, counts) - view.target[chosen]).abs().mean())
+        def loss(value: float, step: _Step = step, counts: Any = counts[chosen]) -> float:
+            return float(np.abs(some.of(step.rule(some.logits, value, counts)) - target).mean())
 
         value = minimum(loss, step.low, step.high, points=24, enough=before)
-        every = np.arange(len(view.rows))
-        expected = after(step, value, every, view.counts(every, step.everywhere)).cpu().numpy()
+        expected = view.of(step.rule(view.logits, value, counts))
         yield Recorded(f"the log-probabilities are those {step.text} {value:.4g} in {{}}", expected, 1)
 
 
@@ -288,12 +236,13 @@ def _truncated(view: View) -> Iterator[Recorded]:
 
     if not np.isfinite(view.sampler).all():
         return
+    target = torch.from_numpy(view.sampler.copy()).to(view.logits.device)
     for temperature in (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5):
         logprobs = (view.logits / temperature).log_softmax(-1)
         own = logprobs.gather(1, view.tokens)[:, 0]
         ordered = logprobs.sort(-1, descending=True).values
         masses = ordered.exp().cumsum(-1)
-        wanted = (own - view.target).exp().clamp(max=1.0)  # the mass that is left, by which an engine divides
+        wanted = (own - target).exp().clamp(max=1.0)  # the mass that is left, by which an engine divides
         size = (masses - wanted[:, None]).abs().argmin(-1)
         kept = masses.gather(1, size[:, None])[:, 0]
         expected = (own - kept.log()).cpu().numpy()
@@ -317,60 +266,35 @@ def _truncated(view: View) -> Iterator[Recorded]:
         yield Recorded(f"the log-probabilities are those after {rule}{at} in {{}}", expected)
 
 
-def _vocabulary(view: View) -> Iterator[Recorded]:
-    """Yield the distribution over the first tokens of the vocabulary, or over padding as well."""
-    import torch
-
+def _other_support(view: View) -> Iterator[Recorded]:
+    """Yield the distribution over the first tokens of the vocabulary, over padding too, or without some."""
     if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
         return
-    own = view.logits.log_softmax(-1).gather(1, view.tokens)[:, 0]
-    masses = view.logits.softmax(-1).cumsum(-1)
-    size = int((masses.log() - view.share.log()[:, None]).abs().amax(0).argmin()) + 1
-    expected = (own - masses[:, size - 1].log()).cpu().numpy()
+    own, probabilities = view.of(view.logits), view.logits.softmax(-1).cpu().numpy()
+    share = np.exp(own - view.sampler)  # the sampler's divisor as a share of the trainer's
+    masses = probabilities.cumsum(-1)
+    size = int(np.abs(np.log(masses) - np.log(share)[:, None]).max(0).argmin()) + 1
     text = f"the sampler's distribution was over the first {size} tokens of the vocabulary in {{}}"
-    yield Recorded(text, expected, 1)
-    more = round(float(((view.share - 1) * view.logits.logsumexp(-1).exp()).median()))
-    if more > 0:
-        whole = view.logits.logsumexp(-1)
-        total = torch.logaddexp(whole, torch.full_like(whole, float(more)).log())
-        expected = (view.logits.gather(1, view.tokens)[:, 0] - total).cpu().numpy()
+    yield Recorded(text, own - np.log(masses[:, size - 1]), 1)
+    total = view.logits.logsumexp(-1).cpu().numpy()
+    if (more := round(float(np.median((share - 1) * np.exp(total))))) > 0:
         text = f"the sampler's distribution was over {more} tokens more, of logit 0, in {{}}"
-        yield Recorded(text, expected, 1)
-
-
-def _biased(view: View) -> Iterator[Recorded]:
-    """Yield distributions without some tokens, or with a bias on one."""
-    if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
-        return
-    probabilities, share = view.logits.softmax(-1), view.share
-    own = view.logits.log_softmax(-1).gather(1, view.tokens)[:, 0]
+        yield Recorded(text, own + total - np.logaddexp(total, np.log(more)).astype(np.float32), 1)
     left, banned = 1 - share, list[int]()
-    while len(banned) < _MAX_BANNED and float(left.abs().max()) > 1e-5:
-        token = int((left[:, None] - probabilities).abs().sum(0).argmin())
-        if token in banned or float((left - probabilities[:, token]).abs().sum()) >= float(left.abs().sum()):
+    while len(banned) < _MAX_BANNED and np.abs(left).max() > 1e-5:
+        token = int(np.abs(left[:, None] - probabilities).sum(0).argmin())
+        if token in banned or np.abs(left - probabilities[:, token]).sum() >= np.abs(left).sum():
             break
         banned.append(token)
         left = left - probabilities[:, token]
-        kept = (1 - probabilities[:, banned].sum(1)).clamp(min=1e-12)
+        kept = (1 - probabilities[:, banned].sum(1)).clip(1e-12)
         text = f"token(s) {', '.join(map(str, banned))} could not be sampled in {{}}"
-        yield Recorded(text, (own - kept.log()).cpu().numpy(), len(banned))
+        yield Recorded(text, own - np.log(kept), len(banned))
     last = int(np.flatnonzero(view.departing)[-1]) + 1  # the first tokens only, as with min_tokens
     for token in banned[:1]:
-        kept = 1 - probabilities[:, token]
-        kept[last:] = 1.0
+        kept = np.where(np.arange(len(own)) < last, (1 - probabilities[:, token]).clip(1e-12), 1)
         text = f"token {token} could not be sampled among the first {last} tokens of {{}}"
-        yield Recorded(text, (own - kept.clamp(min=1e-12).log()).cpu().numpy(), 2)
-    # With a bias on one token, the same multiple of its probability is added to the divisor.
-    ratios = ((share - 1)[:, None] / probabilities.clamp(min=1e-12)).gather(0, probabilities.argmax(0)[None])[
-        0
-    ]
-    ratios = ratios.clamp(min=-1 + 1e-6)
-    others = (1 + ratios * probabilities).clamp(min=1e-12).log() - share.log()[:, None]
-    token = int(others.abs().amax(0).argmin())
-    bias = float(np.log1p(float(ratios[token])))
-    expected = own - (1 + np.expm1(bias) * probabilities[:, token]).clamp(min=1e-12).log()
-    text = f"the sampler's distribution had a bias of {bias:+.3g} on token {token} in {{}}"
-    yield Recorded(text, (expected + (view.tokens[:, 0] == token) * bias).cpu().numpy(), 2)
+        yield Recorded(text, (own - np.log(kept)).astype(np.float32), 2)
 
 
 def _restricted(view: View) -> Iterator[Recorded]:
@@ -384,27 +308,23 @@ def _restricted(view: View) -> Iterator[Recorded]:
     below = (sampler[departing] > view.trainer[departing]).all() and (sampler <= 0).all()
     if below and certain >= max(2, departing.sum() / 2):
         text = (
-            "the sampler was restricted to a grammar or a few tokens, and its log-probabilities are of these: "
-            f"{int(departing.sum())} tokens depart, the sampler higher in all and certain of {certain}, in {{}}"
+            "the sampler was restricted to a grammar or a few tokens, and its numbers are of these: "
+            f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain}, in {{}}"
         )
         yield Recorded(text, np.where(departing, sampler, view.trainer))
 
 
 READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "missing": _missing,
-    "form": partial(_of_table, _FORMS),
-    "summed": partial(_of_table, _SUMS),
+    "form": _forms,
     "rounded": _rounded,
     "shifted numbers": _shifted,
     "another's numbers": _of_another,
     "scaled": _scaled,
-    "other number": _other_number,
     "temperature": partial(_stepped, _TEMPERATURE),
     "penalty": partial(_stepped, _PENALTIES),
-    "soft cap": partial(_stepped, _CAPS),
     "truncation": _truncated,
-    "vocabulary": _vocabulary,
-    "logit bias": _biased,
+    "vocabulary": _other_support,
     "restricted": _restricted,
 }
 """Numbers to try for a completion, by row."""

@@ -47,18 +47,7 @@ class Row:
 _TRIALS: Final[Mapping[str, Callable[[Case], Iterable[Trial]]]] = {
     **tokens.TESTS,
     **pixels.TESTS,
-    "positions": computed.positions,
-    "grid": computed.grid,
-    "video times": computed.video_times,
-    "rotary base": computed.rotary,
-    "attention": computed.attention,
-    "dtype": computed.whole_dtype,
-    "dtype of a part": computed.part_dtype,
-    "quantised weights": computed.quantised,
-    "weights": computed.other_weights,
-    "layer": computed.layers,
-    "constants": computed.constants,
-    "adapter": computed.adapter,
+    **computed.TESTS,
 }
 
 

@@ -123,32 +123,30 @@ def audit(
         progress: Called with a text at the start of each stage.
     """
     progress(f"comparing samples: {len(samples)}")
+    faults = [inspect_sample(sample) for sample in samples]
+    compared_of = [_unrestricted(sample) for sample in samples]
+    named = [sample.sample_id or f"samples[{index}]" for index, sample in enumerate(samples)]
+    left_out = tuple((name, why) for name, (_, why) in zip(named, compared_of, strict=True) if why)
     unread: list[tuple[str, str]] = []
     comparisons: list[Comparison] = []
-    given: dict[int, int] = {}
-    faults: dict[int, list[Finding]] = {}
-    left_out: list[tuple[str, str]] = []
-    compared_of = [_unrestricted(sample) for sample in samples]
+    given: list[int] = []
     values = trainer.sampled_of_many([sample for sample, _ in compared_of])
-    for index, (sample, why) in enumerate(compared_of):
-        if why:
-            left_out.append((sample.sample_id or f"samples[{index}]", why))
-        faults[index] = inspect_sample(sample)
+    for index, (sample, _) in enumerate(compared_of):
         try:
             # A sample that failed in a batch is run alone, for the model's own error.
             own = values[index]
             compared = Comparison.of_sampled(sample, trainer.sampled_logprobs(sample) if own is None else own)
         except MMRenderError as error:
-            unread.append((sample.sample_id or f"samples[{index}]", str(error)))
+            unread.append((named[index], str(error)))
             continue
-        given[len(comparisons)] = index
+        given.append(index)
         comparisons.append(compared)
     progress("measuring the arithmetic alone")
     dtype, notes = _sampler_dtype(samples)
     noise = noise or measure_noise([one.sample for one in comparisons], trainer, dtype)
     noise = as_sampled(noise, comparisons) if dtype is None else noise
     alarm = noise.alarm if tolerance is None else tolerance
-    found = [finding for findings in faults.values() for finding in findings] + _dropout(comparisons, trainer)
+    found = [finding for findings in faults for finding in findings] + _dropout(comparisons, trainer)
     loud = tolerance is None and _is_loud(comparisons, noise)
     if (
         noise.alarm == noise.tolerance
@@ -169,7 +167,7 @@ def audit(
         # form.
         if any(finding.cause != "values" for finding in faults[index]):
             continue
-        progress(f"looking for the cause in {compared.sample.sample_id or f'samples[{index}]'}")
+        progress(f"looking for the cause in {named[index]}")
         case = Case(
             compared,
             departing if departure is None else departure,
@@ -182,7 +180,7 @@ def audit(
             weights=weights or {},
             alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
-        search = Search(case, noise, budget)
+        search = Search(case, noise, budget, causes[-1].cause if causes else "")
         finding = search.finding()
         if compared.largest <= alarm and not loud and not _is_fault(finding):
             break  # samples come by size of their differences, and those left are as small
@@ -193,8 +191,7 @@ def audit(
     everywhere = [one.beyond(noise.tolerance).any() for one in comparisons if len(one.positions)]
     if len(everywhere) > 1 and all(everywhere):
         causes = _shared(searches, causes)
-    findings = (*found, *causes)
-    return AuditReport(tuple(comparisons), findings, tuple(unread), alarm, tuple(left_out), notes, decode)
+    return AuditReport(tuple(comparisons), (*found, *causes), tuple(unread), alarm, left_out, notes, decode)
 
 
 def _sampler_dtype(samples: Sequence[TrainingSample]) -> tuple[str | None, tuple[str, ...]]:

@@ -1,9 +1,9 @@
 """The cause within a stage: rows are tried there, and the row that alone explains the numbers is named.
 
-One rule names a cause, whatever the caller's tolerance is. The row must leave differences as small as the measured
-arithmetic makes them, and a small share of the differences before. Its digits, less a digit for each number that was
-fitted and less the digits of the number of trials, must rule out chance. All rows that leave as little are named
-together.
+One rule names a cause, whatever the caller's tolerance is. The row must leave differences as small as the
+measured arithmetic makes them, and a small share of the differences before. Its digits, less a digit for
+each number that was fitted and less the digits of the number of trials, must rule out chance. All rows that
+leave as little are named together.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,8 @@ _CERTAIN: Final = 12.0
 """Digits beyond which no other row can fit by chance, among the thousand or so trials."""
 _CHANCE: Final = 1.3
 """Digits left after the number of trials is taken off (5 %)."""
+_EXACT: Final = 300.0
+"""Minimum share, inverse, of the differences that such a row explains."""
 _AS_WELL: Final = 3.0
 """Maximum remainder of a rival, as a multiple of the best row's remainder."""
 _LIKENESS: Final = 1 / 30
@@ -41,6 +43,8 @@ _AT_ONCE: Final = 16
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
+_LIKELY: Final = 50.0
+"""Nats by which a stage may be less likely than the best, and still be searched."""
 _HALF: Final = 0.8
 """Maximum share of the differences that the first of two causes leaves."""
 _FIRSTS: Final = 3
@@ -116,11 +120,12 @@ class Search:
         case: The sample, and all data that may help.
         noise: Differences by arithmetic alone.
         budget: Forward passes at most.
+        hint: Name of a row to try first, such as another sample's cause.
     """
 
-    def __init__(self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET) -> None:
+    def __init__(self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET, hint: str = "") -> None:
         self.case, self.noise, self.count = case, noise, 0
-        self._left = budget
+        self._left, self._hint = budget, hint
         self.fits: list[Fit] = []
         self.places: list[Place] = []
 
@@ -133,20 +138,25 @@ class Search:
         if shown is not None:
             return shown
         self.fits = self._recorded(case)
-        if not self.fits:
+        if self.fits:
+            return self.named(self.fits)
+        firsts: list[_Nearer] = []
+        fits = self._tried(case, [row for row in ROWS if row.name == self._hint], firsts)
+        if not any(map(self._is_certain, fits)):
             self.places = locate(case, max(self.noise.exact, self.noise.rms))
-            order = [place.stage for place in self.places]
-            order += [row.stage for row in ROWS if row.trials and row.stage not in order]
-            firsts: list[_Nearer] = []
+            best = self.places[0].evidence
+            order = [
+                one.stage for one in self.places if one.evidence > best - _LIKELY or one in self.places[:2]
+            ]
+            # Numbers of other tokens look like other numbers.
+            order += ["tokens"] if order[0] in ("sampling", "recording") else []
             for stage in dict.fromkeys(order):
-                self.fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
-                if any(self._is_certain(fit) for fit in self.fits):
+                fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
+                if any(map(self._is_certain, fits)):
                     break
-            fits = [fit for fit in self.fits if self._beyond_chance(fit)]
-            if not fits:
-                return self._two(firsts) or self.unknown(self.places)
-            return self.named(fits)
-        return self.named(self.fits)
+        self.fits = fits
+        likely = [fit for fit in fits if self._beyond_chance(fit)]
+        return self.named(likely) if likely else self._two(firsts) or self.unknown(self.places)
 
     def _may_be_loose(self, case: Case) -> bool:
         """Whether the sampler may have had another dtype, and more differs than that makes."""
@@ -158,7 +168,8 @@ class Search:
         return after > max(2 * self.noise.exact, (_LOOSE_LIKENESS if loose else _LIKENESS) * before)
 
     def _is_certain(self, fit: Fit) -> bool:
-        return fit.largest <= self.case.tolerance and fit.digits > _CERTAIN
+        exact = fit.rms <= max(4 * self.noise.exact, self.case.compared.rms / _EXACT)
+        return exact and fit.largest <= self.case.tolerance and fit.digits > _CERTAIN
 
     def _beyond_chance(self, fit: Fit) -> bool:
         if fit.row.name == "final token":
@@ -190,10 +201,12 @@ class Search:
                     texts.setdefault(recorded.statement, []).append(number)
                 parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
                 largest = max(left for left, _ in best.values())
-                count = len(case.compared.positions)
-                trial = Trial("; ".join(parts), token=case.position)
+                count, fitted = len(case.compared.positions), max(one.fitted for _, one in best.values())
+                trial = Trial("; ".join(parts), token=case.position, fitted=fitted)
                 fits.append(Fit(row, trial, largest, largest, count, np.inf))
-        return fits
+        # A row without a fitted number is preferred to a row with one.
+        fewest = min((fit.trial.fitted for fit in fits), default=0)
+        return [fit for fit in fits if fit.trial.fitted == fewest]
 
     def _left_over(self, view: View, recorded: Recorded) -> float | None:
         """Return the largest difference that a reading leaves; None if it does not fit, or fits by chance."""
@@ -243,6 +256,8 @@ class Search:
                     each = float(np.log10(max(case.compared.rms / floor, 1.0)))
                     digits = each * (departing - trial.fitted)
                     fits.append(Fit(row, trial, varied.largest, varied.rms, len(varied.positions), digits))
+            if any(map(self._is_certain, fits)):
+                break
         return fits
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
@@ -301,7 +316,7 @@ class Search:
         """Locate the difference if no row explains it."""
         case, compared = self.case, self.case.compared
         place = places[0]
-        rows = [row.name for row in ROWS if row.stage == place.stage]
+        rows = [row.name for row in ROWS if row.stage == place.stage and (row.trials or row.readings)]
         statement = f"unknown, in {place.name}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
         evidence = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}"
         if case.departure > 0 and (suspects := compared.suspects(case.departure)):
@@ -359,12 +374,20 @@ def _without_numbers(case: Case) -> Finding | None:
 
 
 def _appended(case: Case) -> Finding | None:
-    """Report last tokens of completions without a log-probability, if all other tokens agree."""
+    """Report first or last tokens of completions without a number, if all other tokens agree."""
     beyond = np.flatnonzero(case.compared.beyond(case.tolerance))
-    ends = {stop - 1 for _, stop in case.runs}
+    starts, ends = {start for start, _ in case.runs}, {stop - 1 for _, stop in case.runs}
     places = case.compared.positions[beyond].tolist()
     alone = len(case.compared.positions) == len(beyond)
-    if case.compared.sampler[beyond].any() or not ends.issuperset(places) or alone:
+    if case.compared.sampler[beyond].any() or alone:
+        return None
+    if starts == set(places):
+        statement = (
+            "the first token of each completion has no log-probability: the mask begins one token early"
+        )
+        evidence = f"0 was recorded for {len(places)} first tokens, and all other tokens agree"
+        return finding_of("loss mask", statement, evidence, case.sample, token=case.position)
+    if not ends.issuperset(places):
         return None
     statement = "the last token of a completion has no log-probability: it was added after sampling"
     evidence = f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree"

@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, Unpack
 
@@ -194,7 +195,9 @@ class Engine:
             **known,
         )
         try:
-            return await self.backend.generate(request, self.transport, on_tokens=on_tokens)
+            response = await self.backend.generate(request, self.transport, on_tokens=on_tokens)
+            facts = facts_of(self.transport).sampler
+            return response if response.sampler or not facts else replace(response, sampler=facts)
         except (EngineError, PromptTooLongError) as error:
             has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None
             if has_length or not self.backend.is_overflow_error(error):

@@ -135,12 +135,19 @@ class LocalBackend:
             self._is_queued = True
             self._worker.submit(self._work)
         try:
-            return await completion.response
+            return replace(await completion.response, sampler=self._facts())
         except asyncio.CancelledError:
             completion.stopped.set()
             raise
         finally:
             del self._running[request.request_id]
+
+    def _facts(self) -> dict[str, str]:
+        """Return the facts that travel with the samples."""
+        model = self._model
+        dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
+        attention = str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+        return {"engine": self.name, "dtype": dtype, "attention_backend": attention}
 
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
         """Return the longest prompt: one token less than the context, as for vLLM. `model` is ignored."""

@@ -42,6 +42,7 @@ class ServerFacts:
         is_silent: Whether the server does not say which process answers.
         latest: Name of the process that answered last.
         alternates: Whether processes answer in turn, rather than one after another.
+        sampler: Facts that travel with the samples, such as the dtype in which the server computes.
     """
 
     name: str = ""
@@ -54,6 +55,7 @@ class ServerFacts:
     is_silent: bool = False
     latest: str = ""
     alternates: bool = False
+    sampler: dict[str, str] = field(default_factory=dict)
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()

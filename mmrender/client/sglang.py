@@ -9,7 +9,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -26,6 +26,7 @@ from mmrender.client.reply import (
 )
 from mmrender.client.sampling import spell, truncates
 from mmrender.client.sampling import where as parameter
+from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
@@ -93,8 +94,12 @@ class SGLangBackend(HTTPBackend):
         It lies some tokens below the model's context length, which `/v1/models` has.
         """
         reply = await transport.request("GET", "/server_info")
-        limit = decode_as(reply.body, _ServerInfo, where="GET /server_info").max_req_input_len
-        return limit and limit - 1
+        info = decode_as(reply.body, _ServerInfo, where="GET /server_info")
+        facts_of(transport).sampler = {
+            "engine": "sglang",
+            **{name: text for name in _SAMPLER if isinstance(text := getattr(info, name), str)},
+        }
+        return info.max_req_input_len and info.max_req_input_len - 1
 
     async def _body(self, request: EngineRequest) -> dict[str, Any]:
         ids, spans = check_request(request)
@@ -165,6 +170,14 @@ class SGLangBackend(HTTPBackend):
 
 class _ServerInfo(msgspec.Struct):
     max_req_input_len: int | None = None
+    dtype: Any = None
+    attention_backend: Any = None
+    kv_cache_dtype: Any = None
+    quantization: Any = None
+
+
+_SAMPLER: Final = ("dtype", "attention_backend", "kv_cache_dtype", "quantization")
+"""Settings of a server that its samples carry."""
 
 
 class _Logprob(msgspec.Struct, array_like=True):

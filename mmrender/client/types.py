@@ -120,6 +120,7 @@ class EngineResponse:
             `logprobs` are then renormalised over the allowed tokens.
         request_id: The engine's own name of the request.
         top_logprobs: Alternatives of each completion token, if asked for.
+        sampler: Facts about the program that sampled, such as its `dtype`, as far as they are known.
     """
 
     completion_ids: list[int]
@@ -132,6 +133,7 @@ class EngineResponse:
     allowed: tuple[AllowedTokens, ...] = ()
     request_id: str | None = None
     top_logprobs: TopLogprobs | None = None
+    sampler: Mapping[str, str] = field(default_factory=dict)
 
 
 class OnTokens(Protocol):
@@ -222,6 +224,11 @@ class Generation:
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     allowed: tuple[AllowedTokens, ...] = ()
     restricted: tuple[str, ...] = ()
+
+    @property
+    def sampler(self) -> Mapping[str, str]:
+        """Facts about the program that sampled, such as its `dtype`, as far as they are known."""
+        return self.response.sampler
 
     @property
     def content(self) -> str:

@@ -240,6 +240,7 @@ class Continuation:
             allowed=joined.allowed,
             request_id=first.request_id,
             top_logprobs=tuple(top) if top and len(top) == count else None,
+            sampler=first.sampler,
         )
 
 

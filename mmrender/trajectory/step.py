@@ -28,7 +28,7 @@ from mmrender.trajectory.engine_data import (
     check_versions,
     last_run,
 )
-from mmrender.trajectory.sample import RESTRICTED, TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, SAMPLER, TrainingSample
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Tools: TypeAlias = tuple[dict[str, Any], ...]
@@ -348,6 +348,12 @@ def _sample(
     extra = {**(extra or {}), "steps": tuple(part.step.index for part in parts)}
     if restricted := [part for part in parts if part.step.extra.get(RESTRICTED)]:
         extra[RESTRICTED] = tuple((*part.sampled, *part.step.extra[RESTRICTED]) for part in restricted)
+    facts: dict[str, list[str]] = {}
+    for part in parts:
+        for fact, value in part.step.extra.get(SAMPLER, {}).items():
+            facts.setdefault(fact, []).append(str(value))
+    if facts:  # several values of steps that differ
+        extra[SAMPLER] = {fact: ", ".join(dict.fromkeys(values)) for fact, values in facts.items()}
     return TrainingSample(
         token_ids=step.token_ids,
         loss_mask=mask,

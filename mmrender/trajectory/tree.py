@@ -35,7 +35,7 @@ from mmrender.trajectory.engine_data import (
     new_rows,
 )
 from mmrender.trajectory.prefix import Place, find_place
-from mmrender.trajectory.sample import RESTRICTED, TrainingSample
+from mmrender.trajectory.sample import RESTRICTED, SAMPLER, TrainingSample
 from mmrender.trajectory.step import (
     Branch,
     Int32Array,
@@ -233,8 +233,9 @@ class Trajectory(Drawn):
 
         The other arguments and errors are those of `append`.
         """
-        if turn.restricted:
-            extra = {RESTRICTED: list(turn.restricted), **check_extra(extra, f"steps[{len(self)}].extra")}
+        known = {RESTRICTED: list(turn.restricted), SAMPLER: dict(turn.sampler)}
+        if facts := {name: value for name, value in known.items() if value}:
+            extra = {**facts, **check_extra(extra, f"steps[{len(self)}].extra")}
         return self.append(
             turn.prompt_ids,
             turn.completion_ids,

@@ -11,8 +11,8 @@ from end_to_end import no_placeholders, roll_out_many
 from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
 from mmrender.audit import TrainerModel, audit
-from mmrender.audit.report import sampled_runs
 from mmrender.audit.case import ChangedItem, edited, with_items
+from mmrender.audit.report import sampled_runs
 from mmrender.client.vllm import VLLMBackend
 from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.sample import RESTRICTED

@@ -251,16 +251,17 @@ def test_a_turn_is_appended_with_everything_that_its_engine_said():
         "weight_versions": (WeightVersionSpan("7", 0, 2),),
         "allowed": (AllowedTokens(0, 1, (20, 30)),),
     }
-    turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), **fields)
+    turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), sampler={}, **fields)
     rest = {"messages": [user("Which?")], "reward": 1.0}
     whole, named = Trajectory("t"), Trajectory("t")
     whole.append_turn(turn, extra={"note": 1}, **rest)
     named.append(PROMPT, [20, 21], extra={"note": 1}, **fields, **rest)
     assert_same(whole, named)
-    turn.restricted, turn.allowed = ("json",), ()
+    turn.restricted, turn.allowed, turn.sampler = ("json",), (), {"dtype": "bfloat16"}
     step = whole.append_turn(turn, extra={"note": 2})
-    assert step.extra == {"restricted": ["json"], "note": 2}
+    assert step.extra == {"restricted": ["json"], "sampler": {"dtype": "bfloat16"}, "note": 2}
     assert step_sample(step).extra["restricted"] == ((9, 11, "json"),)
+    assert step_sample(step).extra["sampler"] == {"dtype": "bfloat16"}
 
 
 def test_samples_that_train_on_some_steps():

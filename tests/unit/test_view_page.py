@@ -209,7 +209,9 @@ def test_a_finding_is_at_its_token_and_image(renderer, trajectory):
     trainer = sample.logprobs.copy()
     place = int(np.flatnonzero(sample.loss_mask)[2])
     trainer[place] = np.nan
-    finding = Finding("pixels", "unknown", "the picture is another", "0.5 nats", sample.sample_id, image=0, token=place)
+    finding = Finding(
+        "pixels", "unknown", "the picture is another", "0.5 nats", sample.sample_id, image=0, token=place
+    )
     report = AuditReport((Comparison.of(sample, trainer),), (finding,), (), 1e-3, _decode=renderer.decode)
     document = shown(Page(report))
     assert [mark["token"] for mark in document["marks"]] == [place, place]
