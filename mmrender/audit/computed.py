@@ -57,13 +57,14 @@ def _renumbered(case: Case) -> Iterator[tuple[str, Sequence[tuple[int, int]], Ca
     for number in range(1, len(runs)):
         text = f"restarted its positions after completion {number - 1}"
         yield text, [(runs[number - 1][1], length)], _from_zero
-    for by in (1, -1, 2, -2):
+    # Padding between prompt and completion may be counted: by any number.
+    for by in (1, -1, 2, -2, *range(3, 17), 32, 64):
         moved = lambda own, _, by=by: own.add_(by)  # noqa: E731
         for parts, which in scopes(case):
             yield f"had positions {by:+d} from {which} on", [(parts[0][0], length)], moved
-        for span in case.suspects:
-            yield f"had positions {by:+d} after {described(span)}", [(span.stop, length)], moved
-        if spans:
+        if spans and abs(by) < 3:
+            for span in case.suspects:
+                yield f"had positions {by:+d} after {described(span)}", [(span.stop, length)], moved
             yield f"had positions {by:+d} within images", images, moved
 
 
@@ -413,7 +414,9 @@ def quantised(case: Case) -> Iterator[Trial]:
     changes |= {f"float8 with a scale{' a row' * by}": partial(_in_float8, by_row=by) for by in (False, True)}
     changes |= {f"int{bits} by rows": partial(_in_integers, bits=bits, group=None) for bits in (8, 4)}
     changes |= {f"int4 by {group}": partial(_in_integers, bits=4, group=group) for group in (32, 64, 128)}
-    for part, module in {"model": model, **parts_of(model)}.items():
+    # Engines leave the head out, and often vision.
+    body = torch.nn.ModuleList(part for name, part in parts_of(model).items() if name != "head")
+    for part, module in {"model": model, "model but its head": body, **parts_of(model)}.items():
         linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
             chosen = linear if name.startswith(("int", "float8")) else module

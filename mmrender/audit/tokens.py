@@ -175,19 +175,20 @@ def _others_prompt(case: Case) -> Iterator[Trial]:
                 )
         before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
         yield Trial(f"the sampler's tokens attended to {name}, which came before them", before)
-        # A turn that others begin with, such as a system prompt.
-        first = min([runs[0][0] if runs else 0, *(span.start for span in other.media_spans)])
-        opener = sample.token_ids[_bounds(case)[0]] if _bounds(case) else sample.token_ids[0]
-        for place in (
-            np.flatnonzero(other.token_ids[max(shared, 1) : first] == opener)[:2] + max(shared, 1)
-        ).tolist():
-            turn = other.token_ids[:place].tolist()
-            yield _prompt_trial(
-                case, f"began with the {place} token(s) that {name} begins with", [(0, 0, turn)], 0
-            )
-            for bound in _bounds(case)[1:2]:
-                text = f"began with the {place} token(s) that {name} begins with, in place of {bound}"
-                yield _prompt_trial(case, text, [(0, bound, turn)], 0)
+        # Tokens that one of the two has at the place where they part, such as a system prompt.
+        ids, first = other.token_ids, min([runs[0][0] if runs else 0, *(s.start for s in other.media_spans)])
+        limit = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
+        if shared < min(first, limit):
+            for place in (
+                np.flatnonzero(ids[shared:first] == sample.token_ids[shared])[:3] + shared
+            ).tolist():
+                text = f"had the {place - shared} token(s) more at {shared} that {name} has there"
+                yield _prompt_trial(case, text, [(shared, shared, ids[shared:place].tolist())], 0)
+            for place in (
+                np.flatnonzero(sample.token_ids[shared:limit] == ids[shared])[:3] + shared
+            ).tolist():
+                text = f"lacked the tokens {shared} to {place - 1}, as {name} does"
+                yield _prompt_trial(case, text, [(shared, place, [])], 0)
 
 
 def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:

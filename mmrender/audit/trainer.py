@@ -118,19 +118,13 @@ class TrainerModel:
                 if max(map(len, [*some, sample])) * (len(some) + 1) > _TOKENS_AT_ONCE:
                     break
                 some.append(sample)
-            out += self._of_some(some)
+            places = [np.flatnonzero(sample.loss_mask) for sample in some]
+            try:
+                rows = self._rows(some, places)
+                out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
+            except MMRenderError:
+                out += [self.attempt(sample) for sample in some]
         return out
-
-    def _of_some(self, samples: list[TrainingSample]) -> list[Float32Array | None]:
-        places = [np.flatnonzero(sample.loss_mask) for sample in samples]
-        try:
-            rows = self._rows(samples, places)
-        except MMRenderError:
-            if len(samples) == 1:
-                return [None]
-            return [found for sample in samples for found in self._of_some([sample])]
-        picked = zip(rows, samples, places, strict=True)
-        return [limited_logprobs(own, sample, at) for own, sample, at in picked]
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
         """Return the logits from which the tokens at `positions` were predicted: `(m, vocabulary)`.
@@ -225,16 +219,3 @@ def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[An
     own = np.arange(len(places))
     predictions = Predictions.of(rows, ids, places, own, shape=(1, len(places)), shift=0)
     return np.asarray(Scoring(predictions).of(logits, None).logprobs.cpu())
-
-
-def picked_logprobs(logits: Any, tokens: npt.NDArray[Any]) -> Float32Array:
-    """Return the log-probability of one token a row, `(n,)`, of logits `(n, vocabulary)` in any dtype."""
-    import torch
-
-    wanted = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
-    out = [np.zeros(0, np.float32)]
-    for start in range(0, len(wanted), _ROWS_AT_ONCE):
-        part = logits[start : start + _ROWS_AT_ONCE].float()
-        own = part.gather(1, wanted[start : start + _ROWS_AT_ONCE, None])[:, 0]
-        out.append((own - part.logsumexp(-1)).cpu().numpy())
-    return np.concatenate(out)

@@ -347,7 +347,7 @@ def test_a_probe_names_servers_with_other_weights(tiny_model, renderer, trainer)
     assert not apart.ok
     assert [len(group) for group in apart.groups] == [2, 2]
     assert apart.differences[1] > 0.05
-    assert apart.text().startswith("weights 0: local (2 answers), ")
+    assert apart.text().startswith("weights 0: local: (2 answers), ")
 
 
 def test_the_sampler_s_dtype_travels_with_the_samples(tiny_model, renderer, trainer):
