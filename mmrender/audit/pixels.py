@@ -427,17 +427,20 @@ def _frames(case: Case) -> Iterator[Trial]:
         if not isinstance(item, PatchItem) or span.modality != "video":
             continue
         places = list(range(len(item.frames)))
-        orders = {"in reverse order": places[::-1], "one place later": [0, *places[:-1]]}
-        orders["every other one twice"] = [place // 2 * 2 for place in places]
+        orders = {"with its frames in reverse order": places[::-1]}
+        orders["with each frame one place later"] = [0, *places[:-1]]
+        orders["with every other frame twice"] = [place // 2 * 2 for place in places]
         for at in places:
             orders[f"without frame {at}"] = [*places[:at], *places[at + 1 :], places[-1]]
-            orders[f"frame {at} in the place of each"] = [at] * len(places)
+            orders[f"with frame {at} in the place of each"] = [at] * len(places)
             after = (at + 1) % len(places)
-            orders[f"frames {at} and {after} exchanged"] = [{at: after, after: at}.get(p, p) for p in places]
+            orders[f"with frames {at} and {after} exchanged"] = [
+                {at: after, after: at}.get(p, p) for p in places
+            ]
         for text, order in orders.items():
             if order != places:
                 other = _renewed(item, item.frames[order])
-                statement = f"the sampler saw the frames of {described(span)} {text}"
+                statement = f"the sampler saw {described(span)} {text}"
                 yield Trial(statement, with_items(case.sample, [(span, other)]), since=span.start)
 
 

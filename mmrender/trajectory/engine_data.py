@@ -1,6 +1,6 @@
 """An engine's report on a completion: its tokens, and router choices, weight versions and allowed tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import lt
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -74,10 +74,6 @@ class SampledTurn(Protocol):
     @property
     def restricted(self) -> Sequence[str]:
         """Kinds of grammar that restricted the completion, if `allowed` does not name the tokens."""
-
-    @property
-    def sampler(self) -> Mapping[str, str]:
-        """Facts about the program that sampled, such as its `dtype`, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

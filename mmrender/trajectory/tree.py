@@ -231,9 +231,10 @@ class Trajectory(Drawn):
     ) -> Step:
         """Add a sampled turn, such as `generate` returns, with all of its engine's data.
 
-        The other arguments and errors are those of `append`.
+        The other arguments and errors are those of `append`. `turn.sampler`, if there is one, has facts about
+        the program that sampled, which `extra["sampler"]` keeps.
         """
-        known = {RESTRICTED: list(turn.restricted), SAMPLER: dict(turn.sampler)}
+        known = {RESTRICTED: list(turn.restricted), SAMPLER: dict(getattr(turn, "sampler", {}))}
         if facts := {name: value for name, value in known.items() if value}:
             extra = {**facts, **check_extra(extra, f"steps[{len(self)}].extra")}
         return self.append(

@@ -23,7 +23,7 @@ KINDS = {
 }
 FAULTS: tuple[tuple[str, str, Any], ...] = (
     ("qwen2_5_vl", "without frame 2", lambda item: {"frames": item.frames[[0, 1, 3, 4, 4]]}),
-    ("qwen2_5_vl", "to last a second", lambda item: {"second_per_grid": 1.0}),
+    ("qwen2_5_vl", "time steps of 1 s, not ", lambda item: {"second_per_grid": 1.0}),
     ("qwen3_vl", "with frames 1 and 2 exchanged", lambda item: {"frames": item.frames[[0, 2, 1, 3, 4]]}),
 )
 

@@ -251,7 +251,7 @@ def test_a_turn_is_appended_with_everything_that_its_engine_said():
         "weight_versions": (WeightVersionSpan("7", 0, 2),),
         "allowed": (AllowedTokens(0, 1, (20, 30)),),
     }
-    turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), sampler={}, **fields)
+    turn = SimpleNamespace(prompt_ids=PROMPT, completion_ids=[20, 21], restricted=(), **fields)
     rest = {"messages": [user("Which?")], "reward": 1.0}
     whole, named = Trajectory("t"), Trajectory("t")
     whole.append_turn(turn, extra={"note": 1}, **rest)
