@@ -439,7 +439,8 @@ def _frames(case: Case) -> Iterator[Trial]:
             ]
         for text, order in orders.items():
             if order != places:
-                other = _renewed(item, item.frames[order])
+                frames = np.ascontiguousarray(item.frames[order])
+                other = msgspec.structs.replace(item, frames=frames, identity=f"{id(frames):064x}")
                 statement = f"the sampler saw {described(span)} {text}"
                 yield Trial(statement, with_items(case.sample, [(span, other)]), since=span.start)
 

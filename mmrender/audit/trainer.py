@@ -24,7 +24,6 @@ InputChange: TypeAlias = Callable[[dict[str, Any]], None]
 ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 """Changes the model for as long as its block runs."""
 
-_ROWS_AT_ONCE: Final = 256
 _SAMPLES_AT_ONCE: Final = 8
 _TOKENS_AT_ONCE: Final = 1 << 14
 
