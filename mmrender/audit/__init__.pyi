@@ -1,9 +1,5 @@
 from .inspect import inspect_sample as inspect_sample
-from .probe import WeightsProbe as WeightsProbe
-from .probe import probe_weights as probe_weights
 from .report import AuditReport as AuditReport
-from .report import Finding as Finding
 from .run import audit as audit
-from .run import measure_noise as measure_noise
 from .trainer import TrainerModel as TrainerModel
 from .watch import Watch as Watch

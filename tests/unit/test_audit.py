@@ -13,9 +13,10 @@ import torch
 import audit_faults  # noqa: F401 - registers them
 from audit_cases import FAULTS, judge, scene
 from kit import blocks, shown
-from mmrender.audit import TrainerModel, Watch, audit, inspect_sample, probe_weights
+from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import whole_in
+from mmrender.audit.probe import probe_weights
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
 from mmrender.client.engine import Engine
