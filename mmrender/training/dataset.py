@@ -149,6 +149,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                 remedy="Save and load with the same release of mmrender",
             )
         order = [self._seed, self._weights]
+        by_reader: dict[int, Place] = {}
         passes = [places[0].epoch, places[0].readers, places[0].earlier]
         for place in places:
             if [place.seed, place.weights] != order:
@@ -165,6 +166,13 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                     expected=f"epoch {passes[0]} of {passes[1]} readers",
                     got=f"epoch {place.epoch} of {place.readers} readers",
                     remedy="Save the states of all ranks at one step",
+                )
+            if place != by_reader.setdefault(place.reader, place):
+                raise BatchError(
+                    "two states of one reader differ",
+                    where="state",
+                    got=f"reader {place.reader} of {place.readers}",
+                    remedy="Load the states of one checkpoint",
                 )
             self._check_files(place)
         self._loaded, self._epoch = places, places[0].epoch

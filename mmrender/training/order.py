@@ -103,6 +103,8 @@ class Pass:
         keys: list[npt.NDArray[np.uint64]] = []
         for file in sorted(place.counts, key=_argument_and_path):
             numbers = self._numbers(place, file)
+            if not numbers.size:
+                continue
             weight = place.weights[_argument_and_path(file)[0]]
             chance = _random(numbers, place, file, "weight") / 2.0**64
             times = np.floor(weight) + (chance < weight % 1)

@@ -284,6 +284,9 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         "state: the states belong to several passes - expected epoch 0 of 2 readers, got epoch 1 of 2 readers. "
         "Save the states of all ranks at one step"
     )
+    assert error_of(BatchError, fresh.load_state_dict, [half, {**half, "position": 1}]) == (
+        "state: two states of one reader differ - got reader 1 of 2. Load the states of one checkpoint"
+    )
     assert error_of(BatchError, fresh.load_state_dict, {"_snapshot": {}, "_steps_since_snapshot": 2}) == (
         "state: the state of a loader is of earlier batches - got a snapshot 2 batches before. "
         "Make the StatefulDataLoader with snapshot_every_n_steps=1"
@@ -361,6 +364,30 @@ def test_a_rank_reads_its_own_records_and_their_bytes_alone(
             assert loaded[5].sample_id == "5/0"
             assert lengths[5] - 2 * BLOCK < reading.bytes - before <= lengths[5]
         path.with_name("run.index").unlink(missing_ok=True)
+
+
+def test_sixteen_ranks_read_a_tenth_more_than_the_file_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shares, and each of them the index, of groups of rollouts that show one picture."""
+    items = [patch_item(160, 160, seed=seed) for seed in range(4)]
+    with TrajectoryWriter(tmp_path / "run") as file:
+        for number in range(128):
+            file.append([pictured(f"{number}.{n}", [number % 4], items, seed=number) for n in range(4)])
+    asked: list[int] = []
+    read = files.MappedFile.read
+
+    def counted(file: files.MappedFile, start: int, stop: int, *, ahead: int = 0) -> memoryview:
+        asked.append(stop - start)
+        return read(file, start, stop, ahead=ahead)
+
+    monkeypatch.setattr(files.MappedFile, "read", counted)
+    share, seen = (tmp_path / "run").stat().st_size / 16, []
+    for rank in range(16):
+        asked.clear()
+        seen += [sample.sample_id for sample in TrajectoryDataset(tmp_path / "run", rank=rank, world=16)]
+        assert sum(asked) < 1.1 * share
+    assert sorted(seen) == sorted(f"{number}.{n}/0" for number in range(128) for n in range(4))
 
 
 @pytest.mark.parametrize("kind", sorted(kinds()))
