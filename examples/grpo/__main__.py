@@ -4,127 +4,38 @@ Usage: `PYTHONPATH=examples python -m grpo --out runs/seed-0 --seed 0`; `--help`
 """
 
 import asyncio
-import time
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from itertools import chain
-from typing import Final
+import sys
+from importlib.util import find_spec
 
-from grpo.config import Config, build, parse
-from grpo.report import Report, save_plot
-from grpo.trainer import Trainer
-from grpo.worker import Player, Worker, counts_of, warm_up
-from mmrender import Renderer
-from mmrender.client.local import LocalBackend
-from mmrender.model.weights import load_model
-from mmrender.trajectory import load_trajectories, save_trajectories
-from mmrender.view import Page
-
-SHOWN: Final = 4
-"""Games of the first step and of the last that a page shows."""
+from grpo.config import Config, parse
 
 
-class Clock:
-    """Seconds and processor seconds by part of a step."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count what the block takes."""
-        wall, processor = time.perf_counter(), time.process_time()
-        yield
-        self.parts[f"{name}_s"] += time.perf_counter() - wall
-        self.parts[f"{name}_processor_s"] += time.process_time() - processor
+def missing_packages(config: Config) -> list[str]:
+    """Return the packages that a run needs and this environment lacks."""
+    needed = ["torch", "transformers", "aiohttp", "matplotlib"]
+    needed += [] if config.quiet else ["rich"]
+    needed += ["openai", "starlette", "uvicorn"] if config.agent else []
+    return [name for name in needed if find_spec(name) is None]
 
 
-def ended(config: Config, step: int, report: Report) -> bool:
-    """Whether the run has taken all its steps, or plays well enough."""
-    return step >= config.steps or (step > 0 and report.last.get("held_out", 0.0) >= config.until)
+def main() -> None:
+    """Run, and say where the results are. Ctrl-C ends a run that can go on."""
+    config = parse()
+    if missing := missing_packages(config):
+        sys.exit(
+            f"the example needs {', '.join(missing)}: pip install 'mmrender[all]' openai matplotlib, "
+            "or let make learn install everything"
+        )
+    from grpo.one_process import run  # needs torch
+    from grpo.report import summary
 
-
-@asynccontextmanager
-async def playing(config: Config, renderer: Renderer, backend: LocalBackend) -> AsyncGenerator[Player, None]:
-    """What plays the games: an agent that calls a gateway of this process, or environments."""
-    if config.agent:
-        from grpo.agent_worker import AgentWorker  # needs a web server, and the client of OpenAI
-
-        async with AgentWorker(config, renderer, backend) as worker:
-            yield worker
-    else:
-        yield Worker(config, renderer, backend=backend)
-
-
-async def run(config: Config) -> float:
-    """Train to the end, or go on from a checkpoint; return the held-out share of right answers."""
-    directory, checkpoint, early = build(config), config.out / "checkpoint.pt", config.out / "early.mmc"
-    model = load_model(directory, "float32", "cpu", purpose="the example")
-    # The template is the tiny model's own: a loaded machine must not end the run.
-    renderer = Renderer.from_pretrained(directory)
-    backend = LocalBackend(model, tokenizer=renderer.tokenizer)
-    trainer = Trainer(config, model, renderer.tokenizer)
-    begins = not checkpoint.exists()
-    if not begins:
-        trainer.load(checkpoint)
-    report = Report(config, trainer.step)
-    async with AsyncExitStack() as stack:
-        stack.enter_context(report.display)
-        worker = await stack.enter_async_context(playing(config, renderer, backend))
-        if begins and config.warm_up:
-            clock = Clock()
-            with clock.part("train"):
-                seen = await warm_up(config, trainer, worker, report.show)
-            report.add({"step": 0, "rollouts": 0, **seen, **clock.parts})
-            trainer.save(checkpoint)
-        while not ended(config, trainer.step, report):
-            clock, number = Clock(), trainer.step
-            with clock.part("rollout"):
-                trajectories = await worker.train_rollouts(number)
-            if config.audit_every and number % config.audit_every == 0:
-                with clock.part("audit"):
-                    trainer.audit(trajectories[:: config.rollouts])
-            with clock.part("train"):
-                seen = trainer.update(trajectories)
-            if config.audit_every and seen["difference"] > config.tolerance:
-                raise SystemExit(
-                    f"sampler and trainer differ by {seen['difference']:.2g} nats in step {number}"
-                )
-            await asyncio.to_thread(backend.update_weights, (), str(trainer.step))
-            if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
-                with clock.part("evaluate"):
-                    seen["held_out"] = await worker.held_out()
-            seen["tokens_per_s"] = seen.pop("tokens") / sum(
-                clock.parts[f"{part}_s"] for part in ("rollout", "train")
-            )
-            report.add(
-                {
-                    "step": trainer.step,
-                    "rollouts": trainer.step * len(trajectories),
-                    **seen,
-                    **counts_of(trajectories),
-                    **clock.parts,
-                }
-            )
-            if number == 0:
-                save_trajectories(early, trajectories[:SHOWN])
-            if ended(config, trainer.step, report):
-                pairs = zip(load_trajectories(early), trajectories, strict=False)
-                page = Page(
-                    *chain.from_iterable(pairs),
-                    renderer=renderer,
-                    tools=worker.tools,
-                    title="games of the first step and of the last",
-                )
-                page.save(config.out / "rollouts.html")
-            if "held_out" in seen:
-                trainer.save(checkpoint)
-                save_plot([config.out], config.out / "plot.png")
-    return float(report.last["held_out"])
+    try:
+        asyncio.run(run(config))
+    except KeyboardInterrupt:
+        print(f"\n{config.out}: stopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+    print(summary(config))
 
 
 if __name__ == "__main__":
-    settings = parse()
-    share = asyncio.run(run(settings))
-    print(f"{settings.out}: {share:.3f} of {settings.held_out} held-out boards answered rightly")
+    main()

@@ -1,6 +1,5 @@
 """An agent that knows the client of OpenAI alone: it asks, calls the tools that it has, and answers."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ class Agent:
     """Answers questions about pictures, one conversation a question."""
 
     def __init__(self) -> None:
-        self.client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none")
+        # Its own limit for a connection is 5 s, which a machine that also samples and trains may exceed.
+        self.client = openai.AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=3600.0)
 
     async def answer(
         self,
@@ -22,7 +22,7 @@ class Agent:
         api_key: str,
         question: Parts,
         tools: Sequence[Mapping[str, Any]] | None,
-        call_tool: Callable[[str, Mapping[str, Any]], Parts],
+        call_tool: Callable[[str, str], Parts],
     ) -> str:
         """Return the model's answer, which it may look for with tools."""
         # All conversations share the connections of one client, which takes 20 ms to make.
@@ -37,5 +37,5 @@ class Agent:
                 return message.content or ""
             for call in message.tool_calls:
                 if call.type == "function":
-                    result = call_tool(call.function.name, json.loads(call.function.arguments))
+                    result = call_tool(call.function.name, call.function.arguments)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
+import msgspec
 import openai
 
 from grpo.agent import Agent, Parts
@@ -16,7 +17,7 @@ from grpo.worker import games_of
 from mmrender import Renderer
 from mmrender.gateway import Gateway
 from mmrender.messages import Message, ToolCall
-from mmrender.rollout import Observation, Turn
+from mmrender.rollout import Observation, TrajectoryID, Turn
 from mmrender.trajectory import Trajectory
 
 _MAX_TURNS: Final = 2
@@ -47,35 +48,46 @@ class AgentWorker:
         self._agent = Agent()
 
     async def __aenter__(self) -> Self:
-        started = asyncio.Event()
-        self._serving = asyncio.create_task(self.gateway.serve(started=lambda _: started.set()))
-        await started.wait()
+        self.gateway.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._agent.client.close()
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        self.gateway.run(self._agent.client.close())
+        self.gateway.stop()
 
     async def train_rollouts(self, step: int) -> list[Trajectory]:
-        """Play the boards of a step, each as often as a group has games. `extra` says which each game is."""
+        """Play the boards of a step, each as often as a group has games. `extra` says which each game is.
+
+        Sessions have the names of `Worker`'s rollouts, by which turns get their seeds, so that both workers
+        sample equal tokens if equal tokens are allowed.
+        """
         sampling = {"temperature": 1.0, "seed": self._config.seed + step}
-        return await self._play(games_of(self._config, step), sampling, f"step-{step}")
+        again = f"_step-{step}" if self._config.cycle else ""  # a name is used once
+        games = games_of(self._config, step)
+        names = [TrajectoryID(str(board), game).to_string() + again for board, game in games]
+        return await self._play(games, sampling, names)
 
     async def held_out(self) -> float:
         """Play the boards that are never trained on greedily; return the share of right answers."""
         games = [(HELD_OUT + board, 0) for board in range(self._config.held_out)]
-        played = await self._play(games, {"temperature": 0.0})
+        played = await self._play(games, {"temperature": 0.0}, [None] * len(games))
         return sum(map(reward_of, played)) / len(played)
 
     async def _play(
-        self, games: Sequence[tuple[int, int]], sampling: Mapping[str, Any], name: str | None = None
+        self, games: Sequence[tuple[int, int]], sampling: Mapping[str, Any], names: Sequence[str | None]
     ) -> list[Trajectory]:
-        """Play games at once; return the trajectories that leave the gateway, in the order of the games."""
+        """Play games on the gateway's event loop; return trajectories in the order of the games."""
+        return await asyncio.to_thread(self.gateway.run, self._play_all(games, sampling, names))
+
+    async def _play_all(
+        self, games: Sequence[tuple[int, int]], sampling: Mapping[str, Any], names: Sequence[str | None]
+    ) -> list[Trajectory]:
         async with asyncio.TaskGroup() as playing:
-            for board, number in games:
-                session = None if name is None else f"{name}-board-{board}-{number}"
-                playing.create_task(self._play_one(board, number, sampling, session))
+            for (board, number), name in zip(games, names, strict=True):
+                playing.create_task(self._play_one(board, number, sampling, name))
         played = [await anext(self._finished) for _ in games]
         return sorted(played, key=lambda each: (int(each.extra["group"]), each.extra["game"]))
 
@@ -93,10 +105,10 @@ class AgentWorker:
 
         judged: Observation | None = None
 
-        def call_tool(tool: str, arguments: Mapping[str, Any]) -> Parts:
+        def call_tool(tool: str, arguments: str) -> Parts:
             nonlocal judged
             if judged is None:
-                call = ToolCall(tool, dict(arguments), "call")
+                call = ToolCall(tool, object_of(arguments), "call")
                 seen = game.step(Turn(Message(role="assistant", tool_calls=(call,))))
                 if not seen.done:
                     return with_urls(seen.messages[0]["content"])
@@ -112,6 +124,14 @@ class AgentWorker:
             judged = game.step(Turn(Message(role="assistant", content=answer)))
         trajectory = await session.finish(reward=judged.reward)
         trajectory.extra |= {**trajectory.extra.pop("metadata"), "info": judged.info}
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call. Text that is no JSON object names no cell, and loses the game."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {}
 
 
 def with_urls(parts: Sequence[Mapping[str, Any]]) -> Parts:

@@ -15,39 +15,39 @@ class Config:
     """Settings of a run.
 
     Attributes:
-        out: Folder of the run: model, metrics, checkpoint, rollouts and plot. A run that was cut off goes on.
-        game: `cell` or `zoom`; the second has the settings of `ZOOM` where they are not given.
-        grid: Rows and columns of the board.
+        out: Folder of the run. The same command goes on with a run that was cut off.
+        game: `cell`, with one answer, or `zoom`, with a tool that shows pictures.
+        grid: Rows and columns of the board, 2 to 5.
         pixels: Side of a picture.
         constrained: Sample only turns that are legal, in `zoom`; in `cell` it is always so.
-        shuffled: Show pictures of other boards than the answers are of: nothing can be learned.
-        seed: Of the weights, the boards and the sampling.
-        warm_up: The most updates on recorded games of an expert before the first step, for `zoom`.
+        shuffled: Show pictures of other boards than the answers belong to: nothing can be learned.
+        seed: Seed of the weights, the boards and the sampling.
+        warm_up: Maximum number of updates on recorded games of an expert before the first step, for `zoom`.
         warm_up_until: Share of held-out boards at which these end, so that something is left to learn.
-        recorded: Recorded games of such an update.
-        steps: The most updates of the weights.
-        until: Share of held-out boards at which a run of one process ends.
+        recorded: Recorded games of one of these updates.
+        steps: Maximum number of steps. A step plays games and updates the weights once.
+        until: Share of held-out boards at which a run ends.
         boards: Boards of a step.
         rollouts: Games of each board, one group.
-        answers: Last turns that are sampled of a game, in `zoom`: branches that share all before.
+        answers: Number of samples of a game's last turn in `zoom`: branches that share everything before.
         cycle: Steps after which the boards come again; 0 for never.
-        learning_rate: Of AdamW.
-        entropy_bonus: Weight of the entropy of what could be answered.
-        most_weight: Where importance weights are cut.
+        learning_rate: Learning rate of AdamW.
+        entropy_bonus: Weight of the entropy of the allowed tokens.
+        most_weight: Maximum of an importance weight.
         row_tokens: Tokens of a packed row.
         micro_batch_tokens: Tokens of a forward; gradients of a step are accumulated over its micro-batches.
-        held_out: Boards that are never trained on, to be played greedily.
-        evaluate_every: Steps between such games, and between checkpoints and samples of rollouts.
-        audit_every: Steps between audits, which end the run where sampler and trainer differ; 0 for none.
-        tolerance: Nats by which arithmetic alone may part sampler and trainer; more is a finding.
-        explain: Games that differ most whose cause an audit looks for, in some seconds each.
+        held_out: Number of boards that are never trained on, played greedily.
+        evaluate_every: Steps between plays of the held-out boards, and between checkpoints.
+        audit_every: Steps between audits, which end the run if sampler and trainer differ; 0 for none.
+        tolerance: Difference of sampler and trainer in nats that rounding may cause.
+        explain: Number of games whose cause of difference an audit looks for, in some seconds each.
         hidden_size: Width of the model.
         layers: Layers of its language model and of its vision tower.
         patch_size: Side of a patch, in pixels.
-        fault: A fault between sampler and trainer, to see what it does; see `grpo.faults`.
+        fault: A fault between sampler and trainer: shifted, stale, retokenized or parsed.
         agent: Play by an agent that calls a gateway over HTTP with the client of OpenAI.
-        server: URL of the vLLM server that the worker of two processes plays against.
-        quiet: Show no progress.
+        server: URL of the vLLM server of `grpo.processes`.
+        quiet: Show nothing while the run goes on.
     """
 
     out: Path = Path("runs/grpo")
@@ -94,11 +94,19 @@ ZOOM: Final[dict[str, Any]] = {
     "entropy_bonus": 0.01,
     "row_tokens": 1024,
 }
-"""Settings of the game with the tool that differ from those of the other one."""
+"""Settings of the game with the tool that differ from the settings of `cell`."""
+
+
+GAMES: Final[dict[str, dict[str, Any]]] = {"cell": {}, "zoom": ZOOM}
+"""The games, and their own settings."""
 
 
 AGENT: Final = {"rollouts": 8, "answers": 1}
 """Settings of both games that differ if an agent plays, which asks for one answer a turn."""
+
+
+MAX_GRID: Final = 5
+"""Rows and columns of the largest board, whose cells have the letters A to Y."""
 
 
 _FREE: Final = {"out", "steps", "until", "audit_every", "explain", "fault", "server", "quiet"}
@@ -114,7 +122,7 @@ def build(config: Config) -> Path:
     directory, file = config.out / "model", config.out / "settings.json"
     settings = {name: value for name, value in vars(config).items() if name not in _FREE}
     known = json.loads(file.read_text()) if file.exists() else settings
-    if other := sorted(name for name in settings if known.get(name) != settings[name]):
+    if other := [name for name in settings if known.get(name) != settings[name]]:
         raise SystemExit(
             f"{config.out} holds a run with another {other[0]}: {known.get(other[0])}, not "
             f"{settings[other[0]]}; name another folder with --out, or remove it"
@@ -133,18 +141,35 @@ def build(config: Config) -> Path:
     return directory
 
 
-def parse(arguments: list[str] | None = None) -> Config:
-    """Read the flags of the command line, such as `--learning-rate 1e-3`."""
+def parse(arguments: list[str] | None = None, *, program: str = "grpo") -> Config:
+    """Read the flags of the command line of a program, such as `--learning-rate 1e-3`."""
     lines = (line.strip().partition(": ") for line in (Config.__doc__ or "").splitlines())
     described = {name: text for name, _, text in lines if text}
-    parser = argparse.ArgumentParser("grpo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        program,
+        usage=f"python -m {program} [--FLAG VALUE ...]",
+        description="Train a small vision-language model until it plays a game. Defaults are in parentheses.",
+    )
     for setting in fields(Config):
         options: dict[str, Any] = {"type": type(setting.default)}
         if isinstance(setting.default, bool):
             options = {"action": argparse.BooleanOptionalAction}
+        if setting.name == "game":
+            options = {"choices": list(GAMES)}
         flag = "--" + setting.name.replace("_", "-")
-        text = described.get(setting.name, "") + f" ({setting.default})"
+        text = described[setting.name].rstrip(".") + f" ({_defaults(setting.name, setting.default)})"
         parser.add_argument(flag, default=setting.default, help=text, **options)
     chosen = parser.parse_args(arguments)
-    parser.set_defaults(**{**(ZOOM if chosen.game == "zoom" else {}), **(AGENT if chosen.agent else {})})
-    return Config(**vars(parser.parse_args(arguments)))
+    parser.set_defaults(**{**GAMES[chosen.game], **(AGENT if chosen.agent else {})})
+    config = Config(**vars(parser.parse_args(arguments)))
+    if not 2 <= config.grid <= MAX_GRID:
+        parser.error(f"argument --grid: {config.grid} is not 2 to {MAX_GRID}, so that each cell has a letter")
+    return config
+
+
+def _defaults(name: str, default: Any) -> str:
+    """Defaults of a flag in words: its own, a game's, an agent's."""
+    texts = [str(default) or "none"]
+    texts += [f"{own[name]} in {game}" for game, own in GAMES.items() if name in own]
+    texts += [f"{AGENT[name]} with --agent"] if name in AGENT else []
+    return ", ".join(texts)

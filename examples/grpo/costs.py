@@ -154,4 +154,4 @@ def report(config: Config) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    report(parse())
+    report(parse(program="grpo.costs"))

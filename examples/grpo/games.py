@@ -153,17 +153,11 @@ Game = MarkedCell | ZoomedCell
 
 
 def game_of(config: Config, renderer: Renderer) -> Callable[[], Game]:
-    """Return what makes an environment of the game that the settings name.
-
-    Raises:
-        SystemExit: There is no such game.
-    """
+    """Return a function that makes an environment of the game that the settings name."""
     grid, pixels, shuffled = config.grid, config.pixels, config.shuffled
     if config.game == "cell":
         return partial(MarkedCell, grid, pixels, letters(renderer, grid), shuffled=shuffled)
-    if config.game == "zoom":
-        return partial(ZoomedCell, grid, pixels, constrained=config.constrained, shuffled=shuffled)
-    raise SystemExit(f"there is no game {config.game!r}; there are cell and zoom")
+    return partial(ZoomedCell, grid, pixels, constrained=config.constrained, shuffled=shuffled)
 
 
 def letters(renderer: Renderer, grid: int) -> list[int]:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from grpo.config import Config, build, parse
 from grpo.report import Report
 from grpo.trainer import Trainer
-from grpo.worker import Worker, counts_of, warm_up
+from grpo.worker import Worker, counts_of, needs_warm_up, warm_up
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
@@ -51,15 +51,14 @@ async def train(config: Config) -> None:
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")
     trainer, checkpoint = Trainer(config, model, renderer.tokenizer), config.out / "checkpoint.pt"
-    begins = not checkpoint.exists()
-    if not begins:
+    if checkpoint.exists():
         trainer.load(checkpoint)
-    report = Report(config, trainer.step)
-    if begins and config.warm_up:
+    report = Report(config, trainer.step, trainer.updates)
+    if config.warm_up and trainer.step == 0:
         worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
-        seen = await warm_up(config, trainer, worker, report.show)
-        report.add({"step": 0, "rollouts": 0, **seen})
-        trainer.save(checkpoint)
+        while needs_warm_up(config, trainer, await worker.held_out()):
+            report.add({"step": 0, "rollouts": 0, **warm_up(config, trainer, renderer)})
+            trainer.save(checkpoint)
     count = config.boards * config.rollouts
     async with Receiver(address_of(config), ack="explicit", window_messages=2 * count) as receiver:
         publish(config, trainer)
@@ -208,8 +207,11 @@ def on_ray(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    role, *flags = sys.argv[1:]
+    role, *flags = sys.argv[1:] or ["--help"]
+    if role not in (*ROLES, "ray"):
+        parse(["--help"], program="grpo.processes trainer|worker|ray")
+    config = parse(flags, program=f"grpo.processes {role}")
     if role == "ray":
-        on_ray(parse(flags))
+        on_ray(config)
     else:
-        asyncio.run(ROLES[role](parse(flags)))
+        asyncio.run(ROLES[role](config))

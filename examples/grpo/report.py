@@ -1,36 +1,60 @@
-"""What a run shows: a progress bar, a line of JSON for each step, and a plot."""
+"""What a run shows: progress, a line of JSON for each step, a table and a plot."""
 
 import argparse
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from grpo.config import Config
 
-SHOWN = ("updates", "loss", "reward", "held_out", "entropy", "kl", "tokens_per_s")
-PARTS = ("rollout", "train", "audit", "evaluate")
+SHOWN: Final = ("updates", "loss", "held_out", "reward", "entropy", "kl", "tokens_per_s")
+"""Metrics beside the progress bar, the first ones where a terminal is narrow."""
+PARTS: Final = ("rollout", "train", "audit", "evaluate")
 
 
 class Report:
-    """Writes and shows the metrics of a run; lines after the step that it goes on from are dropped."""
+    """Writes and shows the metrics of a run.
 
-    def __init__(self, config: Config, step: int) -> None:
+    In a terminal a bar shows each step. Elsewhere, as in a log, each play of the held-out boards is a line.
+
+    Args:
+        config: The run's.
+        step: Step of the checkpoint from which the run goes on. Later lines are dropped.
+        updates: Updates on recorded games in this checkpoint.
+
+    Attributes:
+        last: The newest value of each metric.
+    """
+
+    def __init__(self, config: Config, step: int, updates: int = 0) -> None:
         self._file = config.out / "metrics.jsonl"
         # A kill may have cut the last line.
         lines = self._file.read_text().split("\n")[:-1] if self._file.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        kept = [line for line in lines if _place(json.loads(line)) <= (step, updates)]
         written = self._file.with_suffix(".new")
         written.write_text("".join(line + "\n" for line in kept))
         written.replace(self._file)
         self.last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
         self._bar: Any = None
+        self._is_quiet = config.quiet
         if not config.quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            self._begin(config, step)
 
+    def _begin(self, config: Config, step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        chance = f"{1 / config.grid**2:.2f} of the held-out boards by chance"
+        going_on = f", goes on from step {step}" if step else ""
+        print(f"{config.out}: {chance}, at most {config.steps} steps{going_on}", flush=True)
+        console = Console()
+        if console.is_terminal:
             shown = TextColumn("{task.fields[shown]}")
-            self._bar = Progress(BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), shown)
+            self._bar = Progress(
+                BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), shown, console=console
+            )
             self._task = self._bar.add_task("", total=config.steps, completed=step, shown="")
 
     @property
@@ -40,16 +64,66 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """Write and show the metrics of a step."""
+        known = {"held_out": self.last["held_out"]} if "held_out" in self.last else {}
         self.last = {**self.last, **row}
         with self._file.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        self.show(self.last)
-
-    def show(self, seen: Mapping[str, Any]) -> None:
-        """Show metrics."""
         if self._bar is not None:
-            shown = [f"{name} {seen[name]:.3g}" for name in SHOWN if name in seen]
-            self._bar.update(self._task, completed=seen.get("step", 0), shown="  ".join(shown))
+            self._bar.update(self._task, completed=row["step"], shown=_text({**known, **row}))
+        elif not self._is_quiet and "held_out" in row:
+            print(f"step {row['step']}  {_text(row)}", flush=True)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """Steps and updates on recorded games before a line of the metrics."""
+    return row["step"], row.get("updates", 0)
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name} {row[name]:.3g}" for name in SHOWN if name in row)
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run, line by line."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(config: Config) -> str:
+    """Say in words how a run of this process ended, and where its results are."""
+    rows = rows_of(config.out)
+    last = rows[-1]
+    right = round(last["held_out"] * config.held_out)
+    text = f"{config.out}: {right} of {config.held_out} held-out boards answered rightly"
+    text += f" after {last['step']} steps, {last['rollouts']} games"
+    if last["held_out"] < config.until:
+        text += f"; --steps {2 * config.steps} goes on"
+    pages = ("plot.png", "rollouts.html")
+    return "\n".join([text, *(f"  {config.out / page}" for page in pages if (config.out / page).exists())])
+
+
+def table(runs: Sequence[Path]) -> str:
+    """Return a table in Markdown: a row a run, with all its scores on held-out boards."""
+    head = "| run | held out: before | after the warm-up | then | steps | games | s | processor s | nats |"
+    lines = [head, "|---|--:|--:|---|--:|--:|--:|--:|--:|"]
+    for run in runs:
+        rows = rows_of(run)
+        before, *warm_up = (row for row in rows if row["step"] == 0)
+        scores = [f"{row['held_out']:.2f}" for row in rows if row["step"] and "held_out" in row]
+        processor = sum(value for row in rows for name, value in row.items() if name.endswith("_processor_s"))
+        wall = sum(row.get(f"{part}_s", 0.0) for row in rows for part in PARTS)
+        cells = [
+            run.name,
+            f"{before['held_out']:.2f}",
+            f"{warm_up[-1]['held_out']:.2f} ({warm_up[-1]['updates']} updates)" if warm_up else "",
+            " ".join(scores),
+            str(rows[-1]["step"]),
+            f"{rows[-1]['rollouts']:,}",
+            f"{wall:.0f}",
+            f"{processor:.0f}",
+            f"{max((row['difference'] for row in rows if 'difference' in row), default=0.0):.1g}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def save_plot(runs: Sequence[Path], path: Path) -> None:
@@ -61,8 +135,9 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
     FigureCanvasAgg(figure)  # draws to files without a display
     (reward, entropy, speed), (difference, divergence, time) = figure.subplots(2, 3)
     for number, run in enumerate(runs):
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        tested = [row for row in rows if "held_out" in row]
+        rows = rows_of(run)
+        # The last one of each count, which leaves out the scores within a warm-up.
+        tested = list({row["rollouts"]: row for row in rows if "held_out" in row}.values())
         rows = [row for row in rows if "reward" in row]
         color, played = f"C{number}", [row["rollouts"] for row in rows]
         reward.plot(played, [row["reward"] for row in rows], color=color, linewidth=0.7, alpha=0.6)
@@ -94,8 +169,12 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=save_plot.__doc__)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        "python -m grpo.report", description="Compare runs in a table and a plot."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--out", type=Path, help="file of the plot, such as learn.png")
     options = parser.parse_args()
-    save_plot(options.runs, options.out)
+    print(table(options.runs))
+    if options.out is not None:
+        save_plot(options.runs, options.out)

@@ -41,13 +41,14 @@ class Trainer:
         tokenizer: Its tokenizer, which only a fault needs.
 
     Attributes:
-        step: Updates so far, those on recorded games left out.
+        step: Updates on sampled games so far.
+        updates: Updates on recorded games so far.
         model: The model.
         family: How it is given a batch.
     """
 
     def __init__(self, config: Config, model: Any, tokenizer: Tokenizer) -> None:
-        self.step = 0
+        self.step = self.updates = 0
         self.model = model
         self.family = ModelFamily.from_config(model.config)
         self._config = config
@@ -62,6 +63,7 @@ class Trainer:
             loss.backward()
             total += float(loss.detach())
         self._take_step()
+        self.updates += 1
         return total
 
     def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -123,6 +125,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
+            "updates": self.updates,
         }
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -132,7 +135,7 @@ class Trainer:
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self.updates = state["step"], state["updates"]
 
 
 def reward_of(trajectory: Trajectory) -> float:

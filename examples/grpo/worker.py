@@ -1,7 +1,7 @@
 """The worker's side: games against whatever samples, as trajectories."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Final, Protocol
@@ -138,28 +138,27 @@ def games_of(config: Config, step: int) -> list[tuple[int, int]]:
     return [(board, game) for board in range(first, first + config.boards) for game in range(config.rollouts)]
 
 
-async def warm_up(
-    config: Config, trainer: Trainer, worker: Player, show: Callable[[dict[str, float]], None]
-) -> dict[str, float]:
-    """Train on recorded games of an expert, until the model plays well enough; return what was seen."""
-    game = game_of(config, worker.renderer)()
+def needs_warm_up(config: Config, trainer: Trainer, held_out: float) -> bool:
+    """Whether a model that answers this share of held-out boards learns from recorded games first."""
+    begins = trainer.step == 0 and trainer.updates < config.warm_up
+    return begins and held_out < config.warm_up_until
+
+
+def warm_up(config: Config, trainer: Trainer, renderer: Renderer) -> dict[str, float]:
+    """Take the next updates on recorded games of an expert; return the last loss and their number so far."""
+    game = game_of(config, renderer)()
     if not isinstance(game, ZoomedCell):
-        raise SystemExit("only the game `zoom` records games")
+        raise SystemExit("only the game `zoom` records games; leave --warm-up out")
     collator = Collator(
-        trainer.family, pad_token_id=0, renderer=worker.renderer, packed=True, max_length=config.row_tokens
+        trainer.family, pad_token_id=0, renderer=renderer, packed=True, max_length=config.row_tokens
     )
-    seen = {"loss": 0.0, "held_out": await worker.held_out(), "updates": 0}
-    for update in range(config.warm_up):
-        if seen["held_out"] >= config.warm_up_until:
-            break
+    loss = 0.0
+    for update in range(trainer.updates, min(trainer.updates + _WARM_UP_CHECK, config.warm_up)):
         first = RECORDED + (config.seed << 20) + update * config.recorded
         seeds = range(first, first + config.recorded)
         games = [{"messages": game.recorded(seed), "tools": game.tools} for seed in seeds]
-        seen |= {"loss": trainer.imitate(collator.batch(games)), "updates": update + 1}
-        if (update + 1) % _WARM_UP_CHECK == 0 or update + 1 == config.warm_up:
-            seen["held_out"] = await worker.held_out()
-        show(seen)
-    return seen
+        loss = trainer.imitate(collator.batch(games))
+    return {"loss": loss, "updates": trainer.updates}
 
 
 def is_rendered(step: Step) -> bool:

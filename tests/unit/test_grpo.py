@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import os
 import random
-from dataclasses import replace
+import signal
+import sys
+from dataclasses import fields, replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,12 +16,13 @@ from kit import error_of
 
 torch = pytest.importorskip("torch")
 
-from grpo.__main__ import run  # noqa: E402
+import grpo.__main__ as program  # noqa: E402
 from grpo.config import ZOOM, Config, parse  # noqa: E402
 from grpo.faults import encoded_again  # noqa: E402
-from grpo.games import CALL, CAPTION, ZoomedCell  # noqa: E402
-from grpo.report import Report  # noqa: E402
-from grpo.trainer import reward_of, with_advantages  # noqa: E402
+from grpo.games import CALL, CAPTION, MarkedCell, ZoomedCell  # noqa: E402
+from grpo.one_process import run  # noqa: E402
+from grpo.report import Report, summary, table  # noqa: E402
+from grpo.trainer import Trainer, reward_of, with_advantages  # noqa: E402
 from grpo.worker import Worker, counts_of  # noqa: E402
 from mmrender import Renderer, build_training_sample  # noqa: E402
 from mmrender.trajectory import Trajectory  # noqa: E402
@@ -61,8 +66,41 @@ def test_settings_are_flags():
     assert parse(["--boards", "5", "--game", "zoom"]).boards == 5
 
 
+def test_help_explains_every_flag_and_names_the_defaults_of_each_game(capsys):
+    error_of(SystemExit, parse, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{setting.name.replace('_', '-')}" in text for setting in fields(Config))
+    assert "Games of each board, one group (8, 4 in zoom, 8 with --agent)" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--game", "chess"], "argument --game: invalid choice: 'chess'"),
+        (["--grid", "6"], "argument --grid: 6 is not 2 to 5, so that each cell has a letter"),
+    ],
+)
+def test_a_flag_that_no_game_has_is_refused_before_a_folder_is_made(flags, problem, capsys, tmp_path):
+    error_of(SystemExit, parse, [*flags, "--out", str(tmp_path / "run")])
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_packages_are_named_before_a_run_begins(monkeypatch, tmp_path):
+    present = {"torch", "transformers", "aiohttp", "starlette", "uvicorn"}
+    monkeypatch.setattr(program, "find_spec", lambda name: name if name in present else None)
+    assert program.missing_packages(Config()) == ["matplotlib", "rich"]
+    assert program.missing_packages(Config(quiet=True)) == ["matplotlib"]
+    assert program.missing_packages(Config(agent=True)) == ["matplotlib", "rich", "openai"]
+    monkeypatch.setattr(sys, "argv", ["grpo", "--out", str(tmp_path / "run")])
+    assert error_of(SystemExit, program.main).startswith("the example needs matplotlib, rich: pip install ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_shows_what_it_did(whole):
-    rows = rows_of(whole)
+    before, *rows = rows_of(whole)
+    assert (before["step"], before["rollouts"], before["updates"]) == (0, 0, 0)
+    assert 0 <= before["held_out"] <= 1
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["rollouts"] for row in rows] == [8, 16, 24]
     assert all(0 <= row["reward"] <= 1 and row["difference"] < 1e-4 for row in rows)
@@ -80,7 +118,10 @@ def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(whole, tmp_path):
     with (config.out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**rows_of(config)[-1], "step": 3, "reward": -1.0}) + "\n")
     asyncio.run(run(config))
-    assert [row["reward"] for row in rows_of(config)] == [row["reward"] for row in rows_of(whole)]
+    played = ["held_out", "reward"]
+    assert [[row.get(name) for name in played] for row in rows_of(config)] == [
+        [row.get(name) for name in played] for row in rows_of(whole)
+    ]
     for name, value in weights_of(whole).items():
         torch.testing.assert_close(weights_of(config)[name], value, atol=1e-5, rtol=1e-4)
 
@@ -91,6 +132,108 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path):
         (tmp_path / "metrics.jsonl").write_text("".join(lines))
         Report(replace(SMALL, out=tmp_path), kept)
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:kept])
+
+
+def test_a_warm_up_that_was_cut_off_goes_on_from_its_last_play_of_held_out_boards(tmp_path, monkeypatch):
+    warm = replace(SMALL, game="zoom", warm_up=7, warm_up_until=2.0, recorded=2, steps=1, row_tokens=1024)
+    cut, uncut = replace(warm, out=tmp_path / "cut"), replace(warm, out=tmp_path / "uncut")
+    asyncio.run(run(uncut))
+    imitate = Trainer.imitate
+
+    def cut_off(trainer, batch):
+        if trainer.updates == 6:
+            raise RuntimeError("cut off")
+        return imitate(trainer, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "imitate", cut_off)
+        assert error_of(RuntimeError, asyncio.run, run(cut)) == "cut off"
+    assert [row["updates"] for row in rows_of(cut)] == [0, 5]
+    asyncio.run(run(cut))
+    assert [row.get("updates") for row in rows_of(cut)] == [0, 5, 7, None]
+    for row, expected in zip(rows_of(cut), rows_of(uncut), strict=True):
+        assert row.get("held_out") == expected.get("held_out")
+        assert row.get("loss", 0.0) == pytest.approx(expected.get("loss", 0.0), rel=1e-4)
+    for name, value in weights_of(uncut).items():
+        torch.testing.assert_close(weights_of(cut)[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_a_log_has_a_line_for_each_play_of_held_out_boards(tmp_path, capsys):
+    report = Report(replace(SMALL, out=tmp_path, quiet=False, steps=40), 0)
+    report.add({"step": 0, "updates": 5, "loss": 2.5, "held_out": 0.25})
+    report.add({"step": 1, "reward": 0.5})
+    report.add({"step": 2, "reward": 0.5, "held_out": 0.75})
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}: 0.25 of the held-out boards by chance, at most 40 steps",
+        "step 0  updates 5  loss 2.5  held_out 0.25",
+        "step 2  held_out 0.75  reward 0.5",
+    ]
+
+
+def test_a_summary_and_a_table_of_runs(tmp_path):
+    rows = [
+        {
+            "step": 0,
+            "rollouts": 0,
+            "updates": 0,
+            "held_out": 0.125,
+            "evaluate_s": 1,
+            "evaluate_processor_s": 2,
+        },
+        {"step": 0, "rollouts": 0, "updates": 5, "held_out": 0.5, "train_s": 1, "train_processor_s": 2},
+        {
+            "step": 1,
+            "rollouts": 64,
+            "reward": 0.5,
+            "difference": 2e-6,
+            "rollout_s": 9,
+            "rollout_processor_s": 8,
+        },
+        {"step": 2, "rollouts": 128, "reward": 0.6, "difference": 1e-6, "held_out": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert table([tmp_path]).splitlines()[-1] == (
+        f"| {tmp_path.name} | 0.12 | 0.50 (5 updates) | 0.75 | 2 | 128 | 11 | 12 | 2e-06 |"
+    )
+    config = replace(SMALL, out=tmp_path, until=0.99, steps=2)
+    assert summary(config) == (
+        f"{tmp_path}: 6 of 8 held-out boards answered rightly after 2 steps, 128 games; --steps 4 goes on"
+    )
+    (tmp_path / "plot.png").touch()
+    assert summary(replace(config, until=0.75)).splitlines() == [
+        f"{tmp_path}: 6 of 8 held-out boards answered rightly after 2 steps, 128 games",
+        f"  {tmp_path / 'plot.png'}",
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--agent"]], ids=["environments", "agent"])
+def test_a_run_is_stopped_by_an_interrupt_in_the_middle_of_a_step_and_goes_on(
+    flags, tmp_path, monkeypatch, capsys
+):
+    if flags:
+        pytest.importorskip("openai")
+    small = {"grid": 2, "boards": 4, "rollouts": 2, "held-out": 8, "evaluate-every": 1, "hidden-size": 32}
+    sizes = [f"--{name}={value}" for name, value in small.items()]
+    command = ["grpo", "--out", str(tmp_path), "--audit-every=0", "--until=2", "--steps=3", *sizes, *flags]
+    monkeypatch.setattr(sys, "argv", command)
+    step, games = MarkedCell.step, count(1)
+
+    def interrupting(game, turn):
+        if next(games) == 8 + 2 * (8 + 8) + 4:  # two steps are done, each with its held-out boards
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(game, turn)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MarkedCell, "step", interrupting)
+        assert error_of(SystemExit, program.main) == "130"
+    text = capsys.readouterr()
+    assert text.err == f"\n{tmp_path}: stopped. The same command goes on from the last checkpoint.\n"
+    assert [line.split()[1] for line in text.out.splitlines()[1:]] == ["0", "1", "2"]
+    program.main()
+    begin, played, end, *_ = capsys.readouterr().out.splitlines()
+    assert begin.endswith("at most 3 steps, goes on from step 2")
+    assert played.startswith("step 3  held_out ")
+    assert "held-out boards answered rightly after 3 steps, 24 games" in end
 
 
 @pytest.mark.parametrize("answers", [1, 3])
@@ -199,7 +342,7 @@ def test_it_learns(tmp_path, seed):
         SMALL, out=tmp_path, seed=seed, boards=8, rollouts=8, steps=12, cycle=1, evaluate_every=12
     )
     asyncio.run(run(replace(config, learning_rate=1e-3, entropy_bonus=0.0, hidden_size=64)))
-    rows = rows_of(config)
+    rows = rows_of(config)[1:]
     late, count, chance = [row["reward"] for row in rows[-6:]], 6 * 64, 1 / 4
     assert rows[0]["entropy"] > 1.0
     # Three deviations of as many games at chance.

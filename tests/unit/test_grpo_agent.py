@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import inspect
+import json
 import random
 from dataclasses import replace
 
@@ -14,12 +15,12 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import grpo.agent  # noqa: E402
-from grpo.__main__ import run  # noqa: E402
 from grpo.agent_worker import AgentWorker  # noqa: E402
 from grpo.config import AGENT, ZOOM, Config, build, parse  # noqa: E402
 from grpo.games import CALL, ZoomedCell  # noqa: E402
+from grpo.one_process import run  # noqa: E402
 from grpo.trainer import Trainer, reward_of, with_advantages  # noqa: E402
-from grpo.worker import counts_of  # noqa: E402
+from grpo.worker import Worker, counts_of  # noqa: E402
 from mmrender import Renderer, build_training_sample  # noqa: E402
 from mmrender.client.local import LocalBackend  # noqa: E402
 from mmrender.model.weights import load_model  # noqa: E402
@@ -48,7 +49,7 @@ def test_the_agent_knows_the_client_of_openai_alone():
     tree = ast.parse(inspect.getsource(grpo.agent))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"json", "collections.abc", "typing", "openai"}
+    assert imported == {"collections.abc", "typing", "openai"}
 
 
 def test_settings_of_an_agent():
@@ -96,6 +97,46 @@ def test_every_game_trains_with_the_weights_that_sampled_it(small, game):
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("game", ["cell", "zoom"])
+def test_games_of_the_agent_are_token_for_token_those_of_environments(small, game, monkeypatch):
+    config = replace(small, game=game)
+    renderer = Renderer.from_pretrained(config.out / "model")
+    model = load_model(config.out / "model", "float32", "cpu", purpose="the test")
+    backend = LocalBackend(model, tokenizer=renderer.tokenizer)
+    allowed = ZoomedCell.sampling.fget
+    call = renderer.tokenizer.token_id("<tool_call>")
+
+    def sampling(game):
+        """The same for all turns, as a session has it, with more calls than an untrained model makes."""
+        return {**allowed(game), "logit_bias": {call: 3.0}}
+
+    monkeypatch.setattr(ZoomedCell, "sampling", property(sampling))
+    monkeypatch.setattr(ZoomedCell, "reset", with_sampling(ZoomedCell.reset, sampling))
+    monkeypatch.setattr(ZoomedCell, "step", with_sampling(ZoomedCell.step, sampling))
+
+    async def play():
+        expected = await Worker(config, renderer, backend=backend).train_rollouts(3)
+        async with AgentWorker(config, renderer, backend) as worker:
+            return expected, await worker.train_rollouts(3)
+
+    expected, games = asyncio.run(play())
+    assert len(games) == len(expected) == 16
+    for one, other in zip(games, expected, strict=True):
+        assert (one.extra["group"], one.extra["game"]) == (str(other.extra["group"]), other.extra["game"])
+        assert reward_of(one) == reward_of(other)
+        for step, same in zip(one.steps, other.steps, strict=True):
+            assert step.prompt_ids.tolist() == same.prompt_ids.tolist()
+            assert step.completion_ids.tolist() == same.completion_ids.tolist()
+            assert step.allowed == same.allowed
+            assert np.allclose(step.logprobs, same.logprobs, atol=1e-4)
+    assert max(len(each) for each in games) == (1 if game == "cell" else 2)
+
+
+def with_sampling(method, sampling):
+    """A method of a game whose observations allow the tokens of any turn."""
+    return lambda game, *arguments: replace(method(game, *arguments), sampling_params=sampling(game))
+
+
 def test_games_with_the_tool_reward_the_right_answer_and_end_after_two_calls(small):
     dice, config = random.Random(0), replace(small, game="zoom", constrained=False, boards=8)
     renderer = Renderer.from_pretrained(config.out / "model")
@@ -131,7 +172,24 @@ def test_games_with_the_tool_reward_the_right_answer_and_end_after_two_calls(sma
     assert 0 < sum(map(reward_of, games)) < len(games)
 
 
+@pytest.mark.parametrize("arguments", ['{"cell": A}', '["A"]', '"A"', "{}", '{"cell": ["A"]}'])
+def test_a_call_that_names_no_cell_loses_the_game(small, arguments):
+    config = replace(small, game="zoom", constrained=False, boards=1, rollouts=1)
+    renderer = Renderer.from_pretrained(config.out / "model")
+    call = CALL.replace('{"cell": "%s"}', arguments)
+
+    async def play():
+        async with AgentWorker(config, renderer, ScriptedBackend(renderer, lambda _: call)) as worker:
+            return await worker.train_rollouts(0)
+
+    [game] = asyncio.run(play())
+    assert (reward_of(game), game.extra["info"]["called"], game.extra.get("incomplete")) == (0.0, 0.0, None)
+
+
 def test_a_run_with_an_agent(small, tmp_path):
     config = replace(small, out=tmp_path, steps=2, evaluate_every=2, until=2.0)
-    assert 0 <= asyncio.run(run(config)) <= 1
+    asyncio.run(run(config))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(0 <= row["held_out"] <= 1 for row in (rows[0], rows[2]))
     assert (tmp_path / "rollouts.html").exists()
