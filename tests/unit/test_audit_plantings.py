@@ -1,6 +1,7 @@
-"""A handful of the faults that `tests/audit_plantings.py` plants, and one set of rollouts without a fault."""
+"""A handful of the faults that `tests/audit_plantings.py` plants."""
 
 import pytest
+
 from planting import judge
 from plantings_dev import DEV
 
