@@ -288,14 +288,14 @@ class _Routes:
 
     async def _read(self, protocol: AgentProtocol, body: Body, request: Request) -> tuple[Call, CallDigests]:
         """Read a body into a call, and digest it."""
-        entries = check_charge(body.value, self.settings.max_messages)
+        check_charge(body.value, self.settings.max_messages)
         headers = dict(request.headers)
 
         def read() -> tuple[Call, CallDigests]:
             call = protocol.read(body.value, headers)
             return call, CallDigests.of(call)
 
-        call, digests = await work.do(read, nbytes=body.nbytes, entries=entries)
+        call, digests = await work.do(read, size=body.size)
         if self.settings.models and call.model not in self.settings.models:
             served = ", ".join(self.settings.models)
             message = f"the model {call.model!r} is not served here, only {served}"

@@ -156,11 +156,11 @@ class Body(NamedTuple):
 
     Attributes:
         value: The object.
-        nbytes: Bytes of its text.
+        size: Size of the work on it, see `mmrender.gateway.work`.
     """
 
     value: dict[str, Any]
-    nbytes: int
+    size: int
 
 
 async def read_body(request: Request, limit: int, seconds: float) -> Body:
@@ -186,7 +186,8 @@ async def read_body(request: Request, limit: int, seconds: float) -> Body:
                 body += piece
                 if len(body) > limit:
                     raise too_long
-        return Body(await work.do(_decoded, body, nbytes=len(body)), len(body))
+        size = work.size_of(body)
+        return Body(await work.do(_decoded, body, size=size), size)
     except ClientDisconnect as error:
         raise CallerLeftError from error
     except TimeoutError as error:
@@ -200,11 +201,8 @@ def _decoded(text: bytearray) -> dict[str, Any]:
     return msgspec.json.decode(text, type=dict[str, Any])
 
 
-def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
+def check_charge(body: Mapping[str, Any], max_messages: int) -> None:
     """Bound the work of reading a body, before any of it is done.
-
-    Returns:
-        The number of its messages and content parts.
 
     Raises:
         RequestError: It has too many messages, content parts or stop strings.
@@ -226,7 +224,6 @@ def check_charge(body: Mapping[str, Any], max_messages: int) -> int:
         if len(stops) > _MAX_STOPS or length > _MAX_STOP_CHARACTERS:
             message = f"more than {_MAX_STOPS} stop strings, or {_MAX_STOP_CHARACTERS} characters of them"
             raise RequestError(400, message, code="too_many_stops", param=name)
-    return parts
 
 
 class RateLimit:

@@ -44,6 +44,8 @@ _EXACT: Final = 2**53
 _MAX_SEARCHED: Final = 1 << 18
 """Characters at the end of an answer in which ids are looked for."""
 _LARGEST: Final = 1 << 1023
+_MEMBERS: Final = 8
+"""Members that a message is taken to have, for the size of the work on it."""
 _MAX_READINGS: Final = 16
 """Maximum number of equal answers to one prompt that are followed, the newest."""
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
@@ -90,10 +92,10 @@ class CallDigests(NamedTuple):
 
 async def digests_of(call: Call) -> CallDigests:
     """Return the digests of a call, without blocking the event loop. Errors are as of `CallDigests.of`."""
-    parts = [part for message in call.messages for _, part in message.media()]
-    sources = (part.source for part in parts)
+    sources = (part.source for message in call.messages for _, part in message.media())
     nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
-    return await work.do(CallDigests.of, call, nbytes=nbytes, entries=len(call.messages) + len(parts))
+    members = _MEMBERS * len(call.messages)
+    return await work.do(CallDigests.of, call, size=nbytes + work.MEMBER_BYTES * members)
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -338,7 +338,7 @@ def spied(monkeypatch, owner, name):
 SIZES = {
     "small": ({}, True),
     "bytes": ({"user": "x" * (work.LOOP_BYTES + 1)}, False),
-    "messages": ({"messages": HELLO[CHAT]["messages"] * (work.LOOP_BYTES // work.ENTRY_BYTES + 1)}, False),
+    "members": ({"logit_bias": dict.fromkeys(range(work.LOOP_BYTES // work.MEMBER_BYTES), 0)}, False),
 }
 
 
@@ -355,8 +355,8 @@ def test_a_large_request_is_read_in_a_thread_however_it_comes(open_gateway, monk
     path = f"/s/size-{size}-{is_chunked}/v1/chat/completions"
     status, _ = ask(gateway, path, raw=iter(pieces) if is_chunked else text, method="POST")
     assert status == 200
-    assert [name == "mmrender-gateway" for name in (*reading, *digesting)] == [is_on_loop] * 2
-    assert [name == "mmrender-gateway" for name in decoding] == [size != "bytes"]
+    threads = [*decoding, *reading, *digesting]
+    assert [name == "mmrender-gateway" for name in threads] == [is_on_loop] * 3
 
 
 def test_parts_of_a_reply_leave_at_once(open_gateway):
