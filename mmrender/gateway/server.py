@@ -20,6 +20,9 @@ except ImportError as error:
 
 Result = TypeVar("Result")
 
+_KEEP_ALIVE_SECONDS: Final = 75
+"""Seconds that an idle connection is kept. Clients drop theirs first, httpx after 5 s and aiohttp after 15 s,
+since a request that meets the end of its connection is lost."""
 _LOOK_AGAIN: Final = 1.0
 """Seconds after which a call from another thread checks that the server still runs."""
 
@@ -132,6 +135,7 @@ class Server:
             self._app,
             log_level="warning",
             access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             http=cast(Any, partial(TimedProtocol, head_seconds=self._settings.read_seconds)),
             timeout_graceful_shutdown=max(1, round(self._settings.stop_seconds)),
         )

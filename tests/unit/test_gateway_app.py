@@ -359,7 +359,7 @@ def test_a_large_request_is_read_in_a_thread_however_it_comes(open_gateway, monk
     assert [name == "mmrender-gateway" for name in threads] == [is_on_loop] * 3
 
 
-def test_parts_of_a_reply_leave_at_once(open_gateway):
+def test_parts_of_a_reply_leave_at_once_and_clients_end_idle_connections_first(open_gateway):
     gateway, _ = open_gateway
     at = urlsplit(gateway.url)
     with socket.create_connection((at.hostname, at.port), timeout=30) as connection:
@@ -368,6 +368,7 @@ def test_parts_of_a_reply_leave_at_once(open_gateway):
         own = connection.getsockname()
         connections = gateway._server._server.server_state.connections
         [served] = [each for each in connections if each.transport.get_extra_info("peername") == own]
+        assert served.timeout_keep_alive > 15  # aiohttp's, the longest of common clients
         option = served.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
     assert option
 
@@ -422,16 +423,21 @@ def test_a_late_failure_of_an_engine_breaks_a_chat_stream_and_the_call_can_be_re
 
 @pytest.mark.parametrize("protocol", [RESPONSES, MESSAGES])
 def test_a_slow_answer_has_signs_of_life_and_a_late_error_is_an_event(renderer, protocol):
+    sign = b"event: ping" if protocol == MESSAGES else b":"
+    body = json.dumps({"model": "any", **HELLO[protocol], "stream": True})
     with serving(renderer, keep_alive_seconds=0.05) as (gateway, script):
         script.gate.clear()
         script.fault = EngineTimeoutError("too slow")
-        with ThreadPoolExecutor() as threads:
-            answer = threads.submit(events_of, gateway, protocol)
-            time.sleep(0.4)
+        at = urlsplit(gateway.url)
+        with contextlib.closing(http.client.HTTPConnection(at.hostname, at.port, timeout=60)) as connection:
+            connection.request("POST", f"/s/a/v1/{protocol}", body, {"content-type": "application/json"})
+            reply = connection.getresponse()
+            signs = 0
+            while signs < 3:
+                signs += reply.readline().startswith(sign)
             gateway.run(_open(script.gate))
-            status, text = answer.result()
-    assert status == 200
-    assert text.count("event: ping" if protocol == MESSAGES else "\n:") + text.startswith(":") > 2
+            text = reply.read().decode()
+    assert reply.status == 200
     assert "engine_timeout" in text or "too slow" in text
 
 
