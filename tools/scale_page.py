@@ -2,8 +2,9 @@
 
     python tools/scale_page.py [--check]
 
-`benchmarks/bench_scale.py --json docs/scale.json` measures. The text between the two marks of the page is
-replaced; `--check` writes nothing and exits with 1 where the page is not what it would write.
+`benchmarks/bench_scale.py --json docs/scale.json` and
+`benchmarks/bench_reading.py --json docs/scale-reading.json` measure. The text between the marks of the page
+is replaced; `--check` writes nothing and exits with 1 where the page is not what it would write.
 """
 
 import argparse
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 from speed_page import with_text
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE, FIGURES = DOCS / "scale.md", DOCS / "scale.json"
+PAGE, FIGURES, READING = DOCS / "scale.md", DOCS / "scale.json", DOCS / "scale-reading.json"
 BEGIN = "<!-- written by tools/scale_page.py -->\n"
+BEGIN_READING = "<!-- reading, written by tools/scale_page.py -->\n"
 
 ENVIRONMENTS, TURN_SECONDS = 1000, 10.0
 WORKERS, ENGINES, ENGINES_A_HOST = 8, 64, 8
@@ -113,6 +115,48 @@ def written(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reading(figures: dict[str, Any]) -> str:
+    """Tables of the bytes that ranks read, and of the times of a first batch and a plan."""
+    machine = figures["machine"]
+    amounts = {
+        "samples, records, file": f"{figures['samples']:,}, {figures['records']:,}, "
+        f"{figures['file_bytes'] / 1e9:.2f} GB",
+        "index": f"{figures['index_bytes_a_sample']:.0f} bytes a sample",
+        "of the time of an append, for the index": f"{figures['indexing_share']:.0%}",
+        "asked for by a rank, over its share of the file": f"{figures['read_over_share']:.3f}",
+        "read from the disk for it, over its share": f"{figures['disk_over_share']:.3f}",
+    }
+    times = {
+        "first batch of a rank": ("first_batch_seconds", "first_batch_processor_seconds"),
+        "the same without an index": (
+            "first_batch_seconds_without_index",
+            "first_batch_processor_seconds_without_index",
+        ),
+        "descriptors of all samples": ("describe_seconds", "describe_processor_seconds"),
+        f"plan of {figures['planned_samples']:,} samples over {figures['planned_ranks']} ranks": (
+            "plan_seconds",
+            "plan_processor_seconds",
+        ),
+    }
+    return "\n".join(
+        [
+            f"The slowest of {figures['measured']} of {figures['ranks']} ranks, on {machine['cpu']}, "
+            f"{machine['cores']} cores with a load of {figures['load']:.0f}, Python {machine['python']}:\n",
+            "| | |",
+            "|---|---|",
+            *[f"| {name} | {value} |" for name, value in amounts.items()],
+            "",
+            "| | wall, s | processor, s |",
+            "|---|--:|--:|",
+            *[
+                f"| {name} | {figures[wall]:.2f} | {figures[used]:.2f} |"
+                for name, (wall, used) in times.items()
+            ],
+            "",
+        ]
+    )
+
+
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,6 +164,7 @@ def main() -> int:
     options = parser.parse_args()
     page = PAGE.read_text("utf-8")
     expected = with_text(page, written(json.loads(FIGURES.read_text("utf-8"))), BEGIN)
+    expected = with_text(expected, reading(json.loads(READING.read_text("utf-8"))), BEGIN_READING)
     if not options.check:
         PAGE.write_text(expected, "utf-8")
         return 0
