@@ -1,10 +1,10 @@
 """From the bytes of trajectories to a batch that is ready for the model, against the plain path.
 
-    python benchmarks/bench_batch.py [--samples 64] [--images 4] [--rounds 5] [--clock cpu] [--quick]
-                                     [--json FILE]
+    python benchmarks/bench_batch.py [--samples 64] [--images 4] [--side 512] [--rounds 5] [--clock cpu]
+                                     [--quick] [--json FILE]
 
 All start from one message in memory and end with a padded batch: token ids, masks, log-probabilities, pixels
-and grids. The pictures are random, all different, of 320 x 448 pixels on average.
+and grids. The pictures are random, all different, of 320 x 448 pixels on average, or all of `--side`.
 
 - mmrender: the codec's message of a group of trajectories; samples of it; `collate`. It also computes M-RoPE
   positions and token types, which the others leave to the model. Once on one thread, and once on as many as
@@ -13,6 +13,9 @@ and grids. The pictures are random, all different, of 320 x 448 pixels on averag
   and `pad_sequence` for what is aligned to tokens. bfloat16, which this form cannot carry, is a cast at the
   end.
 - plain, base64: the same, each tensor in base64 of the standard library in JSON, as servers send them.
+- collate: `collate` alone, of samples in memory.
+- concatenated: `torch.cat` of float32 patches in memory that are ready, and a cast for bfloat16. Nothing else
+  of a batch.
 
 Every contender's batch is compared with the first one's before anything is timed. GB/s count the pixels of
 the ready batch; memcpy is the copy of as many bytes between warm buffers. Memory is the peak of the resident
@@ -49,6 +52,7 @@ from mmrender.media.load import load_image  # noqa: E402
 from mmrender.media.processors.patches import PatchLayout, PatchProcessor  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.training import ModelFamily, TrainingBatch, collate  # noqa: E402
+from mmrender.trajectory.sample import TrainingSample  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 
 IMAGE_ID, PAD_ID, TEXT = 90, 0, 150
@@ -78,7 +82,7 @@ class Case:
     pixel_values: int
 
 
-def make_case(samples: int, images: int, seed: int = 0) -> Case:
+def make_case(samples: int, images: int, side: int | None = None, seed: int = 0) -> Case:
     rng = np.random.default_rng(seed)
     trajectories, values = [], 0
     for index in range(samples):
@@ -86,6 +90,7 @@ def make_case(samples: int, images: int, seed: int = 0) -> Case:
         entries = []
         for _ in range(images):
             height, width = 32 * rng.integers(8, 13), 32 * rng.integers(11, 18)
+            height, width = (height, width) if side is None else (side, side)
             pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
             item: Any = PROCESSOR.process(load_image(Image.fromarray(pixels, "RGB")))
             count = item.grid[1] * item.grid[2] // 4
@@ -100,9 +105,15 @@ def make_case(samples: int, images: int, seed: int = 0) -> Case:
     return Case(trajectories, values)
 
 
+def samples_of(group: list[Trajectory]) -> list[TrainingSample]:
+    return [branch.sample() for trajectory in group for branch in trajectory.branches()]
+
+
 def ours(message: Any, dtype: Any, executor: ThreadPoolExecutor | None) -> Batch:
-    group = trajectories_from_wire(mmcodecs.decode(message))
-    samples = [branch.sample() for trajectory in group for branch in trajectory.branches()]
+    return collated(samples_of(trajectories_from_wire(mmcodecs.decode(message))), dtype, executor)
+
+
+def collated(samples: list[TrainingSample], dtype: Any, executor: ThreadPoolExecutor | None = None) -> Batch:
     batch: TrainingBatch = collate(
         samples, FAMILY, pad_token_id=PAD_ID, dtype=dtype, device=DEVICE, executor=executor
     )
@@ -169,6 +180,10 @@ def plain(rows: list[dict[str, Any]], dtype: Any) -> Batch:
     return _synchronised(batch)
 
 
+def _placed(tensor: Any) -> Any:
+    return tensor.to(DEVICE) if DEVICE else tensor
+
+
 def _viewed(array: Any) -> Any:
     """A tensor over an array that may be read-only; nothing writes to it here."""
     dtype = {"float32": torch.float32, "int64": torch.int64}[str(array.dtype)]
@@ -183,6 +198,8 @@ def _synchronised(batch: Batch) -> Batch:
 
 def check_same(expected: Batch, got: Batch, name: str) -> None:
     for key in ("pixel_values", "image_grid_thw", "input_ids", "attention_mask", "loss_mask", "logprobs"):
+        if key not in got and name == "concatenated":
+            continue
         if expected[key].dtype != got[key].dtype or not torch.equal(expected[key], got[key]):
             raise SystemExit(f"{name} gives another {key}")
 
@@ -200,6 +217,14 @@ def measured(case: Case, dtype: Any, rounds: int, clock: Clock) -> list[dict[str
         "plain, msgpack": (lambda: plain(msgpack.unpackb(packed, object_hook=untagged), dtype), len(packed)),
         "plain, base64": (lambda: plain(json.loads(text, object_hook=untagged), dtype), len(text)),
     }
+    samples = samples_of(case.trajectories)
+    ready = [
+        torch.from_numpy(item.tensors()["pixel_values"])
+        for sample in samples
+        for item in sample.multi_modal_data.mm_items["image"]
+    ]
+    contenders["collate"] = (lambda: collated(samples, dtype), 0)
+    contenders["concatenated"] = (lambda: {"pixel_values": _placed(torch.cat(ready).to(dtype))}, 0)
     first = next(iter(contenders.values()))[0]()
     for name, (run, _) in contenders.items():
         check_same(first, run(), name)
@@ -235,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--images", type=int, default=4, help="images of a sample")
+    parser.add_argument("--side", type=int, help="side of each image in pixels, a multiple of 32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu where others work too")
     parser.add_argument("--quick", action="store_true", help="8 samples, 3 rounds")
@@ -243,7 +269,7 @@ def main() -> None:
     samples, rounds = (8, 3) if options.quick else (options.samples, options.rounds)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nothing writes to it
-    case = make_case(samples, options.images)
+    case = make_case(samples, options.images, options.side)
     rows = [
         row
         for dtype in (torch.float32, torch.bfloat16)

@@ -70,9 +70,9 @@ class PixelArithmetic:
         """
         steps = _steps(self)[channel] if dtype == "float32" else None
         if steps is not None:
-            np.copyto(out, levels)
+            values: npt.NDArray[Any] = levels
             for operation, operand in steps:
-                operation(out, operand, out=out)
+                values = operation(values, operand, out=out)
         elif levels.size % 2 == 0:
             pairs = levels.reshape(-1).view(np.uint16)
             table = _pair_table(self, channel, dtype)
@@ -102,19 +102,21 @@ _Steps: TypeAlias = Sequence[tuple[Callable[..., Any], np.float32]]
 
 @lru_cache(maxsize=32)
 def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
-    """Return, per channel, two operations on whole float32 arrays that produce exactly the table's values.
+    """Return, per channel, operations on whole arrays that produce exactly the table's values.
 
-    None if no order of operations does. Pairs of levels are looked up then, which is as fast while their
-    table fits the processor's caches, and else slower.
+    The first one makes float32 of levels. None if no order of operations does. Pairs of levels are looked up
+    then, which takes two to three times as long: the tables of three channels exceed the nearest caches.
     """
     per_channel: list[_Steps | None] = []
     for mean, std, row in zip(arithmetic.mean, arithmetic.std, arithmetic.table(), strict=True):
         scale = np.float32(1.0 / arithmetic.rescale)
         shift, factor = np.float32(mean) * scale, np.float32(std) * scale
         # As the torch back end computes, and the same with the deviation, a power of two, divided by first.
+        # Last as Pillow's computes, if a quotient in float32 rounds as its product in float64 does.
         orders: tuple[_Steps, ...] = (
             [(np.subtract, shift), (np.divide, factor)],
             [(np.divide, factor), (np.subtract, np.float32(mean) / np.float32(std))],
+            [(np.divide, scale), (np.subtract, np.float32(mean)), (np.divide, np.float32(std))],
         )
         per_channel.append(next((steps for steps in orders if _produces(steps, row)), None))
     return tuple(per_channel)
@@ -122,10 +124,11 @@ def _steps(arithmetic: PixelArithmetic) -> tuple[_Steps | None, ...]:
 
 def _produces(steps: _Steps, row: npt.NDArray[np.float32]) -> bool:
     """Whether the operations turn all 256 levels into exactly these values."""
-    values = np.arange(256, dtype=np.float32)
+    values: npt.NDArray[Any] = np.arange(256, dtype=np.uint8)
+    out = np.empty(256, np.float32)
     for operation, operand in steps:
-        operation(values, operand, out=values)
-    return np.array_equal(values.view(np.uint32), row.view(np.uint32))
+        values = operation(values, operand, out=out)
+    return np.array_equal(out.view(np.uint32), row.view(np.uint32))
 
 
 @lru_cache(maxsize=32)

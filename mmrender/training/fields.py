@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from mmcodecs import BufferPool
 from mmrender.errors import BatchError, PlaceholderError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import ProcessedItem, TensorSpec, expand_into, tensor_specs
@@ -36,6 +37,10 @@ _DTYPES: Final[dict[Any, TensorDtype]] = {
     torch.bfloat16: "bfloat16",
 }
 _LEVELS: Final = 256
+_POOLED_BYTES: Final = 1 << 20
+"""Minimum size of a tensor that reuses memory."""
+_memory = BufferPool(max_idle_bytes=4 << 30)
+"""Memory of batches that are gone: fresh pages, which the system zeroes, cost several times the expansion."""
 _RowsOfMedia: TypeAlias = Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]]
 """For each row the names of its samples, and their media, from `media_of`."""
 
@@ -123,8 +128,12 @@ class _Buffer:
             storage = torch.from_numpy(np.empty(0, self.spec.dtype)).dtype
             self.values = (torch.zeros if zero else torch.empty)(shape, dtype=storage, pin_memory=True)
         else:
-            # numpy asks for huge pages, so that a large buffer is first written to several times faster.
-            self.values = torch.from_numpy((np.zeros if zero else np.empty)(shape, self.spec.dtype))
+            nbytes = math.prod(shape) * self.spec.dtype.itemsize
+            memory = np.empty(nbytes, np.uint8) if nbytes < _POOLED_BYTES else _memory.acquire(nbytes)
+            array = np.frombuffer(memory, self.spec.dtype).reshape(shape)
+            if zero:
+                array.fill(0)
+            self.values = torch.from_numpy(array)
         self.memory = self.values.numpy()
         self.values = self.values.view(dtype) if self.spec.floating else self.values
 

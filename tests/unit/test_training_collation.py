@@ -15,6 +15,7 @@ import torch
 
 import mmcodecs
 from kit import error_of
+from mmcodecs import BufferPool
 from mmrender.errors import BatchError, ModelError
 from mmrender.media.levels import compacted
 from mmrender.media.processors.patches import PatchItem
@@ -26,6 +27,7 @@ from mmrender.training import (
     TrajectoryDataset,
     collate,
     collate_micro_batch,
+    fields,
     plan_steps,
     smallest_dummy,
     token_logprobs,
@@ -56,6 +58,29 @@ ITEM = patch_item(16, 16)
 
 def batch_of(*samples: TrainingSample, family: ModelFamily = FAMILY, **options: Any) -> TrainingBatch:
     return collate(samples, family, pad_token_id=PAD_ID, **options)
+
+
+def test_memory_of_a_batch_is_used_again_when_its_last_view_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a batch of other images. What is still referenced keeps its values."""
+    monkeypatch.setattr(fields, "_memory", BufferPool(max_idle_bytes=64 << 20))
+    samples = [sample([patch_item(384, 640, seed=seed)]) for seed in range(3)]
+
+    def pixels(index: int) -> torch.Tensor:
+        return batch_of(samples[index]).fields["pixel_values"].values
+
+    first = pixels(0)
+    kept, place = first[:1], first.data_ptr()
+    expected = kept.clone()
+    del first
+    second = pixels(1)
+    assert second.data_ptr() != place
+    assert torch.equal(kept, expected)
+    del kept
+    third = pixels(2)
+    assert third.data_ptr() == place
+    assert torch.equal(
+        third, torch.from_numpy(samples[2].multi_modal_data.mm_items["image"][0].tensors()["pixel_values"])
+    )
 
 
 def changed(base: TrainingSample, **arrays: Any) -> TrainingSample:
