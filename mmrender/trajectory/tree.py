@@ -154,6 +154,14 @@ class Trajectory(Drawn):
             PlaceholderError: The sidecar does not hold together, or does not fit the prompt.
         """
         where = f"steps[{len(self)}]"
+        if hasattr(prompt_ids, "completion_ids"):
+            raise TrajectoryError(
+                "a sampled turn is appended whole, with everything that its engine returned",
+                where=f"{where}.prompt_ids",
+                expected="token ids",
+                got=type(prompt_ids).__name__,
+                remedy="Call append_turn(turn)",
+            )
         known = isinstance(parent, Step) and [parent] == self._steps[parent.index : parent.index + 1]
         if parent is not None and not known:
             raise TrajectoryError(

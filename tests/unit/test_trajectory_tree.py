@@ -257,6 +257,10 @@ def test_a_turn_is_appended_with_everything_that_its_engine_said():
     whole.append_turn(turn, extra={"note": 1}, **rest)
     named.append(PROMPT, [20, 21], extra={"note": 1}, **fields, **rest)
     assert_same(whole, named)
+    assert error_of(TrajectoryError, whole.append, turn) == (
+        "steps[1].prompt_ids: a sampled turn is appended whole, with everything that its engine returned - "
+        "expected token ids, got SimpleNamespace. Call append_turn(turn)"
+    )
     turn.restricted, turn.allowed, turn.sampler = ("json",), (), {"dtype": "bfloat16"}
     step = whole.append_turn(turn, extra={"note": 2})
     assert step.extra == {"restricted": ["json"], "sampler": {"dtype": "bfloat16"}, "note": 2}
