@@ -3,7 +3,7 @@
     python tools/prove_families.py [MODEL_TYPE ...]
 
 Each family is tried in a process of its own, with the default configuration of its class, made small. Its row
-is written at once, so that a run may be cut off and be continued with the families that remain.
+is printed and written at once, so that a run may be cut off and be continued with the families that remain.
 """
 
 import multiprocessing
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mmrender.errors import MMRenderError
-from mmrender.testing.families import prove_family
+from mmrender.testing.families import FamilyReport, compare_family
 from mmrender.testing.reference import has_reference_backend, import_torchvision
 from mmrender.training.families import Layout
 from mmrender.training.tensor_list import torch
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "proved.md"
 BEGIN, END = "<!-- written by tools/prove_families.py -->\n", "<!-- end -->\n"
-_HEAD = "| `model_type` | proved | refused |\n|---|---|---|\n"
+_HEAD = "| `model_type` | proved | lengths crossed | largest difference | refused |\n|---|---|---|---|---|\n"
 _SECONDS = 300
 _MOST_BYTES = 12 << 30
 """Address space of one family: what its defaults make too large fails by itself."""
@@ -106,10 +106,10 @@ def _tried(name: str) -> str:
     try:
         if receiving.poll(_SECONDS):
             return str(receiving.recv())
-        return f"| `{name}` | | takes more than {_SECONDS} seconds |"
+        return f"| `{name}` | | | | takes more than {_SECONDS} seconds |"
     except EOFError:
         process.join()
-        return f"| `{name}` | | ends its process with {process.exitcode} |"
+        return f"| `{name}` | | | | ends its process with {process.exitcode} |"
     finally:
         process.kill()
         process.join()
@@ -123,18 +123,30 @@ def _try(name: str, sending: Any) -> None:
 
 def _row(name: str) -> str:
     try:
-        found = prove_family(_config(name))
+        report = compare_family(_config(name))
     except MMRenderError as error:
         lacking = _LACKING.get(name)
         reason = f"cannot be built tiny: the defaults of its class lack {lacking}" if lacking else str(error)
-        return f"| `{name}` | | {_cell(reason)} |"
+        return f"| `{name}` | | | | {_cell(reason)} |"
     except Exception as error:  # noqa: BLE001 - the default configuration may raise anything
-        return f"| `{name}` | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
-    proved = [one for one in get_args(Layout) if one not in found.refused]
-    named = found.recurrent.replace("|", "`, `")
+        return f"| `{name}` | | | | no default configuration: {_cell(f'{type(error).__name__}: {error}')} |"
+    return row_of(name, report)
+
+
+def row_of(name: str, report: FamilyReport) -> str:
+    """Return the row of a family: its layouts, lengths and differences."""
+    family = report.family
+    proved: list[Layout] = [one for one in get_args(Layout) if one not in family.refused]
+    named = family.recurrent.replace("|", "`, `")
     notes = f" (`recurrent_segments` over `{named}`)" if named else ""
-    refused = "; ".join(f"{one}: {reason}" for one, reason in found.refused.items())
-    return f"| `{name}` | {', '.join(proved)}{notes} | {_cell(refused)} |"
+    bound = family.max_sample_tokens
+    notes += f" (samples of up to {bound:,} tokens)" if bound is not None else ""
+    lengths = {one.path.rpartition(".")[2]: one.tokens for one in report.lengths}
+    crossed = ", ".join(f"`{key}` {tokens:,}" for key, tokens in lengths.items())
+    largest = [max((part[one] for one in proved), default=0.0) for part in (report.logits, report.gradients)]
+    off = ", ".join(f"{value:.0e}" for value in largest)
+    refused = "; ".join(f"{one}: {family.refused[one]}" for one in get_args(Layout) if one in family.refused)
+    return f"| `{name}` | {', '.join(proved)}{notes} | {crossed} | {off} | {_cell(refused)} |"
 
 
 def _config(name: str) -> Any:

@@ -1,78 +1,94 @@
-"""`prove_family`: proof that batches of an architecture have the logits of single forwards.
+"""`prove_family`: proof that batches of an architecture have the logits and gradients of single forwards.
 
 A family is proved on its own architecture, built small with random weights, or on a model of the caller's.
-Samples with images and without run one by one, as the model numbers and masks them itself, and then in
-batches that are padded on the right, padded on the left, and packed. A layout with other logits is refused,
-with the first module that differs. A model whose logits do not depend on the text or the images before them
-proves nothing, and is refused as well.
+Samples with images and without run one by one, with the inputs of the family's image processor, as the model
+numbers and masks them itself, and then in batches: padded on the right, padded on the left, and packed.
+Samples lie on both sides of each length of the configuration: windows, chunks, the lengths that rotary
+embeddings were trained for. A layout with other logits or gradients is refused, with the first module that
+differs. Differences that float64 does not have are rounding. If every layout differs, and none with samples
+up to a length, samples are bounded by that length. A model whose logits do not depend on the text or the
+images before them proves nothing, and is refused as well.
 """
 
-import inspect
+import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Final, get_args
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeAlias, get_args
 
 import numpy as np
-from msgspec.structs import replace as replaced
-from PIL import Image
 
 from mmrender.caching import cached_property
 from mmrender.errors import BatchError, MissingDependencyError, MMRenderError
-from mmrender.media.item import ProcessedItem
-from mmrender.media.levels import compacted
-from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
-from mmrender.testing.small_architecture import build_small
+from mmrender.sidecar import MediaItem
+from mmrender.testing.family_samples import (
+    Images,
+    make_images,
+    make_sample,
+    make_samples,
+    reference_inputs,
+    with_inputs,
+)
+from mmrender.testing.small_architecture import Length, SmallModel, build_small, unchecked_lengths
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import (
     Layout,
     ModelFamily,
     Proof,
-    TokenTypes,
     read_settings,
     remember_proof,
     unproved_family,
 )
-from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.recurrent import recurrent_segments
 from mmrender.training.segments import placed
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 
-_TOKEN_TYPES: Final[tuple[TokenTypes, ...]] = ("mm_token_type_ids",)
-"""Keywords with one meaning in every family, unlike `token_type_ids`."""
-_TOLERANCE: Final = 1e-3
-"""Largest difference of a logit, in standard deviations of the logits."""
-_SEEN: Final = 10 * _TOLERANCE
-"""Smallest change of a logit that another token, or another image, must make."""
-_SIZES: Final = ((60, 100), (100, 60), (90, 90))
-_ROWS: Final[Mapping[Layout, dict[str, Any]]] = {
-    "right": {},
-    "left": {"padding_side": "left", "multiple": 8},
-    "packed": {"rows": [[2, 0, 1], [3]], "multiple": 8},
-}
-_NEUTRAL: Final = re.compile(
-    "self|kwargs|input_ids|attention_mask|position_ids|labels|past_key_values|use_cache|logits_to_keep|"
-    "return_dict|output_.*|.*_embeds|mm_encoder_outputs|vision_.*|interpolate_.*|downsample_mode|"
-    "per_layer_inputs|router_.*|.*(video|audio|input_features|input_values|second_per_grid).*|"
-    "feature_attention_mask|chunk_sample_lengths|cross_attention_states|(image|pixel|patch|num|tile)_?(?!.*mask).*"
-)
-"""Parameters of a forward that a batch may leave out: outputs, caches and other modalities."""
-_SMALLEST: Final[Mapping[str, int]] = {"max_soft_tokens": 70}
-"""Budgets that image processors scale every image up to, and the smallest value of each."""
+_TOLERANCE: Final = 5e-5
+"""Largest difference of a logit, in standard deviations of the logits, and of a gradient, in parts of the
+largest of its parameter."""
+_SEEN: Final = 1e-2
+"""Smallest change of a logit that another token, or another image, must make, in standard deviations."""
+_ROUNDING: Final = 1e-3
+"""Difference up to which float64 decides whether it is rounding of float32."""
+_FLOOR: Final = 1e-3
+"""Part of the largest gradient of all below which gradients count as rounding."""
+_MOST_TOKENS: Final = 512
+"""The longest length that samples of a caller's model cross. Longer ones are crossed by a small model."""
 _WITHIN_LAYER: Final = re.compile(r"layers\.\d+\.([\w.]+)$")
+
+
+@dataclass(frozen=True)
+class FamilyReport:
+    """Outcome of the comparison of a family's batches with single forwards.
+
+    Attributes:
+        family: The family, with its findings.
+        lengths: The lengths that samples lie on both sides of.
+        logits: Largest difference of a logit by layout, in standard deviations of the logits. Of float64, if
+            a larger one of float32 is rounding.
+        gradients: Largest difference of a gradient by layout, in parts of the largest of its parameter; empty
+            if the model is the caller's.
+    """
+
+    family: ModelFamily
+    lengths: tuple[Length, ...]
+    logits: Mapping[Layout, float] = field(default_factory=dict)
+    gradients: Mapping[Layout, float] = field(default_factory=dict)
 
 
 def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = None) -> ModelFamily:
     """Compare batches of an architecture with single forwards, and return the family with its findings.
 
-    The architecture is built small, with random weights, unless a model in float32 is passed, which runs as
-    it is. Padded (right and left) and packed batches of samples with images and without run in train mode.
-    The proof is remembered by the configuration: `ModelFamily.from_config` uses it in this process and, if
-    the architecture was built here, in others with the same releases of Transformers, torch and mmrender,
-    too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
+    The architecture is built small, with random weights and short windows, unless a model in float32 is
+    passed, which runs as it is. Lengths of its configuration beyond 512 tokens are then crossed by a small
+    model of its class. Padded (right and left) and packed batches of samples with images and without run in
+    train mode. The proof is remembered by the configuration: `ModelFamily.from_config` uses it in this
+    process and, if the architecture was built here, in others with the same releases of Transformers, torch
+    and mmrender, too. `MMRENDER_CACHE` names the folder, and `off` keeps nothing.
 
     Args:
         model_or_config: A Transformers model, or a configuration as `ModelFamily.from_config` takes it.
@@ -80,21 +96,58 @@ def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = N
             family's image processor cannot be built from its name alone.
 
     Returns:
-        The family, with the layouts that failed and the module at fault in `refused`.
+        The family, with the layouts that failed and the module at fault in `refused`, and in
+        `max_sample_tokens` the length beyond which every layout fails, or that could not be crossed.
 
     Raises:
         ModelError: The configuration cannot be read.
         BatchError: All layouts fail, or nothing can be compared.
         MissingDependencyError: Transformers is not installed.
     """
+    report = compare_family(model_or_config, images=images)
     settings = read_settings(getattr(model_or_config, "config", model_or_config))
-    runs = hasattr(model_or_config, "forward") and next(model_or_config.parameters()).dtype == torch.float32
-    model = model_or_config if runs else build_small(_transformers_config(model_or_config, settings))
-    family = _proved(model, _with_inputs(unproved_family(model.config.to_dict()), model), images)
-    proof = Proof(family.token_types, family.recurrent, dict(family.refused))
+    family = report.family
+    proof = Proof(family.token_types, family.recurrent, family.max_sample_tokens, dict(family.refused))
     # A model of the caller's may have code of its own, which no configuration names.
-    remember_proof(settings, proof, on_disk=not runs)
-    return unproved_family(settings).proved(proof)
+    remember_proof(settings, proof, on_disk=not _runs(model_or_config))
+    return family
+
+
+def compare_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = None) -> FamilyReport:
+    """Compare as `prove_family`, and return all differences. Nothing is remembered. Raises the same."""
+    settings = read_settings(getattr(model_or_config, "config", model_or_config))
+    whole = unproved_family(settings)
+    if not _runs(model_or_config):
+        small = build_small(_transformers_config(model_or_config, settings))
+        report = _compared(small.model, small.lengths, images, gradients=True)
+    else:
+        model = model_or_config
+        try:
+            # The configuration of a model of the caller's own class may be built small, too.
+            small = build_small(model.config, type(model))
+            lengths = small.lengths
+        except BatchError:
+            small, lengths = None, unchecked_lengths(model)
+        near = tuple(one._replace(small=one.tokens) for one in lengths if one.tokens <= _MOST_TOKENS)
+        report = _compared(model, near, images, gradients=False)
+        if len(near) < len(lengths):
+            report = _joined(report, _beyond(lengths[len(near) :], small, images))
+    bounds = [one for one in (whole.max_sample_tokens, report.family.max_sample_tokens) if one is not None]
+    family = replace(
+        whole,
+        token_types=report.family.token_types,
+        recurrent=report.family.recurrent,
+        refused=report.family.refused,
+        max_sample_tokens=min(bounds, default=None),
+    )
+    return replace(report, family=family)
+
+
+def _runs(model_or_config: Any) -> bool:
+    """Whether a model in float32 is passed, which runs as it is."""
+    if not hasattr(model_or_config, "forward"):
+        return False
+    return bool(next(model_or_config.parameters()).dtype == torch.float32)
 
 
 def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:
@@ -116,76 +169,197 @@ def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[model_type].from_dict(dict(settings))
 
 
-def _proved(model: Any, draft: ModelFamily, images: Sequence[MediaItem] | None) -> ModelFamily:
-    with _undisturbed(model), torch.no_grad():
-        items = list(images or _items(model, draft))
-        bench = _Bench(model, draft, _samples(draft, items))
-        bench.check_sensitive(items)
-        refused = {}
-        family = draft
-        for layout in get_args(Layout):
-            difference = bench.difference(family, layout)
-            names: list[str] = [] if not family.recurrent else family.recurrent.split("|")
-            mixing = difference
-            while mixing is not None and layout == "packed" and mixing.module not in ("", *names):
-                # A module that mixes samples along the row may run sample by sample, if nothing else mixes.
-                names.append(mixing.module)
-                recurrent = replace(family, recurrent="|".join(names))
-                mixing = bench.difference(recurrent, layout)
-                if mixing is None:
-                    family, difference = recurrent, None
-            if difference is not None:
-                refused[layout] = difference.text
-    if len(refused) == len(get_args(Layout)):
+def _beyond(lengths: Sequence[Length], small: SmallModel | None, images: Any) -> FamilyReport:
+    """Compare a small model of the caller's class across lengths that the caller's model is too long for."""
+    if small is not None:
+        try:
+            return _compared(small.model, small.lengths, None, gradients=True)
+        except BatchError:
+            pass  # what a small model cannot show stays unknown
+    bound = min(one.tokens for one in lengths)
+    return FamilyReport(ModelFamily("", max_sample_tokens=bound), ())
+
+
+def _joined(one: FamilyReport, other: FamilyReport) -> FamilyReport:
+    """Return the findings of two comparisons of one family."""
+    names = [name for report in (one, other) for name in report.family.recurrent.split("|") if name]
+    bounds = [report.family.max_sample_tokens for report in (one, other)]
+    family = replace(
+        one.family,
+        recurrent="|".join(dict.fromkeys(names)),
+        refused={**other.family.refused, **one.family.refused},
+        max_sample_tokens=min((bound for bound in bounds if bound is not None), default=None),
+    )
+    logits = {layout: max(report.logits.get(layout, 0.0) for report in (one, other)) for layout in one.logits}
+    return FamilyReport(family, other.lengths or one.lengths, logits, other.gradients)
+
+
+def _compared(
+    model: Any, lengths: tuple[Length, ...], given: Sequence[MediaItem] | None, *, gradients: bool
+) -> FamilyReport:
+    """Compare one model, whose configuration has the small values of the lengths."""
+    draft = replace(with_inputs(unproved_family(model.config.to_dict()), model), max_sample_tokens=None)
+    with _undisturbed(model):
+        images = Images(given) if given else make_images(model, draft)
+        samples = make_samples(draft, images.items, sorted({one.small for one in lengths}))
+        bench = _Bench(model, draft, images, gradients)
+        bench.check_sensitive()
+        family, found = _by_layout(bench, draft, samples)
+        bound = None
+        for length in sorted(lengths, key=lambda one: -one.tokens):
+            if not all(one.text for one in found.values()):
+                break
+            within = [one for one in samples if len(one) <= length.small]
+            if not any(one.media_spans for one in within) and any(one.media_spans for one in samples):
+                break  # without images nothing is proved of them
+            shorter, again = _by_layout(bench, draft, within)
+            if not all(one.text for one in again.values()):
+                family, found, bound = shorter, again, length.tokens
+    refused = {layout: found[layout].text for layout in get_args(Layout) if found[layout].text}
+    if len(refused) == len(found):
         raise BatchError(
             f"batches for {draft.model_type} differ from single forwards in every layout",
             where="config.model_type",
             got="; ".join(dict.fromkeys(refused.values())),
             remedy="Train on one sample at a time with the model's own inputs",
         )
-    return replace(family, refused={**draft.refused, **refused})
+    return FamilyReport(
+        replace(family, refused={**draft.refused, **refused}, max_sample_tokens=bound),
+        lengths,
+        {layout: one.logits for layout, one in found.items()},
+        {layout: one.gradients for layout, one in found.items()} if gradients else {},
+    )
+
+
+def _by_layout(
+    bench: "_Bench", family: ModelFamily, samples: Sequence[TrainingSample]
+) -> tuple[ModelFamily, dict[Layout, "_Difference"]]:
+    """Return the difference in each layout, and the family with the modules that run sample by sample."""
+    packed = bench.difference(family, "packed", samples)
+    names: list[str] = [] if not family.recurrent else family.recurrent.split("|")
+    mixing = packed
+    while mixing.text and mixing.module not in ("", *names):
+        # A module that mixes samples along the row may run sample by sample, if nothing else mixes.
+        names.append(mixing.module)
+        recurrent = replace(family, recurrent="|".join(names))
+        mixing = bench.difference(recurrent, "packed", samples)
+        if not mixing.text:
+            family, packed = recurrent, mixing
+    found: dict[Layout, _Difference] = {"packed": packed}
+    for layout in get_args(Layout):
+        if layout not in found:
+            found[layout] = bench.difference(family, layout, samples)
+    return family, found
+
+
+def _options(layout: Layout, count: int) -> dict[str, Any]:
+    """Return the options of `collate` for a layout; packed rows hold every other sample."""
+    if layout == "packed":
+        return {"rows": [[*range(0, count, 2)][::-1], [*range(1, count, 2)]], "multiple": 8}
+    return {"padding_side": "left", "multiple": 8} if layout == "left" else {}
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """The place of a difference, and a module of a layer that could run by sample."""
+    """The largest differences of a layout; without a text the layout is proved.
 
-    text: str
+    Attributes:
+        logits: In standard deviations of the logits.
+        gradients: In parts of the largest of its parameter.
+        text: The reason against the layout.
+        module: A module of a layer that could run by sample.
+    """
+
+    logits: float = float("inf")
+    gradients: float = float("inf")
+    text: str = ""
     module: str = ""
+
+
+_Outcome: TypeAlias = tuple[dict[str, Any], list[Any]]
+"""Logits by sample, and the gradient of each parameter."""
 
 
 @dataclass(frozen=True)
 class _Bench:
     model: Any
     family: ModelFamily
-    samples: Sequence[TrainingSample]
+    images: Images
+    gradients: bool
+    singles: dict[str, _Outcome] = field(default_factory=dict)
 
-    def alone(self, sample: TrainingSample) -> Any:
-        """Return the logits of one sample as the model itself numbers and masks it."""
-        inputs = collate([sample], self.family, pad_token_id=0).model_inputs(kept_apart=True)
-        del inputs["position_ids"], inputs["attention_mask"]
-        try:
-            return self.model(**inputs).logits[0]
-        except Exception as error:  # a model's own code may raise anything
-            raise BatchError(
-                "a single forward fails",
-                where=type(self.model).__name__,
-                got=f"{type(error).__name__}: {error}"[:200],
-                remedy="Pass items of the model's own processor as `images`, or a model that runs",
-            ) from error
+    def alone(self, sample: TrainingSample) -> _Outcome:
+        """Return the outcome of one sample with the reference's inputs."""
+        if sample.sample_id not in self.singles:
+            inputs = reference_inputs(sample, self.family, self.images)
+            try:
+                outcome = self._outcome(lambda: {sample.sample_id: self._logits(inputs)[0]})
+            except Exception as error:  # a model's own code may raise anything
+                raise BatchError(
+                    "a single forward fails",
+                    where=type(self.model).__name__,
+                    got=f"{type(error).__name__}: {error}"[:200],
+                    remedy="Pass items of the model's own processor as `images`, or a model that runs",
+                ) from error
+            self.singles[sample.sample_id] = outcome
+        return self.singles[sample.sample_id]
 
-    def check_sensitive(self, items: Sequence[MediaItem]) -> None:
+    def together(self, batch: TrainingBatch) -> _Outcome:
+        """Return the outcome of a batch."""
+
+        def run() -> dict[str, Any]:
+            with recurrent_segments(self.model, batch):
+                logits = self._logits(batch.model_inputs())
+            return dict(zip(batch.sample_ids, batch.split(logits), strict=True))
+
+        return self._outcome(run)
+
+    def _logits(self, inputs: Mapping[str, Any]) -> Any:
+        dtype = next(self.model.parameters()).dtype
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: cast(one) for name, one in value.items()}
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return self.model(**cast(dict(inputs))).logits
+
+    @cached_property
+    def in_float64(self) -> "_Bench":
+        """The same with the model in float64, if it may be, with attention that has no float32 within."""
+        model = copy.deepcopy(self.model).double()
+        with suppress(Exception):  # a model may know eager attention only
+            model.set_attn_implementation("sdpa")
+        return replace(self, model=model, singles={})
+
+    def _outcome(self, run: Callable[[], dict[str, Any]]) -> _Outcome:
+        with _as_before(self.model), torch.set_grad_enabled(self.gradients):
+            logits = run()
+            if not self.gradients:
+                return logits, []
+            # A loss with another weight for each logit: a sum of all would hide exchanges.
+            loss = sum((one * _weights(name, one.shape).to(one.dtype)).sum() for name, one in logits.items())
+            parameters = [one for one in self.model.parameters() if one.requires_grad]
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return {name: one.detach() for name, one in logits.items()}, [
+            torch.zeros_like(one) if gradient is None else gradient
+            for one, gradient in zip(parameters, found, strict=True)
+        ]
+
+    def check_sensitive(self) -> None:
         """Require that logits depend on the first token and on the pixels of images."""
-        whole = self.alone(self.samples[2])
-        ids = self.samples[2].token_ids.copy()
+        items = self.images.items
+        whole = make_sample(self.family, [], seed=0, text=15)
+        ids = whole.token_ids.copy()
         ids[0] += 1
-        others = {"token": replace(self.samples[2], token_ids=ids)}
+        pairs = {"token": [whole, replace(whole, token_ids=ids)]}
         if items:
-            others["image"] = _sample(self.family, [items[-1]], seed=0)
-            whole_image = self.alone(_sample(self.family, [items[-2]], seed=0))
-        for name, other in others.items():
-            before = whole if name == "token" else whole_image
-            after = self.alone(other)
+            pairs["image"] = [make_sample(self.family, [item], seed=0) for item in items[-2:]]
+        for name, pair in pairs.items():
+            before, after = (
+                next(iter(self.alone(replace(one, sample_id=f"{name} {number}"))[0].values()))
+                for number, one in enumerate(pair)
+            )
             if before.shape != after.shape or not _largest(before[-1:], after[-1:]) > _SEEN:
                 raise BatchError(
                     f"nothing is proved: another {name} does not change the logits of the last token",
@@ -193,39 +367,58 @@ class _Bench:
                     expected=f"a change of {_SEEN} standard deviations or more",
                 )
 
-    @cached_property
-    def singles(self) -> dict[str, Any]:
-        """Logits of each sample alone, by its name."""
-        return {one.sample_id: self.alone(one) for one in self.samples}
+    def difference(
+        self, family: ModelFamily, layout: Layout, samples: Sequence[TrainingSample]
+    ) -> _Difference:
+        """Return how a layout differs from single forwards, apart from rounding."""
+        found = self._difference(family, layout, samples)
+        is_float32 = next(self.model.parameters()).dtype == torch.float32
+        if found.text and max(found.logits, found.gradients) <= _ROUNDING and self.gradients and is_float32:
+            try:
+                exact = self.in_float64.difference(family, layout, samples)
+            except BatchError:
+                return found  # a part of the model computes in float32 only
+            if max(exact.logits, exact.gradients) <= _TOLERANCE / 10:
+                return exact
+        return found
 
-    def difference(self, family: ModelFamily, layout: Layout) -> _Difference | None:
-        """Return the place where a layout differs from single forwards, or None."""
+    def _difference(
+        self, family: ModelFamily, layout: Layout, samples: Sequence[TrainingSample]
+    ) -> _Difference:
+        singles = {one.sample_id: self.alone(one) for one in samples}
         try:
-            batch = collate(self.samples, replace(family, refused={}), pad_token_id=0, **_ROWS[layout])
-            with recurrent_segments(self.model, batch):
-                logits = self.model(**batch.model_inputs()).logits
-            together = dict(zip(batch.sample_ids, batch.split(logits), strict=True))
-            singles = self.singles
+            batch = collate(
+                samples, replace(family, refused={}), pad_token_id=0, **_options(layout, len(samples))
+            )
+            logits, gradients = self.together(batch)
         except MMRenderError as error:
-            return _Difference(str(error))
+            return _Difference(text=str(error))
         except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
-            return _Difference(f"{layout} rows: {type(error).__name__}: {error}"[:200])
-        off = {name: _largest(logits, together[name]) for name, logits in singles.items()}
+            return _Difference(text=f"{layout} rows: {type(error).__name__}: {error}"[:200])
+        off = {name: _largest(one[name], logits[name]) for name, (one, _) in singles.items()}
         name = max(off, key=lambda one: off[one])
+        expected = [sum(each) for each in zip(*(one for _, one in singles.values()), strict=True)]
+        steepest = _steepest(expected, gradients)
+        if off[name] <= _TOLERANCE and steepest <= _TOLERANCE:
+            return _Difference(off[name], steepest)
         if off[name] <= _TOLERANCE:
-            return None
-        sample = next(one for one in self.samples if one.sample_id == name)
+            text = f"gradients of {layout} rows differ from single forwards, by {steepest:.2g} of the largest"
+            return _Difference(off[name], steepest, text)
+        sample = next(one for one in samples if one.sample_id == name)
         path, kind = self._first_module(batch, sample)
         layer = _WITHIN_LAYER.search(path)
         text = f"{layout} rows differ from single forwards in {path or 'no single module'}"
         text = f"{text} ({kind})" if kind else text
-        return _Difference(f"{text}, by {off[name]:.2g} deviations", layer[1] if layer else "")
+        text = f"{text}, by {off[name]:.2g} deviations"
+        return _Difference(off[name], steepest, text, layer[1] if layer else "")
 
     def _first_module(self, batch: TrainingBatch, sample: TrainingSample) -> tuple[str, str]:
         """Return name and class of the first module that makes equal states differ."""
-        with _recorded(self.model) as single:
-            self.alone(sample)
-        with _recorded(self.model) as whole, recurrent_segments(self.model, batch):
+        inputs = reference_inputs(sample, self.family, self.images)
+        with torch.no_grad(), _as_before(self.model), _recorded(self.model) as single:
+            self.model(**inputs)
+        apart = recurrent_segments(self.model, batch)
+        with torch.no_grad(), _as_before(self.model), _recorded(self.model) as whole, apart:
             self.model(**batch.model_inputs())
         shape = [len(batch), batch.width]
         row, segment = next(pair for pair in placed(batch.segments) if pair[1].sample_id == sample.sample_id)
@@ -242,10 +435,40 @@ class _Bench:
         return "", ""
 
 
+def _weights(name: str, shape: Sequence[int]) -> Any:
+    """Return the weight of each logit of a sample in the loss, the same in every layout."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def _steepest(expected: Sequence[Any], got: Sequence[Any]) -> float:
+    """Return the largest difference of a gradient, in parts of the largest of its parameter."""
+    sizes = [float(one.abs().max()) for one in expected]
+    floor = _FLOOR * max(sizes, default=0.0)
+    off = [
+        float((one - other).abs().max()) / max(floor, size, 1e-30)
+        for one, other, size in zip(expected, got, sizes, strict=True)
+    ]
+    return max((one if np.isfinite(one) else float("inf") for one in off), default=0.0)
+
+
+@contextmanager
+def _as_before(model: Any) -> Iterator[None]:
+    """Put back what a forward changes: some rotary embeddings keep the longest length that they have seen."""
+    states = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, state, buffers in states:
+            vars(module).update(state)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
 def _largest(expected: Any, got: Any) -> float:
     """Return the largest difference, in standard deviations of the expected values."""
-    scale = float(expected.float().std()) or 1.0
-    value = float((expected.float() - got.float()).abs().max()) / scale
+    scale = float(expected.double().std()) or 1.0
+    value = float((expected.double() - got.double()).abs().max()) / scale
     return value if np.isfinite(value) else float("inf")
 
 
@@ -289,175 +512,3 @@ def _undisturbed(model: Any) -> Iterator[None]:
     finally:
         for module, name, value in changed:
             setattr(module, name, value)
-
-
-def _with_inputs(draft: ModelFamily, model: Any) -> ModelFamily:
-    """Return the family with the token types that the model's forward takes."""
-    takes = inspect.signature(model.forward).parameters
-    if draft.token_types is None and (names := [one for one in _TOKEN_TYPES if one in takes]):
-        draft = replace(draft, token_types=names[0])
-    if "input_ids" not in takes:
-        raise BatchError("the model's forward does not take input_ids", where=type(model).__name__)
-    return draft
-
-
-def _check_inputs(draft: ModelFamily, model: Any, given: Sequence[str]) -> None:
-    """Require that the batch has all that the model's forward takes."""
-    held = {*given, draft.token_types, *draft.rules}
-    for name in inspect.signature(model.forward).parameters:
-        if name not in held and not _NEUTRAL.fullmatch(name):
-            raise BatchError(
-                f"the model takes {name}, which batches do not hold",
-                where=f"{type(model).__name__}.forward",
-                remedy="Train on one sample at a time with the inputs of the model's own processor",
-            )
-
-
-def _items(model: Any, draft: ModelFamily) -> list[MediaItem]:
-    """Make items of random pixels by the image processor that Transformers has for the family."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise BatchError(
-            "the model is an encoder with a decoder, and batches hold one sequence for each sample",
-            where=type(model).__name__,
-        )
-    if "image" not in draft.feature_token_ids:
-        if getattr(model.config, "vision_config", None) is not None:
-            problem = "the configuration does not name the token of images"
-            raise BatchError(problem, where="config", expected="image_token_id")
-        _check_inputs(draft, model, ())
-        return []
-    processor = _image_processor(draft.model_type, model.config)
-    rng = np.random.default_rng(0)
-    items: list[ProcessedItem] = []
-    for number, size in enumerate((*_SIZES, _SIZES[-1])):
-        pixels = Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8), "RGB")
-        arrays = {}
-        try:
-            output = processor([[pixels]], return_tensors="pt")
-            tensors = {
-                name: value.float() if value.is_floating_point() else value
-                for name, value in output.items()
-                if isinstance(value, torch.Tensor)
-            }
-            takes = inspect.signature(model.forward).parameters
-            tensors = {name: value for name, value in tensors.items() if name in takes}
-            count = sum(part.numel() // part.shape[-1] for part in _image_features(model, **tensors))
-        except Exception as error:
-            raise BatchError(
-                "the features of an image cannot be counted",
-                where=f"{type(model).__name__}.get_image_features",
-                got=f"{type(error).__name__}: {error}"[:200],
-                remedy="Pass items of the model's own processor as `images`",
-            ) from error
-        arrays = {name: compacted(value.numpy(), None) for name, value in tensors.items()}
-        items.append(
-            ProcessedItem(
-                identity=f"{number + 1:064x}",
-                size=size,
-                grid=(1,),
-                expansion=(Repeat("<image>", count),),
-                parts=arrays,
-            )
-        )
-    _check_inputs(draft, model, [*arrays])
-    return [items[0], *_counted_together(model, draft, items[1:3]), *items[2:]]
-
-
-def _counted_together(model: Any, draft: ModelFamily, items: list[ProcessedItem]) -> list[ProcessedItem]:
-    """Return two items as they are in one sample: some families cut an image only if it is alone."""
-    parts = _image_features(model, **collate_mm_kwargs([_sample(draft, items, seed=0)], draft))
-    if len(parts) != len(items):
-        return items
-    expansions = [(Repeat("<image>", part.numel() // part.shape[-1]),) for part in parts]
-    return [
-        item if item.expansion == other else replaced(item, expansion=other, identity=item.identity[::-1])
-        for item, other in zip(items, expansions, strict=True)
-    ]
-
-
-def _image_processor(model_type: str, config: Any) -> Any:
-    """Return the family's image processor with the sizes of the vision tower."""
-    try:
-        import transformers
-        from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
-    known = (
-        IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in (model_type, model_type.removesuffix("_moe"))
-    )
-    names: Mapping[str, str] = next((one for one in known if one), {})
-    for name in [names.get("pil"), names.get("torchvision")]:
-        try:
-            processor = None if name is None else getattr(transformers, name)()
-        except (ImportError, AttributeError):
-            continue
-        if processor is not None:
-            if getattr(config, "image_grid_pinpoints", None):
-                processor.image_grid_pinpoints = config.image_grid_pinpoints
-            return _fitted(processor, getattr(config, "vision_config", config))
-    raise BatchError(
-        "no image processor of this family can be built here",
-        where=f"config of {model_type}",
-        expected=" or ".join(map(str, names.values())) or "an image processor in Transformers",
-        remedy="Pass items of the model's own processor as `images`",
-    )
-
-
-def _fitted(processor: Any, vision: Any) -> Any:
-    """Set an image processor to the sizes of the vision tower, and to the smallest budget."""
-    for name, least in _SMALLEST.items():
-        if getattr(processor, name, least) > least:
-            setattr(processor, name, least)
-    for own, theirs in (
-        ("patch_size", "patch_size"),
-        ("temporal_patch_size", "temporal_patch_size"),
-        ("merge_size", "spatial_merge_size"),
-    ):
-        value = getattr(vision, theirs, None)
-        if isinstance(getattr(processor, own, None), int) and isinstance(value, int):
-            setattr(processor, own, value)
-    if isinstance(getattr(processor, "max_image_size", None), Mapping) and isinstance(
-        getattr(vision, "image_size", None), int
-    ):
-        processor.max_image_size = {"longest_edge": vision.image_size}
-        processor.size = {"longest_edge": 2 * vision.image_size}
-    side = getattr(vision, "image_size", None)
-    side = side[0] if isinstance(side, list | tuple) else side
-    for name in ("size", "crop_size"):
-        size = dict(getattr(processor, name, None) or {})
-        sides = [key for key in ("height", "width", "shortest_edge") if key in size]
-        if isinstance(side, int) and sides:
-            kind = type(getattr(processor, name))
-            setattr(processor, name, kind(**{**size, **dict.fromkeys(sides, side)}))
-    return processor
-
-
-def _image_features(model: Any, **tensors: Any) -> list[Any]:
-    """Return the features of images, in one tensor or several, on the last axis."""
-    owner = model if hasattr(model, "get_image_features") else model.base_model
-    found = owner.get_image_features(**tensors)
-    pooled = getattr(found, "pooler_output", None)
-    found = getattr(found, "last_hidden_state", found) if pooled is None else pooled
-    return list(found) if isinstance(found, list | tuple) else [found]
-
-
-def _sample(family: ModelFamily, items: Sequence[MediaItem], *, seed: int, text: int = 9) -> TrainingSample:
-    """Return text of random tokens with images between, the last tokens trained on."""
-    rng = np.random.default_rng(seed)
-    ids: list[int] = rng.integers(10, 400, text).tolist()
-    entries = []
-    for item in items:
-        count = sum(piece.count for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds)
-        entries.append((PlaceholderRange(len(ids), count), item))
-        ids += [family.feature_token_ids[item.modality]] * count
-        ids += rng.integers(10, 400, text).tolist()
-    mask = np.arange(len(ids)) >= len(ids) - text + 2
-    return TrainingSample(
-        np.array(ids, np.int32), mask, None, MultiModalData.of(entries), sample_id=f"sample {seed}"
-    )
-
-
-def _samples(family: ModelFamily, items: Sequence[MediaItem]) -> list[TrainingSample]:
-    """Return samples with one image, two, none, and another: text alone without images."""
-    given = [[*items[:1]], [*items[1:3]], [], [*items[3:4]]]
-    return [_sample(family, held, seed=seed, text=7 + 4 * seed) for seed, held in enumerate(given)]

@@ -1,11 +1,17 @@
 """A model's architecture with small sizes and random weights, for proofs on a CPU.
 
-Only sizes are changed. The kinds of layers, of attention and of position embeddings stay as the configuration
-has them: of layers that differ in kind, one of each is kept.
+Only sizes and lengths are changed. The kinds of layers, of attention and of position embeddings stay as the
+configuration has them: of layers that differ in kind, one of each is kept.
+
+A length is a number of tokens from which on a model behaves differently: a window, a chunk, the length that a
+rotary embedding was trained for, the number of keys that sparse attention keeps. Lengths are found by
+building: a number of the text configuration is a length if no parameter changes its shape with it. They
+become so short that a sample of some hundred tokens crosses them, and keep their order.
 """
 
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from mmrender.errors import BatchError, MissingDependencyError
 from mmrender.training.positions import MROPE
@@ -57,6 +63,37 @@ _INDEXES: Final[Mapping[str, list[int]]] = {
 _NAMED: Final = frozenset({"timm_wrapper", "gemma3n_vision"})
 """Parts whose sizes follow from the name of an architecture of timm."""
 _HALF_HEAD: Final = 8
+_ROTARY_FACTORS: Final = ("short_factor", "long_factor")
+"""Lists with a factor for each frequency of a rotary embedding."""
+_SHORTEST: Final = 96
+"""The shortest length that is made shorter, in tokens, and its new value if it counts tokens."""
+_FEWEST: Final = 8
+"""The smallest number that may be a length, such as a number of blocks of tokens."""
+_NO_LENGTH: Final = re.compile(
+    "theta|seed|token_i|version|divisor|intermediate|hidden|heads|layers|experts|vocab|rank|scalar|_dim$"
+)
+"""Keys of numbers that never count tokens, of which small architectures may lack the parameters."""
+
+
+class Length(NamedTuple):
+    """A number of tokens from which on a model behaves differently.
+
+    Attributes:
+        path: Its place in the configuration, such as `text_config.sliding_window`.
+        tokens: Its value there.
+        small: Its value in the small architecture.
+    """
+
+    path: str
+    tokens: int
+    small: int
+
+
+class SmallModel(NamedTuple):
+    """A small model, and the lengths of its configuration, the shortest first."""
+
+    model: Any
+    lengths: tuple[Length, ...]
 
 
 def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +112,12 @@ def small_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def build_small(config: Any) -> Any:
+def build_small(config: Any, cls: Any = None) -> SmallModel:
     """Build the small model of a Transformers configuration: float32, eager attention, random weights.
+
+    Args:
+        config: The configuration.
+        cls: The model's class; None for the class that Transformers has for the configuration.
 
     Raises:
         BatchError: Transformers cannot build it.
@@ -86,13 +127,22 @@ def build_small(config: Any) -> Any:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
-    try:
-        small = type(config).from_dict(small_settings(config.to_dict()))
+
+    def build(settings: Mapping[str, Any]) -> Any:
+        small = type(config).from_dict(dict(settings))
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        if cls is not None:
+            return cls._from_config(small, **options)
         known = type(small) in AutoModelForImageTextToText._model_mapping
-        build = AutoModelForImageTextToText if known else AutoModelForCausalLM
+        return (AutoModelForImageTextToText if known else AutoModelForCausalLM).from_config(small, **options)
+
+    try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            model = build.from_config(small, dtype=torch.float32, attn_implementation="eager")
+            settings = small_settings(config.to_dict())
+            lengths = _lengths(config, settings, build)
+            model = build(_shortened(settings, lengths))
+            torch.manual_seed(0)  # weights do not depend on how many models were built before
             for name, parameter in model.named_parameters():
                 if parameter.ndim >= 2 and "A_log" not in name:
                     # Unit variance in, unit variance out: with the usual 0.02 logits would be equal.
@@ -104,7 +154,87 @@ def build_small(config: Any) -> Any:
             got=f"{type(error).__name__}: {error}"[:200],
             remedy="Pass a model of your own in place of its configuration",
         ) from error
-    return model
+    return SmallModel(model, lengths)
+
+
+def _lengths(
+    config: Any, settings: Mapping[str, Any], build: Callable[[Mapping[str, Any]], Any]
+) -> tuple[Length, ...]:
+    """Return the lengths among the numbers of the text configuration, by building with each shortened."""
+    numbers = dict(_numbers(config.to_dict(), _text_path(config)))
+    long = sorted({value for value in numbers.values() if value >= _SHORTEST})
+    short = {value: _SHORTEST + _FEWEST * rank for rank, value in enumerate(long)}
+    short |= {value: max(2, value // _FEWEST) for value in numbers.values() if value < _SHORTEST}
+    candidates = [Length(".".join(path), value, short[value]) for path, value in numbers.items()]
+    candidates.sort(key=lambda one: one.tokens)
+
+    def shapes(lengths: Sequence[Length]) -> Any:
+        model = build(_shortened(settings, lengths))
+        return {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+    whole = shapes(())
+    if _tried(shapes, candidates) == whole:
+        return tuple(candidates)
+    lengths: list[Length] = []
+    for one in candidates:
+        if _tried(shapes, [*lengths, one]) == whole:
+            lengths.append(one)
+    return tuple(lengths)
+
+
+def unchecked_lengths(model: Any) -> tuple[Length, ...]:
+    """Return the numbers that may be lengths of a model that is not built small: no size of a parameter."""
+    numbers = _numbers(model.config.to_dict(), _text_path(model.config))
+    sizes = {size for one in model.parameters() for size in one.shape}
+    lengths = [Length(".".join(path), value, value) for path, value in numbers if value not in sizes]
+    return tuple(sorted(lengths, key=lambda one: one.tokens))
+
+
+def _tried(shapes: Callable[[Sequence[Length]], Any], lengths: Sequence[Length]) -> Any:
+    try:
+        return shapes(lengths)
+    except Exception:  # noqa: BLE001 - sizes that do not fit each other raise anything
+        return None
+
+
+def _text_path(config: Any) -> tuple[str, ...]:
+    """Return the keys of the text configuration within the whole, none if it is the whole."""
+    text = config.get_text_config()
+
+    def find(part: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
+        if part is text:
+            return path
+        inner = [(key, value) for key, value in vars(part).items() if hasattr(value, "get_text_config")]
+        paths = (find(value, (*path, key)) for key, value in inner)
+        return next((one for one in paths if one is not None), None)
+
+    return find(config, ()) or ()
+
+
+def _numbers(settings: Any, inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield path and value of each number in a part of the settings that may be a length."""
+    part = settings
+    for key in inside:
+        part = part[key]
+    for key, value in part.items():
+        path = (*inside, key)
+        if isinstance(value, Mapping):
+            yield from _numbers(settings, path)
+        elif isinstance(value, int) and not isinstance(value, bool) and value >= _FEWEST:
+            is_size = key in _SIZES and key != "max_position_embeddings"
+            if isinstance(key, str) and not is_size and not _NO_LENGTH.search(key):
+                yield path, value
+
+
+def _shortened(settings: Mapping[str, Any], lengths: Sequence[Length]) -> Mapping[str, Any]:
+    """Return settings with these lengths at their small values."""
+    out = dict(settings)
+    for one in lengths:
+        part, (*inside, last) = out, one.path.split(".")
+        for key in inside:
+            part[key] = part = dict(part[key])
+        part[last] = one.small
+    return out
 
 
 def _shrunk(settings: Mapping[Any, Any], mrope: bool) -> dict[Any, Any]:
@@ -127,6 +257,8 @@ def _shrunk(settings: Mapping[Any, Any], mrope: bool) -> dict[Any, Any]:
             out[key] = len(kept)
         elif key in _SIZES and is_count:
             out[key] = _SIZES[key]
+        elif key in _ROTARY_FACTORS and isinstance(value, list):
+            out[key] = value[:: max(1, len(value) // _HALF_HEAD)][:_HALF_HEAD]
         elif isinstance(key, str) and key.endswith(("dropout", "_pdrop", "drop_path_rate")):
             out[key] = 0.0 if isinstance(value, float | int) and not isinstance(value, bool) else value
         else:

@@ -193,7 +193,8 @@ class TrainingBatch(OutOfBand):
         Args:
             mask_dtype: Dtype of the additive masks that packed batches of some families bring; sdpa asks for
                 the model's. None takes the dtype of the pixels, float32 without pixels.
-            kept_apart: Says that recurrent layers keep packed samples apart without `recurrent_segments`.
+            kept_apart: Says that recurrent layers keep samples apart from samples and padding before them
+                without `recurrent_segments`.
             flash_attention: Whether the model runs with flash attention. Packed batches then bring
                 `flash_attention_kwargs`: Transformers 5.23 reads bounds from position ids for a single row
                 only, and would let the samples of several rows see each other.
@@ -204,8 +205,8 @@ class TrainingBatch(OutOfBand):
             under theirs.
 
         Raises:
-            BatchError: The model's recurrent layers would run from one packed sample to the next, or packed
-                rows need masks that flash attention does not take.
+            BatchError: The model's recurrent layers would run from one packed sample to the next, or from
+                padding on the left into a sample. Packed rows need masks that flash attention does not take.
         """
         if flash_attention and self.packed and self.family.image_blocks:
             raise BatchError(
@@ -213,7 +214,7 @@ class TrainingBatch(OutOfBand):
                 where="flash_attention",
                 expected="padded rows, or sdpa",
             )
-        if self.packed and self.family.recurrent and not kept_apart:
+        if self.family.recurrent and not kept_apart:
             check_kept_apart(self.segments, self.width, self.family)
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
         inputs["position_ids"] = self.position_ids

@@ -241,8 +241,8 @@ def _check_sample(sample: TrainingSample, name: str, family: ModelFamily) -> Non
         raise BatchError("a sample is without tokens", where=name)
     if family.max_sample_tokens is not None and len(ids) > family.max_sample_tokens:
         raise BatchError(
-            f"the rotary embedding of {family.model_type} follows the longest sample of a batch beyond "
-            f"{family.max_sample_tokens} tokens, so a shorter sample in it gets other logits",
+            f"beyond {family.max_sample_tokens} tokens a sample of {family.model_type} changes the logits of "
+            "other samples of its batch, as rotary embeddings that follow the longest sample do",
             where=name,
             expected=f"at most {family.max_sample_tokens} tokens",
             got=str(len(ids)),

@@ -51,8 +51,8 @@ class Collator:
         options: Further keyword arguments of `build_training_sample`, such as `on_rewritten`.
 
     Raises:
-        BatchError: The family refuses the layout, or takes packed rows only within `recurrent_segments`,
-            which trainers do not enter.
+        BatchError: The family refuses the layout, or takes packed rows and rows padded on the left only
+            within `recurrent_segments`, which trainers do not enter.
     """
 
     family: ModelFamily
@@ -68,11 +68,12 @@ class Collator:
 
     def __post_init__(self) -> None:
         self.family.check_layout("packed" if self.packed else self.padding_side)
-        if self.packed and self.family.recurrent:
+        if self.family.recurrent and (self.packed or self.padding_side == "left"):
+            layout, option = ("packed", "packed=False") if self.packed else ("left", 'padding_side="right"')
             raise BatchError(
-                f"packed rows of {self.family.model_type} need a block around each forward",
-                where="packed",
-                remedy="Pass packed=False, or call `batch` and enter recurrent_segments yourself",
+                f"{layout} rows of {self.family.model_type} need a block around each forward",
+                where="packed" if self.packed else "padding_side",
+                remedy=f"Pass {option}, or call `batch` and enter recurrent_segments yourself",
             )
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:

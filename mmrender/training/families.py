@@ -107,8 +107,8 @@ _MASKED_PROMPT: Final = "prompts are seen in both directions, by a mask that is 
 _MASKED_IMAGES: Final = "images are seen in both directions, by masks that attention in a ring does not take"
 _FOLDER: Final = "proofs"
 _CODE: Final = (
-    *("training/*.py", "testing/families.py", "media/item.py", "media/levels.py"),
-    *("media/processors/patches.py", "sidecar.py"),
+    *("training/*.py", "testing/famil*.py", "testing/small_architecture.py"),
+    *("media/item.py", "media/levels.py", "media/processors/patches.py", "sidecar.py"),
 )
 _proofs: dict[str, "Proof"] = {}
 """Proofs of this process, by digest of everything that they depend on."""
@@ -122,6 +122,7 @@ class Proof(msgspec.Struct, frozen=True):
 
     token_types: TokenTypes | None
     recurrent: str
+    max_sample_tokens: int | None
     refused: dict[Layout | SequenceSplit, str]
 
 
@@ -145,8 +146,9 @@ class ModelFamily:
             packed samples are not kept apart by an attention mask alone, see
             `mmrender.training.recurrent.recurrent_segments`. Empty without these modules.
         prefix: Whether the tokens of a prompt see each other in both directions, as its token types say.
-        max_sample_tokens: Length up to which samples may share a batch, since rotary embeddings of the types
-            `dynamic` and `longrope` follow the longest sample beyond it; None without these embeddings.
+        max_sample_tokens: Length up to which samples may share a batch. Beyond it the rotary embeddings of
+            the types `dynamic` and `longrope` follow the longest sample, or a proof found every layout to
+            differ. None without a bound.
         refused: Layouts that batches must not have, and splits of their rows, each with its reason.
     """
 

@@ -4,6 +4,10 @@ Attention keeps packed samples apart by masks. Layers that carry a state along t
 delta nets of Qwen3.5, see no mask: the state of one sample runs into the next. Kernels for sequences of
 varying length take the bounds (`cu_seqlens`), and the plain torch implementations ignore them. Running such
 layers once for each sample is exact with either, and costs as much as the samples alone.
+
+Rows that are padded on the left run by sample, too. The gated delta rule is computed in chunks of 64 tokens,
+with differences of sums of decays over a chunk in float32, whose rounding (4e-4 of a logit) depends on the
+place of the sample in its chunk.
 """
 
 import re
@@ -33,14 +37,15 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
         logits = model(**batch.model_inputs()).logits
     ```
 
-    Models without recurrent layers and padded batches are left as they are. Recomputation of activations in
-    the backward pass must happen inside the block too.
+    Models without recurrent layers and rows that are padded on the right are left as they are. Recomputation
+    of activations in the backward pass must happen inside the block too.
 
     Raises:
         BatchError: The model's family has recurrent layers, and the model does not.
     """
     bounds = bounds_of(batch.segments, batch.width)
-    layers = _recurrent_layers(model, batch.family) if batch.packed and batch.family.recurrent else []
+    by_sample = bool(batch.family.recurrent) and (batch.packed or batch.padding_side == "left")
+    layers = _recurrent_layers(model, batch.family) if by_sample else []
     originals = [layer.forward for layer in layers]
     token = RUN_BY_SAMPLE.set(bounds)
     try:

@@ -166,12 +166,12 @@ def take_columns(values: Any, columns: Any, dim: int = 0) -> Any:
 
 
 def check_kept_apart(rows: Rows, width: int, family: ModelFamily) -> None:
-    """Refuse packed rows for a model with recurrent layers outside of `recurrent_segments`."""
-    shared = [row for row, segments in enumerate(rows) if len(segments) > 1]
+    """Refuse samples after others or after padding, for recurrent layers outside of `recurrent_segments`."""
+    shared = [row for row, segments in enumerate(rows) if any(one.start for one in segments)]
     if shared and RUN_BY_SAMPLE.get() != bounds_of(rows, width):
         raise BatchError(
-            f"the recurrent layers of {family.model_type} would run from one sample into the next",
+            f"the recurrent layers of {family.model_type} would run from a sample or padding into the next",
             where=f"row {shared[0]}",
             expected="a block `with recurrent_segments(model, batch)` around this call and the forward",
-            remedy="Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds",
+            remedy="Enter it, pad on the right, or say kept_apart=True if your kernels take the bounds",
         )

@@ -1,4 +1,7 @@
-"""Families that batches are not known to serve are proved, or refused with the layout that fails."""
+"""Families that batches are not known to serve are proved, or refused with the layout that fails.
+
+`python tools/prove_families.py MODEL_TYPE...` prints the table of lengths and differences of any family.
+"""
 
 import copy
 import subprocess
@@ -15,12 +18,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from kit import error_of
 from mmrender.caching import release_of
 from mmrender.errors import BatchError
-from mmrender.testing.families import prove_family
+from mmrender.testing import families as families_of_testing
+from mmrender.testing.families import compare_family, prove_family
+from mmrender.testing.family_samples import make_samples
 from mmrender.testing.small_architecture import build_small
 from mmrender.training import ModelFamily, collate, families
 from mmrender.training.collate import usable
 from mmrender.trajectory.sample import TrainingSample
-from training_cases import sample
+from training_cases import sample, tiled_item
 
 
 def config(name: str, **text: Any) -> Any:
@@ -40,28 +45,99 @@ def recurrent_text() -> Any:
     return CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
 
 
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (lambda: config("qwen3_vl"), ("mm_token_type_ids", "", set())),
-        (lambda: config("gemma3"), ("token_type_ids", "", {"ring"})),
-        (lambda: config("gemma4", use_bidirectional_attention="vision"), ("mm_token_type_ids", "", {"ring"})),
-        (lambda: config("paligemma"), ("token_type_ids", "", {"packed", "ring", "ulysses"})),
-        (recurrent_text, (None, "conv", set())),
-        # Its vision tower has such layers, too.
-        (lambda: config("lfm3_vl", **CONVOLUTIONS), (None, "conv", set())),
-    ],
-    ids=["qwen3_vl", "gemma3", "gemma4", "paligemma", "lfm2", "lfm3_vl"],
-)
-def test_what_a_family_needs_is_found_and_what_fails_is_refused(build: Any, expected: Any) -> None:
+def long_rope() -> Any:
+    factors = {"short_factor": [1.0] * 48, "long_factor": [16.0] * 48}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return CONFIG_MAPPING["phi3"](
+        rope_parameters=rope, original_max_position_embeddings=4096, max_position_embeddings=131072
+    )
+
+
+SPLITS = {"ring", "ulysses"}
+WINDOW, LONGEST = "sliding_window", "max_position_embeddings"
+TYPES = "mm_token_type_ids"
+COMPARED: dict[str, tuple[Any, Any, set[str]]] = {
+    "qwen3_vl": (lambda: config("qwen3_vl"), (TYPES, "", set()), {LONGEST}),
+    "qwen3_5": (lambda: config("qwen3_5"), (TYPES, "linear_attn", set()), {LONGEST}),
+    "glm4v": (lambda: config("glm4v"), (TYPES, "", set()), {LONGEST}),
+    "gemma3": (lambda: config("gemma3"), ("token_type_ids", "", {"ring"}), {WINDOW, LONGEST}),
+    "gemma4": (
+        lambda: config("gemma4", use_bidirectional_attention="vision"),
+        (TYPES, "", {"ring"}),
+        {WINDOW, LONGEST},
+    ),
+    "paligemma": (lambda: config("paligemma"), ("token_type_ids", "", {"packed", *SPLITS}), {LONGEST}),
+    "idefics3": (lambda: config("idefics3"), (None, "", set()), {LONGEST}),
+    "mistral3": (lambda: config("mistral3", sliding_window=4096), (None, "", set()), {WINDOW, LONGEST}),
+    # It scales attention by the place in the row, where it should take the place in the sample.
+    "llama4": (
+        CONFIG_MAPPING["llama4_text"],
+        (None, "", {"left", "packed"}),
+        {"attention_chunk_size", "floor_scale", LONGEST},
+    ),
+    "phi3": (long_rope, (None, "", set()), {"original_max_position_embeddings", LONGEST}),
+    "lfm2": (recurrent_text, (None, "conv", set()), {LONGEST}),
+    # Its vision tower has such layers, too.
+    "lfm3_vl": (lambda: config("lfm3_vl", **CONVOLUTIONS), (None, "conv", set()), {LONGEST}),
+}
+"""Twelve families: token types, recurrent modules, refused layouts and splits, and lengths that are crossed."""
+
+
+@pytest.mark.parametrize("name", list(COMPARED))
+def test_batches_equal_single_forwards_on_both_sides_of_each_length(name: str) -> None:
+    """Logits and gradients, or the layout is refused; what a family needs is found."""
+    build, expected, lengths = COMPARED[name]
     given = build()
-    found = prove_family(given)
-    assert (found.token_types, found.recurrent, set(found.refused)) == expected
-    assert ModelFamily.from_config(given).refused.keys() == found.refused.keys()
+    report = compare_family(given)
+    family = report.family
+    assert (family.token_types, family.recurrent, set(family.refused)) == expected
+    assert lengths <= {one.path.rpartition(".")[2] for one in report.lengths}
+    for layout in {"right", "left", "packed"} - set(family.refused):
+        assert report.logits[layout] <= 5e-5
+        assert report.gradients[layout] <= 5e-5
+    assert family.max_sample_tokens == (4096 if name == "phi3" else None)
+
+
+def test_samples_lie_on_both_sides_of_each_length() -> None:
+    """Lengths are found in the configuration and become short in the small architecture, in their order."""
+    small = build_small(config("gemma3"))
+    text = small.model.config.text_config
+    assert {one.path: one.small for one in small.lengths} == {
+        "text_config.sliding_window": text.sliding_window,
+        "text_config.max_position_embeddings": text.max_position_embeddings,
+    }
+    assert text.sliding_window < text.max_position_embeddings < 120
+    family = ModelFamily.from_config(small.model.config)
+    lengths = sorted({one.small for one in small.lengths})
+    counts = [len(one) for one in make_samples(family, [tiled_item((1, 3, 6, 6), 4)] * 4, lengths)]
+    for length in lengths:
+        assert {length, length + 3} <= set(counts)
+    assert min(counts) < lengths[0] < 2 * lengths[-1] < max(counts)
+
+
+def test_a_rotary_embedding_that_follows_the_longest_sample_is_found_without_its_name() -> None:
+    small = build_small(long_rope())
+    report = families_of_testing._compared(small.model, small.lengths, None, gradients=True)
+    assert report.family.max_sample_tokens == 4096
+    assert not report.family.refused
+
+
+def test_a_length_that_cannot_be_crossed_bounds_samples() -> None:
+    model = own_model()
+
+    class Own(type(model)):
+        def __init__(self, config: Any, needed: Any) -> None: ...
+
+    model.config.max_position_embeddings = 4096
+    assert prove_family(model).max_sample_tokens is None  # a small model of its class crosses it
+    model.__class__ = Own
+    assert prove_family(model).max_sample_tokens == 4096
 
 
 def test_a_refused_layout_is_named_with_the_module_at_fault() -> None:
-    found = prove_family(config("paligemma"))
+    given = config("paligemma")
+    found = prove_family(given)
+    assert ModelFamily.from_config(given).refused.keys() == found.refused.keys()
     assert found.refused["packed"].startswith(
         "packed rows differ from single forwards in model.language_model.layers.0.self_attn (GemmaAttention), by "
     )
@@ -80,7 +156,7 @@ class Mixing(torch.nn.Module):
 
 
 def own_model() -> Any:
-    return build_small(CONFIG_MAPPING["qwen2"](num_hidden_layers=2))
+    return build_small(CONFIG_MAPPING["qwen2"](num_hidden_layers=2)).model
 
 
 class Convolved(torch.nn.Module):
@@ -102,8 +178,7 @@ def test_several_modules_of_a_layer_that_mix_samples_are_found() -> None:
         layer.post_attention_layernorm = Convolved(layer.post_attention_layernorm)
     found = prove_family(model)
     assert found.recurrent == "input_layernorm|post_attention_layernorm"
-    assert {"right", "packed"} & found.refused.keys() == set()
-    assert "left" in found.refused  # padding before a sample is a token before it
+    assert not found.refused
 
 
 def test_a_model_of_the_callers_is_left_as_it_was() -> None:
@@ -313,7 +388,7 @@ def test_phi3_in_llava_is_bounded() -> None:
 
 
 def test_text_that_sees_itself_in_both_directions_is_not_packed() -> None:
-    given = config("gemma3", use_bidirectional_attention=True, sliding_window=16)
+    given = config("gemma3", use_bidirectional_attention=True, sliding_window=1024)
     assert ModelFamily.from_config(given).refused.keys() == {"packed", "ring", "ulysses"}
     proved = prove_family(given)
     assert proved.refused.keys() == {"packed", "ring", "ulysses"}

@@ -216,10 +216,12 @@ def test_without_segments_a_recurrent_model_would_mix_samples(folder: Path) -> N
     samples = make_samples(tiny, COUNTS)
     batch = collate(samples, tiny.family, pad_token_id=PAD_ID, **LAYOUTS["packed"])
     assert error_of(BatchError, batch.model_inputs) == (
-        "row 0: the recurrent layers of qwen3_5 would run from one sample into the next - "
+        "row 0: the recurrent layers of qwen3_5 would run from a sample or padding into the next - "
         "expected a block `with recurrent_segments(model, batch)` around this call and the forward. "
-        "Enter it, use a padded batch, or say kept_apart=True if your kernels take the bounds"
+        "Enter it, pad on the right, or say kept_apart=True if your kernels take the bounds"
     )
+    left = collate(samples, tiny.family, pad_token_id=PAD_ID, padding_side="left")
+    assert error_of(BatchError, left.model_inputs) == error_of(BatchError, batch.model_inputs)
     with torch.no_grad():
         expected = together(tiny, batch)
         logits = tiny.model(**batch.model_inputs(kept_apart=True)).logits

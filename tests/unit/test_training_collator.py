@@ -92,6 +92,8 @@ def test_other_examples_are_refused(collator, example, message):
 def test_what_a_trainer_cannot_do_is_refused_at_once(collator):
     with pytest.raises(BatchError, match="packed rows of qwen3_5 need a block around each forward"):
         Collator(family_of("qwen3_5"), 0, packed=True)
+    with pytest.raises(BatchError, match="left rows of qwen3_5 need a block around each forward"):
+        Collator(family_of("qwen3_5"), 0, padding_side="left")
     with pytest.raises(InputError, match="a conversation needs a renderer"):
         Collator(family_of("qwen3_vl"), 0)(CONVERSATIONS[:1])
     short = replace(collator, max_length=4)
