@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm speed-page soak faults fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -187,6 +187,9 @@ learn-agent: $(MAIN_STAMP) ## the same with an agent that calls a gateway by the
 learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM in two processes, which are killed KILLS times
 	PYTHONPATH=examples:tests OMP_NUM_THREADS=1 $(BIN)/python tests/learn_faults.py --out $(OUT) --kills $(KILLS) --seed $(SEED) \
 		-- --steps 45 $(LEARN)
+
+parallel: $(MAIN_STAMP) ## FSDP2, tensor and context parallel on two gloo processes, compared with one process
+	PYTHONPATH=examples OMP_NUM_THREADS=1 $(BIN)/python -m parallel
 
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)

@@ -1,0 +1,4 @@
+from parallel.ranks import main
+
+if __name__ == "__main__":
+    main()
