@@ -1,8 +1,11 @@
 """TRL's own trainers on mmrender's batches and rollouts."""
 
 import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import trl
@@ -14,7 +17,9 @@ from mmrender import Trajectory, TrajectoryError, generate
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
-from mmrender.training import Collator, ModelFamily
+from mmrender.training import Collator, ModelFamily, collate
+from mmrender.training.losses import cispo_loss, dr_grpo_loss, grpo_loss, gspo_loss, ppo_loss, step_counts
+from mmrender.trajectory import TrainingSample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SETTINGS = {
@@ -178,3 +183,70 @@ async def test_what_trl_cannot_train_on_is_refused_by_name(renderer):
         rollouts = Rollouts(play)
         with pytest.raises(TrajectoryError, match=problem):
             await asyncio.to_thread(rollouts, ["?"], None)
+
+
+LOSSES = {
+    "bnpo": lambda logprobs, batch: ppo_loss(logprobs, batch, tokens=step_counts([batch]).tokens),
+    "grpo": lambda logprobs, batch: grpo_loss(logprobs, batch, samples=len(batch)),
+    "dr_grpo": lambda logprobs, batch: dr_grpo_loss(logprobs, batch, samples=len(batch), max_tokens=7),
+    "cispo": lambda logprobs, batch: cispo_loss(
+        logprobs, batch, tokens=step_counts([batch]).tokens, low=1.0, high=0.1
+    ),
+    "sequence": lambda logprobs, batch: gspo_loss(logprobs, batch, samples=len(batch), low=0.2, high=0.2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_equal_trls(name):
+    """TRL's own method on a trainer of the settings that it reads, for log-probabilities that are drawn."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for length in (6, 4, 5):
+        advantage = np.full(length, rng.normal(), np.float32)
+        logprobs = np.append(0, -rng.random(length - 1)).astype(np.float32)
+        ids = rng.integers(1, 50, length).astype(np.int32)
+        samples.append(TrainingSample(ids, np.arange(length) > 0, logprobs, advantages=advantage))
+    batch = collate(samples, ModelFamily(model_type="text"), pad_token_id=0)
+    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
+    ours = (batch.logprobs + 0.3 * noise).requires_grad_()
+
+    class Settings(SimpleNamespace):
+        def __getattr__(self, name):
+            return None  # TRL asks for many switches, which are all off
+
+    trainer = Settings(
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        importance_sampling_level="sequence" if name == "sequence" else "token",
+        beta=0.0,
+        loss_type="grpo" if name == "sequence" else name,
+        epsilon_low=0.2,
+        epsilon_high=1.1 if name == "cispo" else 0.2,
+        max_completion_length=7,
+        use_vllm=False,
+        current_gradient_accumulation_steps=1,
+        args=Settings(steps_per_generation=1),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda value: value, reduce=lambda value, **_: value
+        ),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            ours[:, 1:],
+            torch.zeros_like(ours[:, 1:]),
+            None,
+        ),
+    )
+    inputs = {
+        "prompt_ids": batch.input_ids[:, :1],
+        "prompt_mask": batch.attention_mask[:, :1].long(),
+        "completion_ids": batch.input_ids[:, 1:],
+        "completion_mask": batch.loss_mask[:, 1:].long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.logprobs[:, 1:],
+        "num_items_in_batch": batch.loss_mask.sum(),
+    }
+    theirs = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    mine = LOSSES[name](ours, batch)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(torch.autograd.grad(mine, ours), torch.autograd.grad(theirs, ours))
