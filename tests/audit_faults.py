@@ -571,12 +571,12 @@ def prompted(at: Scene, index: int, place: Any, tokens: Any = (), token: int | N
 
 plant(prompted, {
     "no BOS": ("opening", (0, 1), (), 0),
-    "BOS twice": ("opening|attended padding", (0, 0), (BOS,), 0),
+    "BOS twice": ("opening", (0, 0), (BOS,), 0),
     "no system prompt": ("opening", (1, 7)),
     "the generation prompt lacks two tokens": ("generation prompt", lambda one, two: (one - 2, one)),
-    "attended padding": ("attended padding", (0, 0), lambda index: [PAD_ID] * (3 + 5 * index)),
-    "padding between prompt and completion": ("attended padding", lambda one, two: (one, one), lambda index: [PAD_ID] * (2 + index)),
-    "padding attended to before the second completion": ("attended padding|generation prompt", lambda one, two: (two, two), lambda index: [PAD_ID] * (3 + index)),
+    "": ("attended padding", (0, 0), lambda index: [PAD_ID] * (3 + 5 * index)),
+    "padding between prompt and completion": ("", lambda one, two: (one, one), lambda index: [PAD_ID] * (2 + index)),
+    "padding attended to before the second completion": ("generation prompt", lambda one, two: (two, two), lambda index: [PAD_ID] * (3 + index)),
     "the date in the system prompt": ("", (4, 5), lambda index: [40 + index % 2]),
     "the question cut short": ("", lambda one, two: (one - 6, one - 4)),
 })  # fmt: skip
@@ -599,10 +599,10 @@ def without(at: Scene, index: int, pieces: Any) -> Planted:
 
 
 plant(without, {
-    "an image after its text": ("image placed", lambda own, at, b: [(0, at.start - 1), (at.stop + 1, b[0] - 3), (at.start - 1, at.stop + 1), (b[0] - 3, len(own))]),
-    "an image twice": ("image placed", lambda own, at, b: [(0, at.stop + 1), (at.start - 1, at.stop + 1), (at.stop + 1, len(own))]),
-    "an image left out of the prompt": ("image placed", lambda own, at, b: [(0, at.start - 1), (at.stop + 1, len(own))]),
-    "only the placeholders left out": ("image placed", lambda own, at, b: [(0, at.start), (at.stop, len(own))]),
+    "an image after its text": ("", lambda own, at, b: [(0, at.start - 1), (at.stop + 1, b[0] - 3), (at.start - 1, at.stop + 1), (b[0] - 3, len(own))]),
+    "an image twice": ("", lambda own, at, b: [(0, at.stop + 1), (at.start - 1, at.stop + 1), (at.stop + 1, len(own))]),
+    "an image left out of the prompt": ("", lambda own, at, b: [(0, at.start - 1), (at.stop + 1, len(own))]),
+    "only the placeholders left out": ("", lambda own, at, b: [(0, at.start), (at.stop, len(own))]),
 })  # fmt: skip
 
 
@@ -632,7 +632,7 @@ plant(second_after, {
     "the first turn dropped from history": ("history", lambda own, a, b: [(0, 7), (a[1], len(own))]),
     "the first answer dropped from history": ("history", lambda own, a, b: [(0, a[0]), (a[1], len(own))]),
     "no stop token in history": ("history", lambda own, a, b: [(0, a[1] - 1), (a[1], len(own))]),
-    "older images dropped from history": ("history|image placed", without_first_images),
+    "older images dropped from history": ("history", without_first_images),
     "the first turn twice in the second prompt": ("history", lambda own, a, b: [(0, a[1]), (7, len(own))]),
 })  # fmt: skip
 
@@ -759,7 +759,7 @@ def _(at, index):
     return Planted(with_tokens(sample, start, np.roll(sample.token_ids[start:stop], 1)), token=start)
 
 
-@fault("another rollout's tokens", "another's tokens")
+@fault("another rollout's tokens", "")
 def _(at, index):
     sample, other = at.samples[index], at.samples[(index + 1) % 3]
     start, (first, last) = sampled_runs(sample.loss_mask)[1][0], sampled_runs(other.loss_mask)[1]

@@ -149,10 +149,13 @@ class Case:
 
     def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
         """Compare the sampler with the trainer under each trial; None if the model refuses one."""
-        batched = iter(self.trainer.sampled_of_many([t.sample for t in trials if t.sample is not None]))
+        plain = [one.sample for one in trials if one.sample is not None and one.inputs is None]
+        batched = iter(self.trainer.sampled_of_many(plain))
         out: list[Comparison | None] = []
         for trial in trials:
-            if trial.sample is not None:
+            if trial.sample is not None and trial.inputs is not None:
+                values = self.trainer.attempt(trial.sample, inputs=trial.inputs)
+            elif trial.sample is not None:
                 values = next(batched)
             else:
                 values = self.trainer.attempt(self.sample, inputs=trial.inputs, model=trial.model)

@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -30,7 +31,14 @@ def positions(case: Case) -> Iterator[Trial]:
         since = parts[0][0]
         images = [span.position for span in case.sample.media_spans if since in (span.start, span.stop)]
         inputs, image = partial(_with_positions, parts, change), images[0] if images else None
-        yield Trial(f"the sampler {text}", inputs=inputs, token=since, since=since, image=image)
+        trial = Trial(f"the sampler {text}", inputs=inputs, token=since, since=since, image=image)
+        yield trial
+        if len(case.runs) > 1 and since in [case.runs[number][0] for number in case.departing_runs]:
+            # Of one completion alone: in later prompts its tokens may have their own positions again.
+            stop = next(stop for start, stop in case.runs if start == since)
+            inside = (np.arange(len(case.sample)) >= since) & (np.arange(len(case.sample)) < stop)
+            only = replace(case.sample, loss_mask=case.sample.loss_mask & inside)
+            yield trial._replace(sample=only, statement=f"{trial.statement}, seen by its own tokens alone")
 
 
 def _renumbered(case: Case) -> Iterator[tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any]]]:
@@ -411,6 +419,8 @@ def quantised(case: Case) -> Iterator[Trial]:
 
     model = case.trainer.model
     changes = {name: partial(_through, dtype) for name, dtype in _other_dtypes(model).items()}
+    low = torch.float8_e4m3fn
+    changes |= {f"float8{text}": partial(_through, low) for text in ("", " but for vectors")}
     changes |= {f"float8 with a scale{' a row' * by}": partial(_in_float8, by_row=by) for by in (False, True)}
     changes |= {f"int{bits} by rows": partial(_in_integers, bits=bits, group=None) for bits in (8, 4)}
     changes |= {f"int4 by {group}": partial(_in_integers, bits=4, group=group) for group in (32, 64, 128)}
@@ -419,7 +429,7 @@ def quantised(case: Case) -> Iterator[Trial]:
     for part, module in {"model": model, "model but its head": body, **parts_of(model)}.items():
         linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
-            chosen = linear if name.startswith(("int", "float8")) else module
+            chosen = linear if name.startswith(("int", "float8 ")) else module
 
             def make(chosen: Any = chosen, change: Any = change) -> AbstractContextManager[None]:
                 return replaced([*_tensors(chosen, change)])
@@ -484,24 +494,16 @@ def other_weights(case: Case) -> Iterator[Trial]:
 
 
 def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
-    """Return parameters by module, by the name that modules have in every layer, and by last layers."""
-    held = list(keys)
+    """Return parameters by module, and by the last layers."""
     groups: dict[str, set[str]] = {}
-    for key in held:
+    for key in keys:
         parts = key.split(".")
         for count in range(1, len(parts)):
             groups.setdefault(".".join(parts[:count]), set()).add(key)
         place = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), None)
-        if place is not None:
-            layers = ".".join(parts[:place])
-            groups.setdefault(f"{layers}.*.{parts[place + 1]}", set()).add(key)
-            for last in range(1, int(parts[place]) + 1):
-                groups.setdefault(f"{layers} from {last} on", set()).add(key)
-        if "norm" in key or parts[-1] == "bias":
-            groups.setdefault("norms and biases", set()).add(key)
-    distinct = {frozenset(group): name for name, group in reversed(groups.items()) if len(group) < len(held)}
-    ordered = sorted(distinct.items(), key=lambda entry: -len(entry[0]))[:128]
-    return {name: set(group) for group, name in ordered}
+        for last in range(1, int(parts[place]) + 1) if place is not None else ():
+            groups.setdefault(f"{'.'.join(parts[:place])} from {last} on", set()).add(key)
+    return dict(sorted(groups.items(), key=lambda entry: -len(entry[1]))[:128])
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {

@@ -24,7 +24,7 @@ from mmrender.audit.report import STAGES, Stage, described
 from mmrender.errors import MMRenderError
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
-_MAX_TOKENS: Final = 40
+MAX_TOKENS: Final = 40
 """Tokens whose gradients are taken."""
 _SLACK: Final = 0.1
 """Share of a token's variance that the linear model may miss."""
@@ -76,7 +76,7 @@ def locate(case: Case, noise: float) -> list[Place]:
     usable = np.flatnonzero(np.isfinite(compared.difference) & ~certain)
     if not len(usable):
         return [Place("recording", 0.0, "the recorded numbers")]
-    chosen = usable[np.unique(np.linspace(0, len(usable) - 1, _MAX_TOKENS).round().astype(int))]
+    chosen = usable[np.unique(np.linspace(0, len(usable) - 1, MAX_TOKENS).round().astype(int))]
     if case.departure not in chosen and case.departure in usable:
         chosen = np.sort(np.append(chosen, case.departure))
     d = compared.difference[chosen].astype(np.float64)
@@ -142,18 +142,7 @@ def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, M
         yield Place("tokens", 0, name, token=at), _gram(embeddings[:, at:end]) + own
     spans = sample.media_spans
     if "pixels" in found:
-        rows = np.cumsum([0, *(_leading(span.item) for span in spans)])
-        parts = [found["pixels"][:, a:b] for a, b in pairwise(rows)]
-        for span, part in zip(spans, parts, strict=True):
-            place = Place("pixels", 0, f"the pixels of {described(span)}", span.position, token=span.start)
-            yield place, _gram(part)
-            if 0 < span.position < len(spans) - 1:
-                name = f"the pixels from {described(span)} on"
-                place = Place("pixels", 0, name, span.position, token=span.start)
-                yield place, _gram(*parts[span.position :])
-        if len(spans) > 1:
-            place = Place("pixels", 0, "the pixels of every image", 0, token=spans[0].start)
-            yield place, _gram(*parts)
+        yield from _by_pixels(case, found["pixels"], found["values"])
     if "positions" in found:
         yield from _by_positions(case, found["positions"])
     whole = [gradient for name, gradient in found.items() if name.endswith(f"of the {LANGUAGE}")]
@@ -167,19 +156,52 @@ def _places(case: Case, chosen: npt.NDArray[np.intp]) -> Iterator[tuple[Place, M
             yield Place("model", 0, name, layer=name, token=token), _gram(gradient)
 
 
+def _by_pixels(case: Case, gradients: Matrix, values: Matrix) -> Iterator[tuple[Place, Matrix]]:
+    """Yield places of pixels, given gradients `(m, rows, ...)` and values `(rows, ...)`."""
+    spans = case.sample.media_spans
+    rows = np.cumsum([0, *(_leading(span.item) for span in spans)])
+    if len(values) == 1 < rows[-1]:  # of families that keep images of a sample in a row
+        gradients, values = gradients[:, 0], values[0]
+    parts = [gradients[:, a:b] for a, b in pairwise(rows)]
+    colours = [_colours(part, values[a:b]) for part, (a, b) in zip(parts, pairwise(rows), strict=True)]
+    for number, span in enumerate(spans):
+        place = Place("pixels", 0, f"the pixels of {described(span)}", span.position, token=span.start)
+        yield place, _gram(parts[number])
+        yield place._replace(name=f"the colours of {described(span)}"), _gram(colours[number])
+        if 0 < number < len(spans) - 1:
+            yield place._replace(name=f"the pixels from {described(span)} on"), _gram(*parts[number:])
+    if len(spans) > 1:
+        place = Place("pixels", 0, "the pixels of every image", spans[0].position, token=spans[0].start)
+        yield place, _gram(*parts)
+        yield place._replace(name="the colours of every image"), _gram(np.sum(colours, 0))
+
+
 def _by_positions(case: Case, own: Matrix) -> Iterator[tuple[Place, Matrix]]:
     """Yield places of positions, given gradients `(m, axes, n)`."""
     spans = case.sample.media_spans
-    stops = [*(span.stop for span in spans), *(stop for _, stop in case.runs)]
+    stops = [*(span.stop for span in spans), *(place for run in case.runs for place in run)]
     steps = [own[..., stop:].sum((1, 2), keepdims=True) for stop in stops]
     inside = [own[..., span.start : span.stop] for span in spans]
     first = spans[0].start if spans else 0
     yield Place("positions", 0, "the positions of tokens", token=first), _gram(own, *steps)
+    for number, (start, _) in enumerate(case.runs):
+        place = Place("positions", 0, f"the positions from completion {number} on", token=start)
+        yield place, _gram(own[..., start:].sum((1, 2), keepdims=True))
     if spans:
         place = Place("positions", 0, "the positions of images", spans[0].position, token=first)
         yield place, _gram(*inside, *steps[: len(spans)])
         yield place._replace(name="the positions after images"), _gram(*steps[: len(spans)])
         yield place._replace(name="the positions within images"), _gram(*inside)
+
+
+def _colours(gradients: Matrix, values: Matrix) -> Matrix:
+    """Return gradients by a shift and a factor of each channel, alike in all pixels: `(m, 6)`."""
+    shape = (3, -1) if values.ndim == 2 else (values.shape[1], -1)
+    by_channel = [
+        one.reshape(*one.shape[: one.ndim - values.ndim + 1], *shape) for one in (gradients, values)
+    ]
+    own, factors = by_channel
+    return np.concatenate([own.sum((1, 3)), (own * factors).sum((1, 3))], 1)
 
 
 def _by_numbers(case: Case, chosen: npt.NDArray[np.intp], logits: Matrix) -> Iterator[tuple[Place, Matrix]]:
@@ -284,6 +306,9 @@ def _gradients(case: Case, positions: Sequence[int] | npt.NDArray[Any]) -> dict[
             turns = np.resize(frequencies.detach().float().cpu().numpy(), cos.shape[-1])
             slopes = ((found.pop("sin") * cos - found.pop("cos") * sin) * turns).sum(-1)  # (m, ..., n)
             found["positions"] = slopes.reshape(len(slopes), -1, slopes.shape[-1])
+        found["values"] = (
+            leaves["pixels"].detach().float().cpu().numpy() if "pixels" in leaves else np.zeros(0)
+        )
         # In units of the difference of two tokens' embeddings, and of the weights' own size.
         found["embeddings"] = found["embeddings"][:, 0] * float(
             leaves["embeddings"].detach().float().std() * 2**0.5

@@ -170,22 +170,11 @@ def _level(level: float) -> Rule:
     return lambda mean, std: (0 * mean, (level - mean) / std)
 
 
-def _second_frame(fill: float, pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
-    out = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
-    out[:, :, 1:] = fill
-    return out
-
-
 def _cast(values: Array, _: tuple[int, ...], dtype: str) -> Array:
     import torch
 
     own = torch.from_numpy(np.ascontiguousarray(values))
     return np.asarray(own.to(getattr(torch, dtype)).float().numpy())
-
-
-def _grey(planes: Array) -> Array:
-    shade = np.einsum("...chw,c->...hw", planes, np.array([0.299, 0.587, 0.114]))[..., None, :, :]
-    return np.asarray(np.repeat(np.round(shade), 3, -3).astype(planes.dtype))
 
 
 def _resampled(method: Any) -> ItemChange:
@@ -250,7 +239,6 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
     "channels": {
         "colours read as BGR": _channels(lambda own: own[:, ::-1]),
-        "shades of grey": _planes(_grey),
     },
     "normalisation": {
         f"pixels normalised {text}": _normalised(rule)
@@ -274,8 +262,6 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         "zeros in place of pixels": _values(lambda own, _: np.zeros_like(own)),
         "black": _normalised(_level(0.0)),
         "white": _normalised(_level(1.0)),
-        "zeros in the second frame of each patch": _patches(partial(_second_frame, 0.0)),
-        "black in the second frame of each patch": _patches(partial(_second_frame, -1.0)),
     },
     "orientation": {
         "pixels as they are stored, not upright,": _images(
@@ -407,17 +393,9 @@ def _unseen(case: Case) -> Iterator[Trial]:
         for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
             inputs.pop(key, None)
 
-    def hidden(some: list[MediaSpan], inputs: dict[str, Any]) -> None:
-        inputs["attention_mask"] = inputs["attention_mask"].clone()
-        for span in some:
-            inputs["attention_mask"][:, span.start : span.stop] = 0
-
     if spans:
         text = "the sampler was given no image: it read the placeholder tokens as text"
         yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
-    for some in [*([span] for span in case.suspects), *([spans] if len(spans) > 1 else [])]:
-        text = f"the sampler did not attend to {described(some[0]) if len(some) == 1 else 'any image'}"
-        yield Trial(text, inputs=partial(hidden, some), image=some[0].position, since=some[0].start)
 
 
 def _frames(case: Case) -> Iterator[Trial]:

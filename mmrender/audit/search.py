@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Case, Recorded, Trial
-from mmrender.audit.locate import Place, locate
+from mmrender.audit.locate import MAX_TOKENS, Place, locate
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import UNKNOWN, Finding, described
 from mmrender.audit.rows import ROWS, Row, finding_of
@@ -47,6 +47,8 @@ _LIKELY: Final = 50.0
 """Nats by which a stage may be less likely than the best, and still be searched."""
 _HALF: Final = 0.8
 """Maximum share of the differences that the first of two causes leaves."""
+_PART: Final = 0.5
+"""Share of the differences that a change may leave and still point to its stage."""
 _FIRSTS: Final = 3
 """Changes that are tried as the first of two causes."""
 _FACTS: Final = {
@@ -156,7 +158,26 @@ class Search:
                     break
         self.fits = fits
         likely = [fit for fit in fits if self._beyond_chance(fit)]
-        return self.named(likely) if likely else self._two(firsts) or self.unknown(self.places)
+        if likely:
+            return self.named(likely)
+        self.places = self._weighed(firsts)
+        return self._two(firsts) or self.unknown(self.places)
+
+    def _weighed(self, firsts: Sequence[_Nearer]) -> list[Place]:
+        """Return the places again, with the evidence of changes that explain much, though not all."""
+        compared = self.case.compared
+        count = min(len(compared.positions), MAX_TOKENS)
+        found = {place.stage: place for place in self.places}
+        for share, row, trial in sorted(firsts, key=lambda entry: -entry[0]):
+            place = found.get(row.stage)
+            left = max(share * compared.rms, self.noise.exact, 1e-6)
+            evidence = -count * float(0.5 * np.log(2 * np.pi * np.e) + np.log(left)) - np.log(
+                max(self.count, 1)
+            )
+            if share < _PART and place is not None and evidence > place.evidence:
+                name = f"{row.stage} like {row.name!r}, which leaves {share:.0%}"
+                found[row.stage] = place._replace(evidence=evidence, name=name, image=trial.image)
+        return sorted(found.values(), key=lambda place: -place.evidence)
 
     def _may_be_loose(self, case: Case) -> bool:
         """Whether the sampler may have had another dtype, and more differs than that makes."""
@@ -356,6 +377,7 @@ def _may_explain(case: Case, trial: Trial) -> bool:
     agreeing = case.compared.before(case.position).after(trial.since).telling()
     return (
         trial.sample is None
+        or trial.inputs is not None
         or len(agreeing.positions) < _AGREEING
         or agreeing.rms > _FAINT * case.compared.largest
     )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes, with_sampled
-from mmrender.audit.report import Comparison, Decode, described, sampled_runs
+from mmrender.audit.report import Comparison, Decode, sampled_runs
 from mmrender.sidecar import common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
@@ -18,7 +18,6 @@ _MAX_PEERS: Final = 8
 _MAX_CANDIDATES: Final = 12
 _MAX_REPAIRS: Final = 8
 _MAX_CUT: Final = 65
-_MAX_PLACES: Final = 16
 
 
 # --- other prompts
@@ -120,47 +119,21 @@ def _turns_cut(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, l
 
 
 def _turns_left_out(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Edit]]]:
-    """Yield prompts without a turn, or without the images of earlier ones."""
+    """Yield prompts without a turn, or with one twice."""
     starts = [0, *(stop for _, stop in runs)]
     for (start, stop), since in zip(runs, starts, strict=False):
         for bound in [since, *(at for at in _bounds(case) if since < at < start)]:
             yield f"lacked the tokens {bound} to {stop - 1}, a turn,", [(bound, stop, [])]
             again = part(case.sample, bound, stop, sampled=False)
             yield f"had the tokens {bound} to {stop - 1}, a turn, twice", [(stop, stop, again)]
-    spans = [span for span in case.sample.media_spans if span.stop < case.runs[len(runs)][0]]
-    for shown in {1, sum(span.start > starts[-1] for span in spans)} - {0, len(spans)}:
-        for margin, beside in ((0, ""), (1, ", and the tokens around them,")):
-            hidden: list[Edit] = [(one.start - margin, one.stop + margin, []) for one in spans[:-shown]]
-            yield f"lacked all images but the last {shown}{beside}", hidden
-
-
-def _placed(case: Case) -> Iterator[Trial]:
-    """Yield prompts that lack an image, have it twice, or have it in another place."""
-    sample, stops = case.sample, [0, *(stop for _, stop in case.runs)]
-    for span in case.suspects:
-        for margin, beside in ((0, ""), (1, ", and the tokens around it,")):
-            start, stop, name = span.start - margin, span.stop + margin, described(span) + beside
-            if start < 0 or stop > len(sample) or sample.loss_mask[start:stop].any():
-                continue
-            block = part(sample, start, stop)
-            edits: dict[str, list[Edit]] = {f"lacked the placeholder of {name}": [(start, stop, [])]}
-            edits[f"had {name} twice"] = [(stop, stop, block)]
-            low = max(end for end in stops if end <= start)
-            high = min([first for first, _ in case.runs if first >= stop], default=stop)
-            for place in [*range(low, start)][-_MAX_PLACES:]:
-                edits[f"had {name} before token {place}"] = [(place, place, block), (start, stop, [])]
-            for place in [*range(stop + 1, high + 1)][:_MAX_PLACES]:
-                edits[f"had {name} before token {place}"] = [(start, stop, []), (place, place, block)]
-            for text, made in edits.items():
-                trial = _prompt_trial(case, text, made)
-                yield trial._replace(image=span.position)
 
 
 def _others_prompt(case: Case) -> Iterator[Trial]:
     """Yield another sample's prompt, or its beginning, or all of another sample, before the completions."""
     sample = case.sample
+    seen: set[tuple[int, ...]] = set()
     rated = [(common_prefix(sample.token_ids, peer.sample.token_ids), peer.sample) for peer in case.peers]
-    for shared, other in sorted(rated, key=lambda entry: -entry[0])[:_MAX_PEERS]:
+    for _, other in sorted(rated, key=lambda entry: -entry[0])[:_MAX_PEERS]:
         name, runs = other.sample_id or "another sample", sampled_runs(other.loss_mask)
         for number in case.departing_runs[:2]:
             start, stop = case.runs[number]
@@ -175,20 +148,20 @@ def _others_prompt(case: Case) -> Iterator[Trial]:
                 )
         before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
         yield Trial(f"the sampler's tokens attended to {name}, which came before them", before)
-        # Tokens that one of the two has at the place where they part, such as a system prompt.
+        # A turn that others begin with, such as a system prompt: up to where a token that opens turns recurs.
         ids, first = other.token_ids, min([runs[0][0] if runs else 0, *(s.start for s in other.media_spans)])
-        limit = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
-        if shared < min(first, limit):
-            for place in (
-                np.flatnonzero(ids[shared:first] == sample.token_ids[shared])[:3] + shared
-            ).tolist():
-                text = f"had the {place - shared} token(s) more at {shared} that {name} has there"
-                yield _prompt_trial(case, text, [(shared, shared, ids[shared:place].tolist())], 0)
-            for place in (
-                np.flatnonzero(sample.token_ids[shared:limit] == ids[shared])[:3] + shared
-            ).tolist():
-                text = f"lacked the tokens {shared} to {place - 1}, as {name} does"
-                yield _prompt_trial(case, text, [(shared, place, [])], 0)
+        for at, opener in enumerate(sample.token_ids[:3].tolist()):
+            places = np.flatnonzero(ids[:first] == opener)
+            turn = tuple(ids[places[0] : places[1]].tolist()) if len(places) > 1 else ()
+            if turn and turn != tuple(sample.token_ids[at : at + len(turn)].tolist()) and turn not in seen:
+                seen.add(turn)
+                text = (
+                    f"had the {len(turn)} token(s) more at {at} that {name} has there, as of a system prompt"
+                )
+                yield _prompt_trial(case, text, [(at, at, list(turn))], 0)
+                for bound in _bounds(case)[1:2]:
+                    text = f"had the {len(turn)} token(s) of {name} in place of tokens {at} to {bound - 1}"
+                    yield _prompt_trial(case, text, [(at, bound, list(turn))], 0)
 
 
 def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:
@@ -206,21 +179,6 @@ def _alternatives(case: Case) -> Iterator[Trial]:
             text = f"the sampler's prompt was built by {name}: the tokens part at {first}"
             since = min(first, *(span.start for span in case.sample.media_spans), len(case.sample))
             yield Trial(text, replace(other, logprobs=logprobs), token=first, since=since)
-
-
-def _attended_padding(case: Case) -> Iterator[Trial]:
-    sample = case.sample
-    named = dict.fromkeys([*_configured(case, "pad_token_id", "eos_token_id")[:2], 0])
-    pads = [token for token in named if token not in case.trainer.family.feature_token_ids.values()]
-    counts = {*range(1, 17), 32, 64, *(-len(sample) % side for side in (8, 16, 32, 64, 128))}
-    counts |= {len(peer.sample) - len(sample) for peer in case.peers}
-    begins = sorted({case.runs[0][0], *(case.runs[number][0] for number in case.departing_runs[:2])})
-    for pad in pads:
-        for place, most in ((0, 512), *((begin, 9) for begin in begins)):
-            where = f"before token {place}"
-            for count in sorted(count for count in counts if 0 < count < most):
-                text = f"had {count} token(s) {pad} of padding {where}, and attended to them"
-                yield _prompt_trial(case, text, [(place, place, [pad] * count)])
 
 
 # --- other sampled tokens
@@ -294,21 +252,6 @@ def _altered(case: Case) -> Iterator[Trial]:
             # The last tokens were sampled too, but which is not known.
             text = f"completion {number} has {count} token(s) too many from {place} on"
             yield Trial(text, with_sampled(sample, place, rest[count:], stop=stop), token=place, since=place)
-
-
-def _others_tokens(case: Case) -> Iterator[Trial]:
-    """Yield completions of other samples in place of this one's, where their first tokens fit."""
-    for number in case.departing_runs:
-        start, stop = case.runs[number]
-        firsts = set(_read_off(case, start))
-        for peer in case.peers:
-            for one, (first, last) in enumerate(sampled_runs(peer.sample.loss_mask)):
-                tokens = peer.sample.token_ids[first:last][: stop - start]
-                if int(tokens[0]) in firsts and (len(tokens) == stop - start or len(tokens) >= 3):
-                    name = peer.sample.sample_id or "another sample"
-                    text = f"completion {number} has the log-probabilities of completion {one} of {name}"
-                    changed = with_sampled(case.sample, start, tokens, stop=stop)
-                    yield Trial(text, changed, token=start, since=start)
 
 
 def _pieces(case: Case) -> tuple[Mapping[str, int], Sequence[str]]:
@@ -386,13 +329,10 @@ TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "history": _history,
     "opening": _opening,
     "generation prompt": _before_completion,
-    "image placed": _placed,
     "another's prompt": _others_prompt,
     "another template": _alternatives,
-    "attended padding": _attended_padding,
     "encoded again": _encoded_again,
     "final token": _final_token,
     "altered token": _altered,
-    "another's tokens": _others_tokens,
 }
 """Changes to try, by row."""
