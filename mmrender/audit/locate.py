@@ -40,6 +40,8 @@ _SIZES: Final[dict[Stage, tuple[float, float]]] = {
 """Variances of changes: of one token, of the size of pixels and weights, in positions, in nats."""
 _PRIOR: Final[dict[Stage, float]] = {"pixels": 2.0, "model": 2.0, "positions": -2.0}
 """Nats by which causes without a row are likelier: images and weights differ in more ways than tokens."""
+_VISION: Final = -4.0
+"""The same for the weights of vision, which are updated less often than images differ."""
 _GRID: Final = 24
 
 
@@ -88,7 +90,8 @@ def locate(case: Case, noise: float) -> list[Place]:
         places = [*_by_order(case, chosen)]
     for place, covariance in places:
         counts[place.stage] += 1
-        found = place._replace(evidence=_evidence(d, covariance, noise, _SIZES[place.stage]))
+        prior = _VISION if VISION in (place.layer or "") else 0.0
+        found = place._replace(evidence=prior + _evidence(d, covariance, noise, _SIZES[place.stage]))
         if place.stage not in best or found.evidence > best[place.stage].evidence:
             best[place.stage] = found
     # More places of a stage fit better by chance.

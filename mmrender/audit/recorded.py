@@ -163,7 +163,12 @@ def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
     case = view.case
     for peer in [case.compared, *case.peers]:
-        of = "" if peer is case.compared else f" of {peer.sample.sample_id or 'another sample'}"
+        name = peer.sample.sample_id or "another sample"
+        of = "" if peer is case.compared else f" of {name}"
+        if of:  # one after another, whatever the lengths of the completions
+            inside, expected = view.rows < len(peer.trainer), np.full(len(view.rows), np.nan, np.float32)
+            expected[inside] = peer.trainer[view.rows[inside]]
+            yield Recorded(f"the log-probabilities are the numbers of {name} in {{}}", expected)
         for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
             if peer is not case.compared or other != view.number:
                 values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)][: len(view.rows)]

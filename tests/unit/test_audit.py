@@ -16,11 +16,11 @@ from kit import blocks, shown
 from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import whole_in
-from mmrender.audit.probe import probe_weights
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
+from mmrender.client.probe import probe_weights
 from mmrender.client.types import EngineRequest
 from mmrender.sidecar import MultiModalData
 from mmrender.trajectory import Trajectory
@@ -341,14 +341,11 @@ def test_a_probe_names_servers_with_other_weights(tiny_model, renderer, trainer)
     models = {"first": trainer.model, "second": other.model}
     engines = [Engine(LocalBackend(model), model=name, renderer=renderer) for name, model in models.items()]
     ids = renderer.render([{"role": "user", "content": "Which animal says moo?"}]).token_ids
-    same = asyncio.run(probe_weights(engines[:1], ids, trainer=trainer, tries=2))
-    assert (same.ok, len(same.groups[0])) == (True, 2)
-    assert same.differences[0] < 1e-4
-    apart = asyncio.run(probe_weights(engines, ids, trainer=trainer, tries=2))
-    assert not apart.ok
-    assert [len(group) for group in apart.groups] == [2, 2]
-    assert apart.differences[1] > 0.05
-    assert apart.text().startswith("weights 0: local: (2 answers), ")
+    same = asyncio.run(probe_weights(engines[:1], ids, tries=2))
+    assert (same.ok, same.groups) == (True, ({"local:": 2},))
+    apart = asyncio.run(probe_weights(engines, ids, tries=2))
+    assert (apart.ok, apart.groups) == (False, ({"local:": 2}, {"local:": 2}))
+    assert apart.text() == "weights 0: local: (2 answers)\nweights 1: local: (2 answers)"
 
 
 def test_the_sampler_s_dtype_travels_with_the_samples(tiny_model, renderer, trainer):
