@@ -171,9 +171,9 @@ class Search:
         for share, row, trial in sorted(firsts, key=lambda entry: -entry[0]):
             place = found.get(row.stage)
             left = max(share * compared.rms, self.noise.exact, 1e-6)
-            evidence = -count * float(0.5 * np.log(2 * np.pi * np.e) + np.log(left)) - np.log(
-                max(self.count, 1)
-            )
+            own, white = max(count - trial.fitted, 0), 0.5 * np.log(2 * np.pi * np.e)
+            evidence = -float(count * (white + np.log(compared.rms)) + own * np.log(left / compared.rms))
+            evidence -= float(np.log(max(self.count, 1)))
             if share < _PART and place is not None and evidence > place.evidence:
                 name = f"{row.stage} like {row.name!r}, which leaves {share:.0%}"
                 found[row.stage] = place._replace(evidence=evidence, name=name, image=trial.image)
