@@ -78,11 +78,18 @@ class Images:
     keywords: frozenset[str] = frozenset()
 
     def tensors(self, sample: TrainingSample, family: ModelFamily) -> dict[str, Any]:
-        """Return the image inputs of one sample as the image processor makes them."""
+        """Return the image inputs of one sample as the image processor makes them.
+
+        Items are made one by one. The inputs of a sample are those of its items if the processor cuts several
+        images otherwise than one.
+        """
+        joined = collate_mm_kwargs([sample], family)
         if self.processor is None or not sample.media_spans:
-            return collate_mm_kwargs([sample], family)
+            return joined
         pictures = [self.pictures[span.item.identity] for span in sample.media_spans]
-        return _processed(self.processor, pictures, self.keywords)
+        whole = _processed(self.processor, pictures, self.keywords)
+        shapes = ({name: tuple(value.shape) for name, value in one.items()} for one in (joined, whole))
+        return whole if next(shapes) == next(shapes) else joined
 
 
 def _processed(processor: Any, pictures: Sequence[Image.Image], keywords: Collection[str]) -> dict[str, Any]:
