@@ -57,7 +57,7 @@ def healthy(folder: Path, count: int, draw: bool = False) -> list[dict[str, obje
         if draw:
             continue
         report = audit(samples, TrainerModel(model), decode=decode, sources=sources)
-        findings = [f"{one.cause}/{one.variation}: {one.statement}" for one in report.findings]
+        findings = [f"{one.stage}, {one.cause}: {one.statement}" for one in report.findings]
         out.append(
             {
                 "family": family,

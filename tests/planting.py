@@ -436,7 +436,7 @@ def judge(planting: Planting, mode: str, folder: Path, tolerance: float | None =
         verdict = "right"
     else:
         verdict = "unknown"
-    said = dict.fromkeys(f"{one.cause}/{one.variation}: {one.statement}" for one in own)
+    said = dict.fromkeys(f"{one.stage}, {one.cause}: {one.statement}" for one in own)
     unread = [f"not compared: {name}: {why}" for name, why in report.unread]
     return Outcome(
         planting.name,
