@@ -41,8 +41,9 @@ class Clock:
 
 
 def ended(config: Config, step: int, report: Report) -> bool:
-    """Whether the run has taken all its steps, or plays well enough."""
-    return step >= config.steps or (step > 0 and report.last.get("held_out", 0.0) >= config.until)
+    """Whether the run has taken all its steps, or plays well enough after the last one."""
+    held_out = report.last.get("held_out")
+    return step >= config.steps or (step > 0 and held_out is not None and held_out >= config.until)
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ class Report:
         updates: Updates on recorded games in this checkpoint.
 
     Attributes:
-        last: The newest value of each metric.
+        last: The newest line.
     """
 
     def __init__(self, config: Config, step: int, updates: int = 0) -> None:
@@ -37,6 +37,7 @@ class Report:
         written.write_text("".join(line + "\n" for line in kept))
         written.replace(self._file)
         self.last: dict[str, Any] = json.loads(kept[-1]) if kept else {}
+        self._shown: dict[str, Any] = {}  # from one play of the held-out boards to the next
         self._bar: Any = None
         self._is_quiet = config.quiet
         if not config.quiet:
@@ -45,16 +46,17 @@ class Report:
     def _begin(self, config: Config, step: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         chance = f"{1 / config.grid**2:.2f} of the held-out boards by chance"
         going_on = f", goes on from step {step}" if step else ""
         print(f"{config.out}: {chance}, at most {config.steps} steps{going_on}", flush=True)
         console = Console()
         if console.is_terminal:
-            shown = TextColumn("{task.fields[shown]}")
-            self._bar = Progress(
-                BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), shown, console=console
-            )
+            # In a narrow terminal the last metrics are cut off, not the bar.
+            shown = TextColumn("{task.fields[shown]}", table_column=Column(ratio=1, no_wrap=True))
+            columns = BarColumn(12), MofNCompleteColumn(), TimeRemainingColumn(), shown
+            self._bar = Progress(*columns, console=console, expand=True)
             self._task = self._bar.add_task("", total=config.steps, completed=step, shown="")
 
     @property
@@ -64,12 +66,12 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """Write and show the metrics of a step."""
-        known = {"held_out": self.last["held_out"]} if "held_out" in self.last else {}
-        self.last = {**self.last, **row}
+        self.last = row
+        self._shown |= {"held_out": row["held_out"]} if "held_out" in row else {}
         with self._file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if self._bar is not None:
-            self._bar.update(self._task, completed=row["step"], shown=_text({**known, **row}))
+            self._bar.update(self._task, completed=row["step"], shown=_text({**self._shown, **row}))
         elif not self._is_quiet and "held_out" in row:
             print(f"step {row['step']}  {_text(row)}", flush=True)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import sys
 from dataclasses import fields, replace
@@ -111,6 +112,12 @@ def test_a_run_shows_what_it_did(whole):
     }  # fmt: skip
 
 
+def test_a_run_ends_by_held_out_boards_that_were_played_after_a_step(tmp_path):
+    config = replace(SMALL, out=tmp_path, until=0.0)  # which the score before the first step reaches, too
+    asyncio.run(run(config))
+    assert [row["step"] for row in rows_of(config)] == [0, 1, 2]
+
+
 def test_a_run_that_was_cut_off_goes_on_as_if_it_had_not_been(whole, tmp_path):
     config = replace(whole, out=tmp_path / "cut")
     asyncio.run(run(replace(config, steps=2)))
@@ -168,6 +175,19 @@ def test_a_log_has_a_line_for_each_play_of_held_out_boards(tmp_path, capsys):
         "step 0  updates 5  loss 2.5  held_out 0.25",
         "step 2  held_out 0.75  reward 0.5",
     ]
+
+
+def test_a_narrow_terminal_shows_the_bar_and_the_held_out_share(tmp_path, capsys, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    report = Report(replace(SMALL, out=tmp_path, quiet=False, steps=40), 0)
+    measured = {"reward": 0.1211, "entropy": 1.912, "kl": -1.2e-8, "tokens_per_s": 1234.5}
+    with report.display:
+        report.add({"step": 3, "held_out": 0.234375, **measured})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    shown = [line for line in re.split(r"[\r\n]+", text) if "held_out 0.234  reward 0.121" in line]
+    assert shown
+    assert all(" 3/40 " in line and len(line) <= 80 for line in shown)
 
 
 def test_a_summary_and_a_table_of_runs(tmp_path):
