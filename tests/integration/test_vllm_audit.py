@@ -86,7 +86,7 @@ PLANTED = {
     "mirrored": ("orientation", lambda one: _with_image(one, _mirrored)),
     "one token more at the beginning": ("opening", lambda one: edited(one, [(0, 0, [int(one.token_ids[0])])])),
     "numbers shifted": ("shifted numbers", lambda one: replace(one, logprobs=_rolled(one, one.logprobs, *_longest(one)))),
-    "tokens shifted": ("shifted tokens", lambda one: replace(one, token_ids=_rolled(one, one.token_ids, *_longest(one)))),
+    "tokens shifted": ("altered token", lambda one: replace(one, token_ids=_rolled(one, one.token_ids, *_longest(one)))),
     "base 2": ("form", lambda one: _values(one, lambda own: own / np.log(2))),
     "a factor": ("scaled", lambda one: _values(one, lambda own: own * 1.25)),
 }  # fmt: skip
