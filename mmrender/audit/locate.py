@@ -38,7 +38,7 @@ _SIZES: Final[dict[Stage, tuple[float, float]]] = {
     "recording": (1e-6, 100.0),
 }
 """Variances of changes: of one token, of the size of pixels and weights, in positions, in nats."""
-_PRIOR: Final[dict[Stage, float]] = {"pixels": 2.0, "model": 2.0, "positions": -2.0}
+_PRIOR: Final[dict[Stage, float]] = {"pixels": 3.0, "model": 2.0, "positions": -2.0}
 """Nats by which causes without a row are likelier: images and weights differ in more ways than tokens."""
 _VISION: Final = -4.0
 """The same for the weights of vision, which are updated less often than images differ."""

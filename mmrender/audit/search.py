@@ -43,8 +43,6 @@ _AT_ONCE: Final = 16
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
-_LIKELY: Final = 50.0
-"""Nats by which a stage may be less likely than the best, and still be searched."""
 _HALF: Final = 0.8
 """Maximum share of the differences that the first of two causes leaves."""
 _PART: Final = 0.5
@@ -146,12 +144,9 @@ class Search:
         fits = self._tried(case, [row for row in ROWS if row.name == self._hint], firsts)
         if not any(map(self._is_certain, fits)):
             self.places = locate(case, max(self.noise.exact, self.noise.rms))
-            best = self.places[0].evidence
-            order = [
-                one.stage for one in self.places if one.evidence > best - _LIKELY or one in self.places[:2]
-            ]
-            # Numbers of other tokens look like other numbers.
-            order += ["tokens"] if order[0] in ("sampling", "recording") else []
+            # The likeliest stage first, and all others if no row of it explains the sample.
+            order = [one.stage for one in self.places]
+            order += [row.stage for row in ROWS if row.trials is not None]
             for stage in dict.fromkeys(order):
                 fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
                 if any(map(self._is_certain, fits)):
