@@ -68,12 +68,13 @@ def _renumbered(case: Case) -> Iterator[tuple[str, Sequence[tuple[int, int]], Ca
     # Padding between prompt and completion may be counted: by any number.
     for by in (1, -1, 2, -2, *range(3, 17), 32, 64):
         moved = lambda own, _, by=by: own.add_(by)  # noqa: E731
+        shift = f"positions {abs(by)} {'higher' if by > 0 else 'lower'}"
         for parts, which in scopes(case):
-            yield f"had positions {by:+d} from {which} on", [(parts[0][0], length)], moved
+            yield f"had {shift} from {which} on", [(parts[0][0], length)], moved
         if spans and abs(by) < 3:
             for span in case.suspects:
-                yield f"had positions {by:+d} after {described(span)}", [(span.stop, length)], moved
-            yield f"had positions {by:+d} within images", images, moved
+                yield f"had {shift} after {described(span)}", [(span.stop, length)], moved
+            yield f"had {shift} within images", images, moved
 
 
 def _with_positions(
