@@ -408,7 +408,10 @@ def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del KERNELS[name]
+        if own is None:
+            del KERNELS[name]
+        else:  # two of these blocks may be nested
+            KERNELS[name] = own
 
 
 # --- weights

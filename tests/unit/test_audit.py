@@ -15,6 +15,7 @@ from audit_cases import FAULTS, judge, scene
 from kit import blocks, shown
 from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
+from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
@@ -367,3 +368,17 @@ def test_the_sampler_s_dtype_travels_with_the_samples(tiny_model, renderer, trai
     # As from a sampler in float32, the same differences are an alarm.
     extra = {**sample.extra, "sampler": {"dtype": "float32"}}
     assert not audit([replace(sample, extra=extra)], trainer, explain=0).ok
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_two_caches_of_another_dtype_leave_the_kernels_as_they_were(trainer, samples, attention):
+    language = trainer.model.config.get_text_config()
+    before, language._attn_implementation = language._attn_implementation, attention
+    try:
+        own = trainer.sampled_logprobs(samples[0])
+        with cached_in(trainer.model, torch.float16), cached_in(trainer.model, torch.bfloat16):
+            changed = trainer.sampled_logprobs(samples[0])
+        assert np.abs(changed - own).max() > 0
+        np.testing.assert_array_equal(trainer.sampled_logprobs(samples[0]), own)
+    finally:
+        language._attn_implementation = before
