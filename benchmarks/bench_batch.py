@@ -43,33 +43,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
 
 import torch  # noqa: E402
+from batch_cases import FAMILY, IMAGE_ID, PAD_ID, PROCESSOR  # noqa: E402
 from measure import Clock, Contender, machine, medians, memcpy_seconds, peak_resident, table  # noqa: E402
 from PIL import Image  # noqa: E402
 
 import mmcodecs  # noqa: E402
-from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.patches import PatchLayout, PatchProcessor  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
-from mmrender.training import ModelFamily, TrainingBatch, collate  # noqa: E402
+from mmrender.training import TrainingBatch, collate  # noqa: E402
 from mmrender.trajectory.sample import TrainingSample  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 
-IMAGE_ID, PAD_ID, TEXT = 90, 0, 150
-FAMILY = ModelFamily.from_config(
-    {"model_type": "qwen3_vl", "image_token_id": IMAGE_ID, "vision_config": {"spatial_merge_size": 2}}
-)
-PROCESSOR = PatchProcessor(
-    name="Qwen2VLImageProcessor",
-    image_backend="pil",
-    image_token="<|image_pad|>",
-    video_token="<|video_pad|>",
-    layout=PatchLayout(16, 2, 2),
-    arithmetic=PixelArithmetic((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "pil"),
-    min_pixels=32 * 32,
-    max_pixels=2048 * 2048,
-    counts_frames=False,
-)
+TEXT = 150
 DEVICE = "cuda" if torch.cuda.is_available() else None
 Batch = dict[str, Any]
 

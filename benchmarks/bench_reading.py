@@ -30,34 +30,18 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
 
+from batch_cases import FAMILY, IMAGE_ID, PAD_ID, PROCESSOR  # noqa: E402
 from measure import machine  # noqa: E402
 
 from mmcodecs.files import MappedFile  # noqa: E402
-from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.patches import PatchLayout, PatchProcessor  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
-from mmrender.training import Descriptor, ModelFamily, TrajectoryDataset, collate, plan_steps  # noqa: E402
+from mmrender.training import Descriptor, TrajectoryDataset, collate, plan_steps  # noqa: E402
 from mmrender.trajectory import Trajectory, TrajectoryWriter  # noqa: E402
 from mmrender.trajectory.index import IndexWriter  # noqa: E402
 
 SIDE, GROUP, BATCH = 256, 8, 8
-IMAGE_ID, PAD_ID = 90, 0
 PLANNED_RANKS, PLANNED_SAMPLES, PLANS = 256, 4096, 7
-PROCESSOR = PatchProcessor(
-    name="Qwen2VLImageProcessor",
-    image_backend="pil",
-    image_token="<|image_pad|>",
-    video_token="<|video_pad|>",
-    layout=PatchLayout(16, 2, 2),
-    arithmetic=PixelArithmetic((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "pil"),
-    min_pixels=1024,
-    max_pixels=16777216,
-    counts_frames=False,
-)
-FAMILY = ModelFamily.from_config(
-    {"model_type": "qwen3_vl", "image_token_id": IMAGE_ID, "vision_config": {"spatial_merge_size": 2}}
-)
 
 
 def write(path: Path, samples: int) -> tuple[float, float]:

@@ -38,30 +38,15 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "benchmarks")]
 
+from batch_cases import PROCESSOR  # noqa: E402
 from measure import shown_ms, table  # noqa: E402
 
 import mmcodecs  # noqa: E402
-from mmrender.media.levels import PixelArithmetic  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
-from mmrender.media.processors.patches import (  # noqa: E402
-    PatchItem,
-    PatchLayout,
-    PatchProcessor,
-)
+from mmrender.media.processors.patches import PatchItem  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire  # noqa: E402
 
-PROCESSOR = PatchProcessor(
-    name="Qwen2VLImageProcessor",
-    image_backend="pil",
-    image_token="<|image_pad|>",
-    video_token="<|video_pad|>",
-    layout=PatchLayout(16, 2, 2),
-    arithmetic=PixelArithmetic((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, "pil"),
-    min_pixels=65536,
-    max_pixels=16777216,
-    counts_frames=False,
-)
 IMAGE_TOKENS = 600
 TEXT = [5] * 20
 SAMPLED = 100
