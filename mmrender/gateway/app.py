@@ -273,14 +273,14 @@ class _Routes:
                     reply = msgspec.json.encode(protocol.reply(call, answers))
                     headers = {"content-type": "application/json"}
                 # The response closes what is open so far, once it is sent or its caller has left.
-                closing = stack.pop_all()
+                resources = stack.pop_all()
 
             def close(error: BaseException | None) -> None:
                 status = error.status if isinstance(error, RequestError) else CallerLeftError().status
                 self._record(request, 200 if error is None else status, begun)
                 if error is None:
                     pending.delivered()
-                closing.close()
+                resources.close()
 
             return Reply(caller, reply, headers, close)
 
