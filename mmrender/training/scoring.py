@@ -216,11 +216,12 @@ class _Work:
         """Yield the ids of each tile of some tokens, and the scores of the ids."""
         vocabulary = rows.shape[-1] if head is None else head.weight.shape[0]
         limits = self.scoring.predictions.limits
+        rows = rows if head is None else rows.to(self.scoring.dtype)
         for ids in _steps(vocabulary, self.scoring.tile[1]):
             if head is None:
                 scores = rows[:, ids].to(wide(rows.dtype), copy=True)
             else:
-                scores = head.part(ids, self.scoring.dtype).logits(rows.to(self.scoring.dtype))
+                scores = head.part(ids, self.scoring.dtype).logits(rows)
             scores.div_(self.temperature(part)).clamp_(min=_CLOSED)
             closed = None if limits is None else limits.closed(part, ids)
             yield ids, scores if closed is None else scores.masked_fill_(closed, _CLOSED)
