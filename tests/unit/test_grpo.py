@@ -243,9 +243,14 @@ def test_a_run_is_stopped_by_an_interrupt_in_the_middle_of_a_step_and_goes_on(
             os.kill(os.getpid(), signal.SIGINT)
         return step(game, turn)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(MarkedCell, "step", interrupting)
-        assert error_of(SystemExit, program.main) == "130"
+    # A shell that starts a command in the background makes it ignore interrupts, and these tests with it.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(MarkedCell, "step", interrupting)
+            assert error_of(SystemExit, program.main) == "130"
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     text = capsys.readouterr()
     assert text.err == f"\n{tmp_path}: stopped. The same command goes on from the last checkpoint.\n"
     assert [line.split()[1] for line in text.out.splitlines()[1:]] == ["0", "1", "2"]
