@@ -67,7 +67,7 @@ def test_rendering_is_the_same_from_sixteen_threads(
 
     def work(number: int) -> list[tuple[int, RenderedTokens]]:
         order = random.Random(number).sample(range(len(given_ones)), len(given_ones))
-        together.wait(timeout=30)
+        together.wait(timeout=60)
         return [(index, pool.render(given_ones[index][0], **given_ones[index][1])) for index in order]
 
     with RendererPool(renderer, media_threads=2) as pool, ThreadPoolExecutor(THREADS) as executor:
@@ -105,7 +105,7 @@ def test_rendering_is_the_same_from_coroutines_of_many_loops(
             for rendered, reference in zip(results, expected, strict=True):
                 assert_same(rendered, reference)
         # Every place comes back, those of calls that were cancelled while they ran included.
-        asyncio.run(asyncio.wait_for(full_house(pool), timeout=20))
+        asyncio.run(asyncio.wait_for(full_house(pool), timeout=60))
 
 
 async def full_house(pool: Renderer) -> None:

@@ -585,7 +585,7 @@ def test_what_is_shipped_is_on_disk_once_before_it_is_acknowledged(
 
 
 def joined(recorder: Recorder) -> None:
-    recorder._thread.join(30)
+    recorder._thread.join(60)
     recorder.close()
 
 

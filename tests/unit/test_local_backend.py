@@ -261,7 +261,7 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
     del named
     gc.collect()
     assert model() is None
-    worker.join(30)
+    worker.join(60)
     assert not worker.is_alive()
 
     async def closing():

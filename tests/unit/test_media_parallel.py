@@ -34,7 +34,7 @@ def test_the_work_is_shared_also_in_turn_and_comes_back_in_order():
     together = threading.Barrier(3)
 
     def meet(one: int) -> int:
-        together.wait(timeout=10)  # passes only if three threads are at it
+        together.wait(timeout=60)  # passes only if three threads are at it
         return one * one
 
     with ThreadPoolExecutor(2) as executor:
@@ -60,12 +60,12 @@ def test_the_first_error_in_order_is_raised_and_the_rest_not_begun():
     def fail(one: int) -> int:
         begun.append(one)
         if one == 0:
-            assert second_failed.wait(timeout=10)
+            assert second_failed.wait(timeout=60)
         if one == 1:
             second_failed.set()
         if one < 2:
             raise ValueError(f"number {one}")
-        release.wait(timeout=10)
+        release.wait(timeout=60)
         return one
 
     release = threading.Event()

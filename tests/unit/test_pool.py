@@ -36,7 +36,7 @@ class Gated(Renderer):
     def render(self, messages: Any, **options: Any) -> RenderedTokens:
         gate: threading.Event = self.gate
         self.entered.append(threading.current_thread().name)
-        assert gate.wait(timeout=20)
+        assert gate.wait(timeout=60)
         return super().render(messages, **options)
 
 
@@ -54,7 +54,7 @@ class Meeting:
 
     def prepare(self, *given: Any, **options: Any) -> Any:
         self.threads.append(threading.current_thread().name)
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=60)
         return self.processor.prepare(*given, **options)
 
 
@@ -73,7 +73,7 @@ def gated(tiny_model: Path) -> Any:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, timeout=30))
+    return asyncio.run(asyncio.wait_for(main, timeout=60))
 
 
 def test_a_pool_is_a_renderer_that_takes_images(renderer):

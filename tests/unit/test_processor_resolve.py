@@ -213,15 +213,15 @@ def test_threads_that_ask_at_once_load_and_compute_once():
     def load() -> Prepared:
         loaded.append(1)
         first_is_in.set()
-        assert others_wait.wait(10)
+        assert others_wait.wait(60)
         return prepared("a")
 
     with ThreadPoolExecutor(8) as pool:
         leader = pool.submit(cache.get_or_load, "source", load)
-        assert first_is_in.wait(10)
+        assert first_is_in.wait(60)
         followers = [pool.submit(cache.get_or_load, "source", load) for _ in range(7)]
         others_wait.set()
-        items = [future.result(10) for future in (leader, *followers)]
+        items = [future.result(60) for future in (leader, *followers)]
     assert len(loaded) == 1
     assert all(item is items[0] for item in items)
 
@@ -234,7 +234,7 @@ def test_a_failure_is_the_callers_own():
         def fail() -> Prepared:
             raise MediaError("broken", where=f"messages[{number}]")
 
-        barrier.wait(10)
+        barrier.wait(60)
         caught = raised(MediaError, cache.get_or_load, "a", fail)
         return str(caught.where)
 
