@@ -1,6 +1,7 @@
 """`Server`: an ASGI application that starts and stops, on this event loop or on a thread of its own."""
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -10,6 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 from mmrender.errors import EngineStateError, MissingDependencyError
 from mmrender.gateway.limits import TimedProtocol
+from mmrender.gateway.replies import StreamBrokenError
 from mmrender.gateway.settings import GatewaySettings
 
 try:
@@ -25,6 +27,14 @@ _KEEP_ALIVE_SECONDS: Final = 75
 since a request that meets the end of its connection is lost."""
 _LOOK_AGAIN: Final = 1.0
 """Seconds after which a call from another thread checks that the server still runs."""
+
+
+def _log_in_one_line(record: logging.LogRecord) -> bool:
+    """Log a stream that was broken on purpose without the traceback that uvicorn adds."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, StreamBrokenError):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
 
 
 class Server:
@@ -139,6 +149,7 @@ class Server:
             http=cast(Any, partial(TimedProtocol, head_seconds=self._settings.read_seconds)),
             timeout_graceful_shutdown=max(1, round(self._settings.stop_seconds)),
         )
+        logging.getLogger("uvicorn.error").addFilter(_log_in_one_line)  # once, however often
         self._server = uvicorn.Server(config)
         return listener, self._server
 

@@ -394,7 +394,7 @@ def test_an_error_before_the_first_text_has_its_own_status(renderer, protocol):
         assert (status, "answer 3" in text) == (200, True)
 
 
-def test_a_late_failure_of_an_engine_breaks_a_chat_stream_and_the_call_can_be_repeated(renderer):
+def test_a_late_failure_of_an_engine_breaks_a_chat_stream_and_the_call_can_be_repeated(renderer, capsys):
     with serving(renderer, keep_alive_seconds=0.05) as (gateway, script):
         session = gateway.run(gateway.open_session("a"))
         client = openai.OpenAI(base_url=session.base_url, api_key="none", max_retries=0)
@@ -412,6 +412,8 @@ def test_a_late_failure_of_an_engine_breaks_a_chat_stream_and_the_call_can_be_re
             with pytest.raises(openai.APIConnectionError):
                 ends(EngineTimeoutError("too slow"))
             assert session.describe()["incomplete"] == "a call failed: too slow"
+            assert "Traceback" not in (logged := capsys.readouterr().err)
+            assert "a stream broke off: too slow" in logged
             assert b'status="504"' in ask(gateway, "/metrics")[1]
             with pytest.raises(openai.APIError, match="no such model") as refused:
                 ends(EngineStatusError("no such model", status=400, body=b""))
