@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_args
 
-from mmrender.bridge.bridge import Bridge, History, NotBridged
+from mmrender.bridge.bridge import Bridge, History
+from mmrender.bridge.tail import NotBridged
 from mmrender.caching import LRUCache
 from mmrender.content.messages import read_request, read_variables, refuse_misspelt
 from mmrender.content.values import describe

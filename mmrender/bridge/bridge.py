@@ -8,20 +8,28 @@ bridge is refused with a reason.
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from itertools import chain, groupby, islice
+from typing import Any, Literal, TypeAlias
 
-from mmrender.bridge.histories import MediaCount, ProbeHistory, shape_of
+from mmrender.bridge.histories import Reads, varied_skeleton
 from mmrender.bridge.proof import Proof, TailProver
-from mmrender.bridge.tail import BridgedTurn, ExtendedHistory, NotBridged, Tails, place_of_new
+from mmrender.bridge.tail import (
+    BridgedTurn,
+    ExtendedHistory,
+    MediaCount,
+    NotBridged,
+    ProbeHistory,
+    Tails,
+    place_of_new,
+    skeleton,
+)
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role
+from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role, TextPart
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr
 from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-
-__all__ = ["Bridge", "History", "NotBridged"]
 
 History: TypeAlias = Literal["sampled", "template"]
 """`sampled` keeps earlier turns as they were sampled. `template` refuses a bridge if the template would now
@@ -44,6 +52,7 @@ class Bridge:
         self._rendering = rendering
         self._writer = writer = rendering.writer
         self._tails = Tails(rendering.known, writer)
+        self._reads = Reads.of(rendering.known.template.syntax_tree)
         self._setting = repr((sorted(writer.rules.items()), sorted(writer.media_tokens)))
 
     def extend(
@@ -79,9 +88,9 @@ class Bridge:
         sampled = BridgedTurn(self._tails.turns, prompt, completion, roles)
         first = _MIN_MESSAGES
         try:
-            skeleton = self._proved(sampled, request, previous, history)
-            first = len(skeleton.messages)
-            layout = self._appended(sampled, messages, skeleton)
+            shortest = self._proved(sampled, request, previous, history)
+            first = len(shortest.messages)
+            layout = self._appended(sampled, messages, shortest)
         except SpecialTokenError as error:
             error.where = place_of_new(error.where, first)
             raise
@@ -151,7 +160,7 @@ class Bridge:
         findings = self._rendering.known.findings
         media: MediaCount | None = None
         base: tuple[int, ...] = ()
-        shape = shape_of(request.messages, self._tails.reads.marks)
+        shape = _shape_of(request.messages, self._reads.marks)
         while True:
             # Not every count can be tried, so all counts above two are proved as two.
             counts = media and (min(media.images, 2), min(media.videos, 2))
@@ -163,7 +172,10 @@ class Bridge:
                 continue
             objection = next((each for each in proof.objections if each.applies(sampled)), None)
             if objection is None:
-                return self._tails.skeleton(request.messages, media, base)
+                profile = self._tails.profile
+                if base:
+                    return varied_skeleton(request.messages, profile, self._reads, media, base)
+                return skeleton(request.messages, profile, media)
             if len(base) == _MAX_ADOPTED or not objection.is_certain(sampled):
                 raise NotBridged(objection.reason)
             base = (*base, objection.variation)
@@ -175,7 +187,7 @@ class Bridge:
         base: Sequence[int],
         history: History,
     ) -> Proof:
-        prover = TailProver(self._tails, messages, media, base)
+        prover = TailProver(self._tails, self._reads, messages, media, base)
         return prover.prove(against_rewriting=history == "template")
 
     def _require_open(self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData) -> None:
@@ -205,3 +217,26 @@ class Bridge:
                 "the template counts media, and previous_multi_modal_data lacks the media of the prompt"
             )
         return media
+
+
+def _shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
+    """Shape that extensions with one proof share. More than three equal messages in a row count as three."""
+    shapes = []
+    for message in messages:
+        content, kinds = message.content, None
+        text = content if isinstance(content, str) else ""
+        if isinstance(content, tuple):
+            kinds = _without_repeats([type(part).__name__ for part in content], 2)
+            text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
+        matches = tuple([mark for mark in marks if mark in text])
+        unnamed = message.name is None, message.tool_call_id is None
+        shapes.append(
+            (message.role, content is None, kinds, not text.strip(), matches, *unnamed, *message.extra)
+        )
+    return _without_repeats(shapes, 3)
+
+
+def _without_repeats(items: Sequence[Any], max_run: int) -> tuple[Any, ...]:
+    """The items, with at most `max_run` equal items in a row."""
+    runs = (islice(run, max_run) for _, run in groupby(items))
+    return tuple(chain.from_iterable(runs))

@@ -1,4 +1,4 @@
-"""Histories that an extension may follow: the skeleton, which is the shortest, and others for its proof.
+"""Variations of the skeleton: other histories that an extension may follow, for its proof.
 
 A proof renders the extension after the skeleton, and after histories that differ from it in one respect each.
 It holds for every extension of the same shape: the properties of the extension that a template can test. The
@@ -8,22 +8,13 @@ texts that a template looks for are read from its source, and no other text coun
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from jinja2 import nodes
 
-from mmrender.messages import (
-    UNKNOWN_SOURCE,
-    ImagePart,
-    Message,
-    Part,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-    VideoPart,
-)
+from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
+from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
 from mmrender.template.probes import (
     WORD,
     assistant,
@@ -34,95 +25,6 @@ from mmrender.template.probes import (
     with_reasoning,
 )
 from mmrender.template.profile import TemplateProfile
-
-
-class MediaCount(NamedTuple):
-    """Number of images and videos in a conversation."""
-
-    images: int = 0
-    videos: int = 0
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """As many parts without a source."""
-        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
-
-
-NO_MEDIA = MediaCount()
-
-
-@dataclass(frozen=True)
-class ProbeHistory:
-    """A conversation up to and including the assistant turn that an extension follows.
-
-    Attributes:
-        user: The last user message.
-        assistant: The turn that the extension follows.
-        system: Messages before the first turn.
-        earlier: Turns before the last user message.
-        rounds: Tool rounds between it and the assistant's turn.
-        tools: Tool definitions, or None.
-        documents: Documents, or None.
-    """
-
-    user: Message
-    assistant: Message
-    system: tuple[Message, ...] = ()
-    earlier: tuple[Message, ...] = ()
-    rounds: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    documents: tuple[Mapping[str, Any], ...] | None = None
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation."""
-        return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
-
-    def answering(self, **fields: Any) -> "ProbeHistory":
-        """The history with other fields in the assistant's turn."""
-        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
-
-
-def skeleton(
-    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount = NO_MEDIA
-) -> ProbeHistory:
-    """The shortest history: one user turn with the conversation's media, one assistant turn.
-
-    The assistant makes one call for each tool message that the extension begins with, under its name and id.
-    """
-    calls = []
-    for index, message in enumerate(extension):
-        if message.role != "tool":
-            break
-        call = probe_call(index, name=message.name or "probe")
-        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
-    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
-    content: Any = f"{WORD}U" if media == NO_MEDIA else (*media.parts, TextPart(f"{WORD}U"))
-    question = Message(role="user", content=content)
-    return ProbeHistory(question, Message(role="assistant", content=text, tool_calls=tuple(calls)))
-
-
-def shape_of(messages: Sequence[Message], marks: Sequence[str]) -> tuple[Any, ...]:
-    """Shape that extensions with one proof share. More than three equal messages in a row count as three."""
-    shapes = []
-    for message in messages:
-        content, kinds = message.content, None
-        text = content if isinstance(content, str) else ""
-        if isinstance(content, tuple):
-            kinds = _without_repeats([type(part).__name__ for part in content], 2)
-            text = "\n".join([part.text for part in content if isinstance(part, TextPart)])
-        matches = tuple([mark for mark in marks if mark in text])
-        unnamed = message.name is None, message.tool_call_id is None
-        shapes.append(
-            (message.role, content is None, kinds, not text.strip(), matches, *unnamed, *message.extra)
-        )
-    return _without_repeats(shapes, 3)
-
-
-def _without_repeats(items: Sequence[Any], max_run: int) -> tuple[Any, ...]:
-    """The items, with at most `max_run` equal items in a row."""
-    runs = (islice(run, max_run) for _, run in groupby(items))
-    return tuple(chain.from_iterable(runs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +122,20 @@ def all_variations(
 ) -> list[Variation]:
     """Every variation. Media come last, so the other indexes do not depend on their number."""
     return [*variations(extension, profile), *reads.variations(), *media_placements(media)]
+
+
+def varied_skeleton(
+    extension: Sequence[Message],
+    profile: TemplateProfile,
+    reads: "Reads",
+    media: MediaCount | None,
+    base: Sequence[int],
+) -> ProbeHistory:
+    """The skeleton with these media and some of `all_variations`, by their indexes."""
+    history = skeleton(extension, profile, media)
+    for index in base:
+        history = all_variations(extension, profile, reads, media)[index].of(history)
+    return history
 
 
 def variations(extension: Sequence[Message], profile: TemplateProfile) -> list[Variation]:

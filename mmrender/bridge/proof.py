@@ -16,14 +16,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from mmrender.bridge.histories import (
+from mmrender.bridge.histories import Reads, Variation, all_variations, variations, varied_skeleton
+from mmrender.bridge.tail import (
+    WITH_REASONING,
+    BridgedTurn,
+    ExtendedHistory,
     MediaCount,
+    NotBridged,
+    NotPrinted,
     ProbeHistory,
-    Variation,
-    all_variations,
-    variations,
+    Tails,
 )
-from mmrender.bridge.tail import WITH_REASONING, BridgedTurn, ExtendedHistory, NotBridged, NotPrinted, Tails
 from mmrender.errors import TemplateError, TemplateLimitError
 from mmrender.messages import Message, Role
 from mmrender.rendering import unprinted_messages
@@ -124,6 +127,7 @@ class TailProver:
 
     Args:
         tails: Renders and cuts tails.
+        reads: Texts and fields that the template tests.
         extension: The new messages.
         media: Media of the skeleton. None until the tail is found to depend on their number.
         base: Indexes of variations that the skeleton includes.
@@ -132,15 +136,17 @@ class TailProver:
     def __init__(
         self,
         tails: Tails,
+        reads: Reads,
         extension: Sequence[Message],
         media: MediaCount | None,
         base: Sequence[int] = (),
     ) -> None:
         self._tails = tails
+        self._reads = reads
         self._extension = extension
         self._media = media
         self._base = base
-        self._skeleton = tails.skeleton(extension, media, base)
+        self._skeleton = varied_skeleton(extension, tails.profile, reads, media, base)
         self._usual = self._extended(self._skeleton)
 
     def prove(self, *, against_rewriting: bool) -> Proof:
@@ -155,7 +161,7 @@ class TailProver:
         except NotBridged as refusal:
             return Proof((Objection(str(refusal)),))
         for count in _MEDIA_PROBES if self._media is None else ():
-            history = self._tails.skeleton(self._extension, count, self._base)
+            history = varied_skeleton(self._extension, self._tails.profile, self._reads, count, self._base)
             if self._compare(self._extended(history)) == "another tail":
                 return Proof((), counts_media=True)
         omitted = unprinted_messages(self._usual.text, self._extension, len(self._skeleton.messages))
@@ -180,7 +186,7 @@ class TailProver:
         combinable: list[Variation] = []
         objections: list[Objection] = []
         endings: list[tuple[set[Role], int | None, str | None]] = []
-        respects = all_variations(self._extension, self._tails.profile, self._tails.reads, self._media)
+        respects = all_variations(self._extension, self._tails.profile, self._reads, self._media)
         for index, variation in enumerate(respects):
             varied = self._changed([variation])
             difference = self._compare(varied) if self._is_possible(variation, varied) else None

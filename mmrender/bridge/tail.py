@@ -1,23 +1,35 @@
 """Cutting off a bridge's tail: the template's text from the end of the assistant's content on.
 
+The text is rendered after the skeleton, the shortest history that the extension may follow.
+
 Everything is read from provenance: the message of each character, and the characters that are content. A
 completion that was cut off, in its content or inside reasoning, is closed with the text that the template
 writes there.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from mmrender.bridge.histories import NO_MEDIA, MediaCount, ProbeHistory, Reads, all_variations, skeleton
+import msgspec
+
 from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
-from mmrender.messages import Message, RenderRequest, Role
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    ImagePart,
+    Message,
+    Part,
+    RenderRequest,
+    Role,
+    TextPart,
+    VideoPart,
+)
 from mmrender.model.spelling import TokenText
 from mmrender.template.known import KnownTemplate
-from mmrender.template.probes import WORD, with_reasoning
-from mmrender.template.profile import ReasoningFormat
+from mmrender.template.probes import WORD, probe_call, with_reasoning
+from mmrender.template.profile import ReasoningFormat, TemplateProfile
 from mmrender.template.text import TracedStr, plain
 from mmrender.tokens.encode import Layout, TokenWriter
 from mmrender.turns.turns import PROMPT_TOKENS, Turn, TurnEnd, Turns, turns_of
@@ -29,6 +41,69 @@ class NotBridged(Exception):  # noqa: N818 - a refusal, not an error
 
 class NotPrinted(NotBridged):
     """The template does not print the assistant's content, so its end cannot be found."""
+
+
+class MediaCount(NamedTuple):
+    """Number of images and videos in a conversation."""
+
+    images: int = 0
+    videos: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """As many parts without a source."""
+        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
+
+
+@dataclass(frozen=True)
+class ProbeHistory:
+    """A conversation up to and including the assistant turn that an extension follows.
+
+    Attributes:
+        user: The last user message.
+        assistant: The turn that the extension follows.
+        system: Messages before the first turn.
+        earlier: Turns before the last user message.
+        rounds: Tool rounds between it and the assistant's turn.
+        tools: Tool definitions, or None.
+        documents: Documents, or None.
+    """
+
+    user: Message
+    assistant: Message
+    system: tuple[Message, ...] = ()
+    earlier: tuple[Message, ...] = ()
+    rounds: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    documents: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation."""
+        return (*self.system, *self.earlier, self.user, *self.rounds, self.assistant)
+
+    def answering(self, **fields: Any) -> "ProbeHistory":
+        """The history with other fields in the assistant's turn."""
+        return replace(self, assistant=msgspec.structs.replace(self.assistant, **fields))
+
+
+def skeleton(
+    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount | None = None
+) -> ProbeHistory:
+    """The shortest history: one user turn with the conversation's media, one assistant turn.
+
+    The assistant makes one call for each tool message that the extension begins with, under its name and id.
+    """
+    calls = []
+    for index, message in enumerate(extension):
+        if message.role != "tool":
+            break
+        call = probe_call(index, name=message.name or "probe")
+        calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
+    text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
+    parts = () if media is None else media.parts
+    question = Message(role="user", content=(*parts, TextPart(f"{WORD}U")) if parts else f"{WORD}U")
+    return ProbeHistory(question, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +349,6 @@ class Tails:
 
     def __init__(self, known: KnownTemplate, writer: TokenWriter) -> None:
         self.profile = known.profile
-        self.reads = Reads.of(known.template.syntax_tree)
         self.turns = turns_of(known)
         self.writer = writer
         self._known = known
@@ -297,15 +371,6 @@ class Tails:
         except TemplateError as error:
             error.where = place_of_new(error.where, len(messages))
             raise
-
-    def skeleton(
-        self, extension: Sequence[Message], media: MediaCount | None, base: Sequence[int]
-    ) -> ProbeHistory:
-        """The skeleton with these media that includes some of `all_variations`, by their indexes."""
-        history = skeleton(extension, self.profile, media or NO_MEDIA)
-        for index in base:
-            history = all_variations(extension, self.profile, self.reads, media)[index].of(history)
-        return history
 
     def syntax(self, text: TracedStr) -> frozenset[int]:
         """Added tokens of a text that are syntax."""
