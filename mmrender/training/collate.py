@@ -334,11 +334,10 @@ def _arrays(
 
     They are the optional arrays of `like`, also if no sample is placed.
     """
-    optional = [name for name in OPTIONAL if getattr(like, name, None) is not None]
     arrays: dict[str, npt.NDArray[Any]] = {
         name: np.full(shape, fill, np.float32 if isinstance(fill, float) else None)
         for name, fill in {**PER_TOKEN, "input_ids": 0}.items()
-        if name not in OPTIONAL or name in optional
+        if name not in OPTIONAL or getattr(like, name, None) is not None
     }
     if like is not None and like.routed_experts is not None:
         experts = [sample.routed_experts for *_, sample in places] or [like.routed_experts]
@@ -346,12 +345,13 @@ def _arrays(
         _, layers, top_k = like.routed_experts.shape
         choices = np.arange(top_k, dtype=np.uint8 if narrow else np.int32)  # distinct, as a router's are
         arrays["routed_experts"] = np.broadcast_to(choices, (*shape, layers, top_k)).copy()
+    named = arrays.keys() - {"input_ids", "attention_mask", "token_types"}
     for row, segment, sample in places:
         place = slice(segment.start, segment.start + segment.length)
         arrays["input_ids"][row, place] = sample.token_ids
         arrays["attention_mask"][row, place] = True
         arrays["token_types"][row, place] = sample.mm_token_type_ids
-        for name in ("loss_mask", *optional):
+        for name in named:
             values: Any = getattr(sample, name)
             values = values.data if name == "routed_experts" else values
             arrays[name][row, segment.start : segment.start + len(values)] = values

@@ -96,9 +96,10 @@ def load_processor(
         for family in NATIVE:
             native = family.from_files(files, image_backend)
             if native is not None:
-                tokens = {"image_token": native.image_token, "video_token": native.video_token}
-                videos = PatchVideoProcessor.from_files(files, **tokens)
-                native.videos = videos or _adapted_videos(files, template, trust_remote_code)
+                if token := native.placeholder.get("video"):
+                    image_token = native.placeholder["image"]
+                    videos = PatchVideoProcessor.from_files(files, image_token=image_token, video_token=token)
+                    native.videos = videos or _adapted_videos(files, template, trust_remote_code)
                 return native
         deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
         if template is None:
