@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -93,7 +92,7 @@ def render(
     image_backend: BackendOption = "torch",
 ) -> None:
     """Render a conversation and print ids, spans and media as JSON."""
-    rendered = _rendered(file, model, image_backend, generation_prompt)
+    rendered = _render(_conversation(_document(file), file), _load(model, image_backend), generation_prompt)
     data = rendered.multi_modal_data
     document = {
         "token_ids": rendered.token_ids,
@@ -134,7 +133,7 @@ def view(
 
     if _is_trajectories(file):
         return _view_trajectories(Path(file), _load(model, image_backend), html, tools)
-    rendered = _rendered(file, model, image_backend, generation_prompt)
+    rendered = _render(_conversation(_document(file), file), _load(model, image_backend), generation_prompt)
     if html is not None:
         from mmrender.view import Page
 
@@ -220,7 +219,7 @@ def _renderable(file: str, renderer: Renderer, generation_prompt: bool | None) -
     document = _document(file)
     ids = document.get("token_ids") if isinstance(document, dict) else None
     if ids is None:
-        return _render(document, file, renderer, generation_prompt)
+        return _render(_conversation(document, file), renderer, generation_prompt)
     if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
         raise InputError("token_ids must be a list of ids", where=file, got=repr(ids)[:80])
     return RenderedTokens(ids, (TokenSpan(0, len(ids), -1, "prompt", False),) if ids else ())
@@ -457,11 +456,6 @@ def audit(
     raise typer.Exit(0 if report.ok else 1)
 
 
-def _rendered(file: str, model: str, image_backend: str, generation_prompt: bool | None) -> "RenderedTokens":
-    document = _document(file)
-    return _render(document, file, partial(_load, model, image_backend), generation_prompt)
-
-
 def _document(file: str) -> Any:
     try:
         return json.loads(sys.stdin.read() if file == "-" else Path(file).read_text("utf-8"))
@@ -471,19 +465,23 @@ def _document(file: str) -> Any:
         raise InputError("the file is not JSON", where=file, got=str(error)) from error
 
 
-def _render(
-    document: Any, file: str, renderer: Renderer | Callable[[], Renderer], generation_prompt: bool | None
-) -> "RenderedTokens":
-    options = dict(document) if isinstance(document, dict) else {"messages": document}
-    if "messages" not in options:
+def _conversation(document: Any, file: str) -> dict[str, Any]:
+    """Return the arguments of `Renderer.render` that a file's JSON holds."""
+    arguments = dict(document) if isinstance(document, dict) else {"messages": document}
+    if "messages" not in arguments:
         expected = 'a list, or an object with "messages"'
         raise InputError("no messages in the input", where=file, expected=expected)
-    loaded = renderer if isinstance(renderer, Renderer) else renderer()
-    messages = normalize_messages(options.pop("messages"))
+    return arguments
+
+
+def _render(
+    arguments: dict[str, Any], renderer: Renderer, generation_prompt: bool | None
+) -> "RenderedTokens":
+    messages = normalize_messages(arguments.pop("messages"))
     if generation_prompt is None:
         generation_prompt = not messages or messages[-1].role != "assistant"
     with _log.status("rendering"):
-        return loaded.render(messages, **{"add_generation_prompt": generation_prompt, **options})
+        return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **arguments})
 
 
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
