@@ -49,8 +49,8 @@ from mmrender.messages import (
 # `function` is how OpenAI named tool results before tool calls had ids.
 _ROLE_OF: dict[str, Role] = {**{role: role for role in ROLES}, "function": "tool"}
 
-# Transformers reads the reasoning of a message under these names. The first that is not None wins.
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which Transformers reads the reasoning of a message. The first that is not None wins."""
 
 # No chat template reads media from here, so they would be lost without a word.
 _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "videos"})
@@ -58,7 +58,7 @@ _MISPLACED_MEDIA = frozenset({"audio", "audios", "image", "images", "video", "vi
 # Fields of responses and datasets that are dropped if they are empty.
 _API_FIELDS = _MISPLACED_MEDIA | {"annotations", "parsed", "refusal"}
 
-_MEMBERS = ("role", "content", *_REASONING_KEYS, "tool_calls", "name", "tool_call_id", "function_call")
+_MEMBERS = ("role", "content", *REASONING_KEYS, "tool_calls", "name", "tool_call_id", "function_call")
 
 _MISSPELT = 0.8
 """Likeness, by `difflib`, from which a member counts as one of `_MEMBERS` misspelt."""
@@ -261,7 +261,7 @@ def normalize_message(value: Any, where: str) -> Message:
         return Message(role=role, content=content)
     tool_calls = _tool_calls(fields, role, where)
     reasoning: str | None = None
-    for key in _REASONING_KEYS:
+    for key in REASONING_KEYS:
         if key in fields:
             text = as_text(fields[key], f"{where}.{key}")
             reasoning = text if reasoning is None else reasoning

@@ -8,12 +8,11 @@ the tag: they remove it, and write it themselves.
 
 from typing import Any, NamedTuple
 
+from mmrender.content.messages import REASONING_KEYS
 from mmrender.content.values import member
 from mmrender.errors import MessageError, RenderError
 from mmrender.template.text import Origin, TracedStr, plain
 
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning. A template sees the first two."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -42,9 +41,10 @@ class Prefill(NamedTuple):
         Raises:
             MessageError: The message lacks this text.
         """
-        value = view.get("reasoning_content" if field in REASONING and field not in view else field)
-        # A template may read any name of the reasoning.
-        fields = [key for key in REASONING if view.get(key) == value] if field in REASONING else [field]
+        value = view.get("reasoning_content" if field in REASONING_KEYS and field not in view else field)
+        fields = [field]
+        if field in REASONING_KEYS:  # a template may read any name of the reasoning
+            fields = [key for key in REASONING_KEYS if view.get(key) == value]
         holder, where = view, member(owner.path, field)
         if isinstance(value, list):
             holder, fields = next((part for part in reversed(value) if "text" in part), {}), ["text"]
