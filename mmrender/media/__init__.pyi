@@ -1,5 +1,3 @@
 from .encoded import ReferenceItem as ReferenceItem
-from .policy import MediaPolicy as MediaPolicy
-from .resolve import MediaCache as MediaCache
 from .wire import item_from_wire as item_from_wire
 from .wire import item_to_wire as item_to_wire
