@@ -86,6 +86,12 @@ class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"
 
 Part: TypeAlias = TextPart | ImagePart | VideoPart | ThinkingPart
 
+UNKNOWN_PARTS: Final[Mapping[Modality, ImagePart | VideoPart]] = {
+    "image": ImagePart(UNKNOWN_SOURCE),
+    "video": VideoPart(UNKNOWN_SOURCE),
+}
+"""A part of each modality without known pixels (probes only)."""
+
 
 class ToolCall(msgspec.Struct, frozen=True):
     """One call of a tool by the assistant, with its arguments parsed."""

@@ -16,7 +16,7 @@ from mmrender.bridge.proof import Proof, TailProver
 from mmrender.bridge.tail import (
     BridgedTurn,
     ExtendedHistory,
-    MediaCount,
+    MediaCounts,
     NotBridged,
     ProbeHistory,
     Tails,
@@ -24,7 +24,7 @@ from mmrender.bridge.tail import (
     skeleton,
 )
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role, TextPart
+from mmrender.messages import MODALITIES, UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role, TextPart
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr
@@ -158,12 +158,12 @@ class Bridge:
         """
         self._require_open(sampled.prompt, request, previous)
         findings = self._rendering.known.findings
-        media: MediaCount | None = None
+        media: MediaCounts | None = None
         base: tuple[int, ...] = ()
         shape = _shape_of(request.messages, self._reads.marks)
         while True:
             # Not every count can be tried, so all counts above two are proved as two.
-            counts = media and (min(media.images, 2), min(media.videos, 2))
+            counts = media and tuple(min(count, 2) for count in media)
             key = ("bridge", self._setting, shape, history, counts, base)
             prove = partial(self._prove, request.messages, media, base, history)
             proof = findings.get_or_find(key, Proof, prove)
@@ -183,7 +183,7 @@ class Bridge:
     def _prove(
         self,
         messages: Sequence[Message],
-        media: MediaCount | None,
+        media: MediaCounts | None,
         base: Sequence[int],
         history: History,
     ) -> Proof:
@@ -208,10 +208,9 @@ class Bridge:
         if (affixes.first, affixes.opening) != (longer.first, longer.opening):
             raise NotBridged("the model's processor begins prompts with images differently")
 
-    def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCount:
+    def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCounts:
         """The media of the prompt."""
-        hashes = previous.mm_hashes
-        media = MediaCount(len(hashes.get("image", ())), len(hashes.get("video", ())))
+        media = tuple(len(previous.mm_hashes.get(modality, ())) for modality in MODALITIES)
         if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
             raise NotBridged(
                 "the template counts media, and previous_multi_modal_data lacks the media of the prompt"

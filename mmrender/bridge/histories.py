@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from jinja2 import nodes
 
-from mmrender.bridge.tail import MediaCount, ProbeHistory, skeleton
+from mmrender.bridge.tail import ONE_EACH, MediaCounts, ProbeHistory, skeleton, unknown_parts
 from mmrender.messages import Message, TextPart, ThinkingPart, ToolCall
 from mmrender.template.probes import (
     WORD,
@@ -118,7 +118,7 @@ _ANY_TURN = (
 
 
 def all_variations(
-    extension: Sequence[Message], profile: TemplateProfile, reads: "Reads", media: MediaCount | None
+    extension: Sequence[Message], profile: TemplateProfile, reads: "Reads", media: MediaCounts | None
 ) -> list[Variation]:
     """Every variation. Media come last, so the other indexes do not depend on their number."""
     return [*variations(extension, profile), *reads.variations(), *media_placements(media)]
@@ -128,7 +128,7 @@ def varied_skeleton(
     extension: Sequence[Message],
     profile: TemplateProfile,
     reads: "Reads",
-    media: MediaCount | None,
+    media: MediaCounts | None,
     base: Sequence[int],
 ) -> ProbeHistory:
     """The skeleton with these media and some of `all_variations`, by their indexes."""
@@ -194,19 +194,22 @@ def _call_variations(calls: Sequence[ToolCall], extension: Sequence[Message]) ->
     ]
 
 
-def media_placements(media: MediaCount | None) -> list[Variation]:
-    """The skeleton's media in other places, or one more image and video if their number does not matter."""
-    parts = (MediaCount(1, 1) if media is None else media).parts
-    if not parts:
-        return []
+def media_placements(media: MediaCounts | None) -> list[Variation]:
+    """The skeleton's media in other places. If their number does not matter, one more of each modality.
+
+    Modalities are tried one by one, since a template may refuse some of them.
+    """
     call, result = _tool_round(1, first=30)
-    answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"{WORD}R")))
-    picture = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
     moved: dict[str, Any] = {} if media is None else {"moves_media": True, "says": f"{WORD}U"}
-    return [
-        Variation(looks_at="which turn holds the images", earlier=(picture, _TURN[1]), **moved),
-        Variation(looks_at="images in tool results", rounds=(call, answer), **moved),
-    ]
+    respects = []
+    for parts in filter(None, map(unknown_parts, ONE_EACH if media is None else (media,))):
+        answer = msgspec.structs.replace(result, content=(*parts, TextPart(f"{WORD}R")))
+        picture = Message(role="user", content=(*parts, TextPart(f"{WORD}I")))
+        respects += [
+            Variation(looks_at="which turn holds the images", earlier=(picture, _TURN[1]), **moved),
+            Variation(looks_at="images in tool results", rounds=(call, answer), **moved),
+        ]
+    return respects
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ import msgspec
 
 from mmrender.bridge.histories import Reads, Variation, all_variations, variations, varied_skeleton
 from mmrender.bridge.tail import (
+    ONE_EACH,
     WITH_REASONING,
     BridgedTurn,
     ExtendedHistory,
-    MediaCount,
+    MediaCounts,
     NotBridged,
     NotPrinted,
     ProbeHistory,
@@ -36,7 +37,8 @@ from mmrender.template.text import plain
 _COMBINATIONS = 24
 """Number of histories that differ in several respects at once. Any two respects meet in a quarter of them."""
 _SHARE = 0.5
-_MEDIA_PROBES = (MediaCount(1), MediaCount(2), MediaCount(0, 1))
+_MEDIA_PROBES: tuple[MediaCounts, ...] = (*ONE_EACH, tuple(2 * count for count in ONE_EACH[0]))
+"""One medium of each modality, and two images."""
 
 NeedKind: TypeAlias = Literal[
     "other stop", "token in prompt", "token in turn", "no content", "roles", "reasoning", "other opening"
@@ -114,7 +116,7 @@ class Proof:
 
     Attributes:
         objections: Histories whose tail is not the skeleton's.
-        counts_media: Whether the tail depends on the number of earlier images or videos, so that the skeleton
+        counts_media: Whether the tail depends on the number of earlier media, so that the skeleton
             must have the same number.
     """
 
@@ -138,7 +140,7 @@ class TailProver:
         tails: Tails,
         reads: Reads,
         extension: Sequence[Message],
-        media: MediaCount | None,
+        media: MediaCounts | None,
         base: Sequence[int] = (),
     ) -> None:
         self._tails = tails

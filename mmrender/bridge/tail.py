@@ -10,22 +10,13 @@ writes there.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
-from mmrender.messages import (
-    UNKNOWN_SOURCE,
-    ImagePart,
-    Message,
-    Part,
-    RenderRequest,
-    Role,
-    TextPart,
-    VideoPart,
-)
+from mmrender.messages import MODALITIES, UNKNOWN_PARTS, Message, Part, RenderRequest, Role, TextPart
 from mmrender.model.spelling import TokenText
 from mmrender.template.known import KnownTemplate
 from mmrender.template.probes import WORD, probe_call, with_reasoning
@@ -43,16 +34,18 @@ class NotPrinted(NotBridged):
     """The template does not print the assistant's content, so its end cannot be found."""
 
 
-class MediaCount(NamedTuple):
-    """Number of images and videos in a conversation."""
+MediaCounts: TypeAlias = tuple[int, ...]
+"""Number of media of each of `MODALITIES` in a conversation."""
+ONE_EACH: tuple[MediaCounts, ...] = tuple(
+    tuple(int(other == modality) for other in MODALITIES) for modality in MODALITIES
+)
+"""For each modality the counts of a single medium."""
 
-    images: int = 0
-    videos: int = 0
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """As many parts without a source."""
-        return (*[ImagePart(UNKNOWN_SOURCE)] * self.images, *[VideoPart(UNKNOWN_SOURCE)] * self.videos)
+def unknown_parts(media: MediaCounts) -> tuple[Part, ...]:
+    """As many parts of each modality, without known pixels."""
+    numbers = zip(UNKNOWN_PARTS.values(), media, strict=True)
+    return tuple(part for part, count in numbers for _ in range(count))
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class ProbeHistory:
 
 
 def skeleton(
-    extension: Sequence[Message], profile: TemplateProfile, media: MediaCount | None = None
+    extension: Sequence[Message], profile: TemplateProfile, media: MediaCounts | None = None
 ) -> ProbeHistory:
     """The shortest history: one user turn with the conversation's media, one assistant turn.
 
@@ -101,7 +94,7 @@ def skeleton(
         call = probe_call(index, name=message.name or "probe")
         calls.append(msgspec.structs.replace(call, id=message.tool_call_id or call.id))
     text = f"{WORD}A" if not calls or profile.writes_content_before_results else None
-    parts = () if media is None else media.parts
+    parts = () if media is None else unknown_parts(media)
     question = Message(role="user", content=(*parts, TextPart(f"{WORD}U")) if parts else f"{WORD}U")
     return ProbeHistory(question, Message(role="assistant", content=text, tool_calls=tuple(calls)))
 

@@ -13,10 +13,9 @@ import msgspec
 from mmrender.caching import cached_property
 from mmrender.errors import TemplateError
 from mmrender.messages import (
-    UNKNOWN_SOURCE,
-    ImagePart,
-    MediaPart,
+    UNKNOWN_PARTS,
     Message,
+    Modality,
     RenderRequest,
     Role,
     TextPart,
@@ -186,9 +185,9 @@ class Probes:
     def form(self) -> ViewForm:
         """Shapes of messages that the template takes, each chosen by the output."""
         form = self._form_of_messages()
-        if self._tool_images == "user" and not self.added_by_image("tool", form):
+        if self._tool_images == "user" and not self.added_by("image", "tool", form):
             moved = replace(form, tool_images="user")
-            form = moved if self.added_by_image("tool", moved) else form
+            form = moved if self.added_by("image", "tool", moved) else form
         return form
 
     def _form_of_messages(self) -> ViewForm:
@@ -200,9 +199,9 @@ class Probes:
             form = text_only if self.prints(f"{WORD}P", parts, form=text_only) else form
         if form.content == "parts" and not self._prints_strings(form) and self._prints_strings(listed):
             form = listed
-        if form.content != "text" and self.added_by_image("user", form) == "":
+        if form.content != "text" and self.added_by("image", "user", form) == "":
             url = replace(form, image="image_url")
-            form = url if self.added_by_image("user", url) else form
+            form = url if self.added_by("image", "user", url) else form
         for none_content in ("none", "absent", "empty"):
             for arguments in ("parsed", "json"):
                 candidate = replace(form, none_content=none_content, arguments=arguments)
@@ -215,15 +214,11 @@ class Probes:
         text = self.render([user(), assistant()], form=form) or ""
         return f"{WORD}U" in text and f"{WORD}A" in text and "'type'" not in text
 
-    def added_by_image(self, role: Role, form: ViewForm | None = None) -> str | None:
-        """Text that an image part adds to a message of `role`, or None if the template refuses it."""
-        return self.added_by(ImagePart(UNKNOWN_SOURCE), role, form)
-
-    def added_by(self, part: MediaPart, role: Role, form: ViewForm | None = None) -> str | None:
+    def added_by(self, modality: Modality, role: Role, form: ViewForm | None = None) -> str | None:
         """Text that a media part adds to a message of `role`, or None if the template refuses it."""
         before, middle, after = messages_around(role)
         texts = []
-        for parts in ((), (part,)):
+        for parts in ((), (UNKNOWN_PARTS[modality],)):
             message = msgspec.structs.replace(middle, content=(*parts, TextPart(f"{WORD}X")))
             text = self.render([*before, message, *after], form=form)
             if text is None:

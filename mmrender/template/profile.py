@@ -175,7 +175,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
         **_turn_ends(closes, probes.tokenizer, frozenset(model_stop_ids)),
         prefix_stable=_is_prefix_stable(probes),
         answers_stable=reasoning is not None and _are_answers_stable(probes, reasoning),
-        image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by_image(role)),
+        image_roles=tuple(role for role in _IMAGE_ROLES if takes_parts and probes.added_by("image", role)),
         roles=tuple(
             role
             for role, (before, middle, after) in around.items()

@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
-from mmrender.media.processor import VideoProcessor
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MessageDict, TextPart
+from mmrender.messages import UNKNOWN_PARTS, MessageDict, TextPart
 from mmrender.renderer import Renderer
 from mmrender.view.text import visible
 
@@ -133,22 +132,18 @@ def _images(renderer: Renderer) -> dict[str, Any]:
         renderer.media.require_processor()
     except MMRenderError as error:
         return {"not available": str(error)}
-    processor = renderer.media.processor
+    processor, videos = renderer.media.processor, "none"
+    if processor.videos is not None:
+        is_native = isinstance(processor.videos, PatchVideoProcessor)
+        videos = f"{processor.videos.name}, {'native' if is_native else 'by Transformers with torchvision'}"
     return {
         "processor": processor.name,
         "back end": processor.image_backend,
         "placeholders": dict(processor.placeholder),
         "an item depends on the number of images": processor.depends_on_image_count,
         "tokens of 1024\u00d71024": _found(lambda: processor.geometry(1024, 1024).num_tokens),
-        "videos": _videos(processor.videos),
+        "videos": videos,
     }
-
-
-def _videos(processor: VideoProcessor | None) -> str:
-    if processor is None:
-        return "none"
-    native = isinstance(processor, PatchVideoProcessor)
-    return f"{processor.name}, {'native' if native else 'by Transformers with torchvision'}"
 
 
 def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
@@ -186,8 +181,7 @@ def _found(probe: Callable[[], Any]) -> Any:
         return f"{UNKNOWN}: {error}"
 
 
-_SHOWN = ImagePart(UNKNOWN_SOURCE)
-_SAID = TextPart("x")
+_SHOWN, _SAID = UNKNOWN_PARTS["image"], TextPart("x")
 _EXTENSIONS: dict[str, MessageDict] = {
     "over a user turn": {"role": "user", "content": "x"},
     "over a user turn with an image": {"role": "user", "content": [_SHOWN, _SAID]},

@@ -125,6 +125,11 @@ COUNTEREXAMPLES = {
     "images-in-answer-order": (USER, template(
         before=seen("m.role == 'tool' and m.content is not string"), prompt="{{ ns.seen }}",
     )),
+    "images-in-an-earlier-turn-and-no-videos": (USER, template(
+        head="{% for p in m.content or [] if m.content is not string and p.type == 'video' %}{{ raise_exception('no') }}"
+        "{% endfor %}",
+        prompt="{% if messages | length > 3 and messages[0].content is not string %}!{% endif %}",
+    )),
     "answer-quoted": (USER, template(
         head="{% if m.role == 'user' and loop.previtem %}> {{ loop.previtem.content }}\n{% endif %}",
     )),

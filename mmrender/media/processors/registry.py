@@ -32,7 +32,7 @@ from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.media.processors.patches import PatchProcessor
 from mmrender.media.processors.reference import build_reference_processor
 from mmrender.media.processors.watched import WatchedProcessor
-from mmrender.messages import UNKNOWN_SOURCE, ImagePart, MediaPart, Modality, VideoPart
+from mmrender.messages import MODALITIES, Modality
 from mmrender.model.files import ModelDir
 from mmrender.plugins import load_plugins
 from mmrender.template.known import KnownTemplate
@@ -47,11 +47,6 @@ TEXT_WRITERS = frozenset({"ChameleonProcessor", "Emu3Processor", "Molmo2Processo
 
 GROUP = "mmrender.processors"
 """Entry points of other packages' classes. They follow the rules of `NATIVE`, and set `videos` themselves."""
-
-_PARTS: dict[Modality, MediaPart] = {
-    "image": ImagePart(UNKNOWN_SOURCE),
-    "video": VideoPart(UNKNOWN_SOURCE),
-}
 
 
 def load_processor(
@@ -164,7 +159,7 @@ class DeferredProcessor(MediaProcessor):
         files, template = self._files, self._template
         tokens: set[Any] = set()
         seen: set[str] = set()
-        for modality in _PARTS:
+        for modality in MODALITIES:
             if template is None:
                 break
             features = {template.tokenizer.token(index) for index in files.token_ids(modality)}
@@ -273,7 +268,7 @@ class DeferredProcessor(MediaProcessor):
 
 def _template_text(template: KnownTemplate | None, modality: Modality) -> str:
     """Return the text that the template writes for one item in a user's message."""
-    return (template and template.probes.added_by(_PARTS[modality], "user")) or ""
+    return (template and template.probes.added_by(modality, "user")) or ""
 
 
 def _adapted_videos(
