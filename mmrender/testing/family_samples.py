@@ -135,7 +135,9 @@ def make_images(model: Any, draft: ModelFamily) -> Images:
         return Images([])
     processor = _image_processor(draft.model_type, model.config)
     keywords = frozenset(inspect.signature(model.forward).parameters)
-    side = max([_LARGE, *(window + _LARGE // 2 for window in _windows(vision))])
+    settings = {} if vision is None else vision.to_dict()
+    windows = [value for key, value in settings.items() if "window" in key and isinstance(value, int)]
+    side = max([_LARGE, *(window + _LARGE // 2 for window in windows)])
     sizes = [*_SIZES, (side, side * 7 // 5), _SIZES[-1], _SIZES[-1]]
     rng = np.random.default_rng(0)
     items: list[ProcessedItem] = []
@@ -163,12 +165,6 @@ def make_images(model: Any, draft: ModelFamily) -> Images:
     _check_inputs(draft, model, [*arrays])
     items[1:3] = _counted_together(model, draft, items[1:3])
     return Images(items, processor, pictures, keywords)
-
-
-def _windows(vision: Any) -> list[int]:
-    """Return the windows of a vision tower, in pixels or patches."""
-    settings = {} if vision is None else vision.to_dict()
-    return [value for key, value in settings.items() if "window" in key and isinstance(value, int)]
 
 
 def _counted_together(model: Any, draft: ModelFamily, items: list[ProcessedItem]) -> list[ProcessedItem]:

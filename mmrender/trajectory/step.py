@@ -207,8 +207,7 @@ class Step:
         Each row comes from the first engine call with this position, for a sampled token the call that
         sampled it. Positions before the last gapless run are left out.
         """
-        parts = self._experts_of_parts()
-        return assembled_experts(parts) if parts else None
+        return assembled_experts(self._experts_of_parts())
 
     def experts_run(self, stop: int) -> tuple[int, int] | None:
         """Return the last gapless run of positions before `stop` whose router choices are known."""

@@ -36,14 +36,7 @@ from mmrender.trajectory.engine_data import (
 )
 from mmrender.trajectory.prefix import Place, find_place
 from mmrender.trajectory.sample import RESTRICTED, SAMPLER, TrainingSample
-from mmrender.trajectory.step import (
-    Branch,
-    Int32Array,
-    Step,
-    check_extra,
-    check_ids,
-    check_tools,
-)
+from mmrender.trajectory.step import Branch, Int32Array, Step, check_extra, check_ids, check_tools
 from mmrender.trajectory.wire import Record, read_records, write_records
 
 
