@@ -1,7 +1,6 @@
 """`InferenceEngineClient`: many engines that act as one. Completions survive pauses and failures exactly."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,10 +10,12 @@ from mmrender.client.engine import ModelTokens
 from mmrender.client.transport import RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
+from mmrender.engines.fleet import HEALTH_TIMEOUT, Results, Timeouts, bounded
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine, at_router
 from mmrender.engines.interface import (
     Chunk,
     Control,
+    EngineResult,
     InferenceEngineInterface,
     NamedWeightsUpdate,
     OpenAICall,
@@ -22,14 +23,12 @@ from mmrender.engines.interface import (
     RequestPayload,
     common,
     emitted,
-    gather_all,
     one_each,
 )
-from mmrender.engines.replicas import HEALTH_TIMEOUT, Action, Replica, ReplicaPool, Work
+from mmrender.engines.pool import ReplicaPool
+from mmrender.engines.replicas import Replica, Work
 from mmrender.errors import (
-    EngineConnectionError,
     EngineError,
-    EngineStateError,
     EngineTimeoutError,
     EngineUnavailableError,
     EngineUnsupportedError,
@@ -44,7 +43,8 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     Work that an engine aborts is asked again with its tokens so far, so that callers never see a pause. Work
     on a failing engine goes to the next. Sessions are hashed to an engine, other work goes to the engines in
-    turn. To balance load, pass a router. Control calls go to all engines at once.
+    turn. To balance load, pass a router. Control calls go to all engines at once, and return one
+    `EngineResult` for each.
 
     One event loop uses a client at a time. Other threads call `asyncio.run_coroutine_threadsafe`. Pickled
     without a renderer, it arrives as a client of the same engines, not paused and without requests.
@@ -59,7 +59,9 @@ class InferenceEngineClient(InferenceEngineInterface):
         attempt_timeout: Seconds for one request, pauses not counted. None for no limit.
         deadline: Seconds for a whole completion, with waiting, retries and pauses. None for no limit.
         pause_timeout: Seconds that engines may take to obey a pause or a short control call. Requests that
-            still run that long after a pause are cancelled and asked again later.
+            still run then are cancelled and asked again later.
+        update_timeout: Seconds that engines may take for a call that moves weights or memory. None for no
+            limit.
         max_idle_aborts: Consecutive aborts without a token before giving up on an engine that says that it is
             not paused. A paused engine is waited for, whichever client paused it. One that does not say is
             asked again until the deadline.
@@ -80,6 +82,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         attempt_timeout: float | None = None,
         deadline: float | None = None,
         pause_timeout: float = 60.0,
+        update_timeout: float | None = 600.0,
         max_idle_aborts: int = 32,
         name: str = "engines",
     ) -> None:
@@ -91,7 +94,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._max_idle_aborts = max_idle_aborts
         self._tokens = ModelTokens(renderer)
         retries = retries or RetryPolicy(attempts=5, wait_jitter=0.1)
-        self._pool = ReplicaPool(engines, router, retries, attempt_timeout, pause_timeout)
+        timeouts = Timeouts(attempt_timeout, pause_timeout, update_timeout)
+        self._pool = ReplicaPool(engines, router, retries, timeouts)
         for engine in (*engines, router):
             if isinstance(engine, HTTPEngine) and engine.renderer is None:
                 engine.renderer = renderer
@@ -118,7 +122,7 @@ class InferenceEngineClient(InferenceEngineInterface):
     @property
     def replicas(self) -> Sequence[Replica]:
         """A router if there is one, then the engines, with requests in flight and reasons of being down."""
-        return list(dict.fromkeys([*self._pool.targets, *self._pool.replicas]))
+        return self._pool.everyone
 
     def tp_size(self) -> int:
         """Ranks that share each layer, equal on all engines."""
@@ -179,32 +183,37 @@ class InferenceEngineClient(InferenceEngineInterface):
 
         An engine that another client has paused is waited for.
         """
-        waits = itertools.count(aborts + 1)
-        while paused := await self._pool.reports_pause(work.last):
-            if self._pool.state == "closed" or self._pool.is_aborted(work):
-                return 0
-            aborts = 0
-            await asyncio.sleep(self._pool.retries.wait_before(next(waits)))
+        pool = self._pool
+        paused = await pool.until_resumed(work)
+        if paused:
+            return 0
         if paused is False and aborts >= self._max_idle_aborts:
             raise EngineUnavailableError(
                 f"engines aborted a request {aborts} times in a row without a token, and are not paused",
                 expected=f"at most {self._max_idle_aborts} such aborts",
                 remedy="Look for another client that aborts on the servers",
             )
-        await asyncio.sleep(self._pool.retries.wait_before(aborts + 1))
+        await asyncio.sleep(pool.retries.wait_before(aborts + 1))
         return aborts
 
     async def max_prompt_len(self) -> int | None:
-        """Return the maximum length of a prompt on every engine that serves, or None if no engine says."""
+        """Return the maximum length of a prompt on every engine that serves, or None if no engine says.
+
+        Each engine is asked until it has said. One that does not answer is down then.
+        """
         pool = self._pool
+        pool.enter()
         serving = [each for each in pool.targets if each.down is None]
-        limits = await pool.answers(serving, lambda engine: engine.max_prompt_len(), within=HEALTH_TIMEOUT)
-        for replica, limit in limits.items():
-            if isinstance(limit, EngineTimeoutError):
-                pool.take_down(replica, str(limit))  # so that nobody waits for it again
-            elif isinstance(limit, BaseException) and not isinstance(limit, EngineError):
-                raise limit
-        return min((limit for limit in limits.values() if isinstance(limit, int)), default=None)
+        await asyncio.gather(*[self._ask_limit(each) for each in serving if each.limit is None])
+        return min((each.limit for each in serving if each.limit is not None), default=None)
+
+    async def _ask_limit(self, replica: Replica) -> None:
+        try:
+            replica.limit = await bounded(replica.engine.max_prompt_len(), HEALTH_TIMEOUT, replica.name)
+        except EngineTimeoutError as error:
+            self._pool.take_down(replica, str(error))  # so that nobody waits for it again
+        except EngineError:
+            return  # a request tells what is wrong with it
 
     def as_backend(self) -> RendererBackend:
         """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""
@@ -256,28 +265,28 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     # --- control ---
 
-    async def control(self, call: Control, /, **arguments: Any) -> dict[Replica, Any]:
-        """Make a control call on all engines that serve and return their answers, or raise the first error.
+    async def control(self, call: Control, /, **arguments: Any) -> list[EngineResult]:
+        """Make a control call on all engines that serve.
 
-        Calls that move no memory are bounded by `pause_timeout`.
+        An engine that fails, or does not obey in time, is down until it has made up for the call.
+
+        Raises:
+            EngineError: An engine refuses, or none obeys.
         """
-        replicas = self._pool.healthy()
-        if not replicas:
-            raise self._pool.unavailable()
-        within = None if call in ("sleep", "wake_up") else self._pool.pause_timeout
-        action = lambda engine: getattr(engine, call)(**arguments)  # noqa: E731
-        answers = await self._pool.answers(replicas, action, within=within)
-        for answer in answers.values():
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        return self._listed(await self._pool.control(call, **arguments))
+
+    def _listed(self, results: Results) -> list[EngineResult]:
+        """Return the results in the order of the engines."""
+        return [results[each] for each in self._pool.everyone if each in results]
 
     async def pause_generation(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, deadline: float | None = 3600.0
-    ) -> None:
+    ) -> list[EngineResult]:
         """Pause engines that support the mode, and withhold requests from the rest.
 
-        When it returns, no request of this client runs, batches included.
+        When it returns, no request of this client runs, batches included. An engine that fails, or does not
+        obey in time, is down. A pause that is cancelled or refused is undone: each engine is resumed before
+        it gets requests.
 
         Args:
             mode: How running requests are paused.
@@ -290,109 +299,116 @@ class InferenceEngineClient(InferenceEngineInterface):
                 nothing is paused.
             EngineUnsupportedError: An engine cannot freeze requests, or cannot clear its cache. Nothing is
                 paused.
-            EngineError: An engine refused. Nothing is paused.
+            EngineError: An engine refused, or none obeyed. Nothing is paused.
         """
         pool = self._pool
         pool.move("open", "pausing", "the client is paused already")
-        serving = pool.healthy()
-        able = [each for each in serving if mode in each.engine.pause_modes]
-        others = [each for each in serving if each not in able]
-        for each in pool.replicas:
-            each.halted = False
         try:
-            if mode == "keep" and others:
-                problem, remedy = "the engine cannot freeze requests", "Pause with 'abort' or 'wait'"
-                raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
-            # Before engines pause: a request that reaches one after its pause would never end.
-            if mode == "wait" and not await pool.until_idle(deadline):
-                calls = [f"{each.name}: {call.about}" for each in pool.targets for call in each.calls]
-                more = f"; and {len(calls) - 8} more" if len(calls) > 8 else ""
-                raise EngineTimeoutError(
-                    f"requests did not end within {deadline:g} s, so nothing was paused",
-                    where="pause_generation",
-                    got="; ".join(calls[:8]) + more,
-                    remedy="Pause with 'abort', after which they are continued, or pass a longer deadline",
-                )
-            for call in pool.calls():
-                call.set_time(None)
-            for each in able:
-                each.halted = True
-            pausing = lambda engine: engine.pause_generation(mode, clear_cache=clear_cache)  # noqa: E731
-            await self._reach(able, pausing)
-            if mode == "abort":
-                await pool.end_calls()
-            if clear_cache:
-                await self._reach(others, lambda engine: engine.reset_prefix_cache())
-        except BaseException:
-            # Engines that have not answered are resumed too, since their pause may have reached the server.
-            # One that hangs must not hold up the caller, who may have been cancelled.
-            failed = await self._resume_halted(min(pool.pause_timeout, HEALTH_TIMEOUT))
-            for replica, error in failed.items():
-                if not isinstance(error, EngineStateError | EngineUnsupportedError):
-                    pool.take_down(replica, str(error))  # it may still be paused
-            pool.move("pausing", "open")
+            results = await self._pause(mode, clear_cache, deadline)
+        except BaseException as error:
+            halted = pool.hold_halted("its pause was given up")
+            if pool.state == "pausing":
+                pool.move("pausing", "open")
+            if isinstance(error, Exception):  # a caller who was cancelled does not wait
+                await asyncio.gather(*map(pool.look_at, halted))
             raise
         pool.move("pausing", "paused")
+        return self._listed(results)
 
-    async def _reach(self, replicas: Sequence[Replica], action: Action) -> None:
-        """Act on engines concurrently. One that is not reached is taken down. Another error is raised."""
-        failed = await self._pool.failures(replicas, action, within=self._pool.pause_timeout)
-        refusals = []
-        for replica, error in failed.items():
-            if isinstance(error, EngineConnectionError | EngineTimeoutError):
-                replica.halted = False
-                self._pool.take_down(replica, str(error))
-            else:
-                refusals.append(error)
-        for error in refusals:
-            raise error
+    async def _pause(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> Results:
+        pool, clock = self._pool, asyncio.get_running_loop().time
+        others = [each for each in pool.healthy() if mode not in each.engine.pause_modes]
+        if mode == "keep" and others:
+            problem, remedy = "the engine cannot freeze requests", "Pause with 'abort' or 'wait'"
+            raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
+        # Before engines pause: a request that reaches one after its pause would never end.
+        if mode == "wait":
+            await pool.until_ended(deadline)
+        until = clock() + pool.timeouts.pause
+        for call in pool.calls():
+            call.set_time(None)
+        results = pool.absent()
+        able = [each for each in pool.healthy() if each not in others]
+        for each in able:
+            each.halted = True
+        told = await pool.tell(able, "pause_generation", mode=mode, clear_cache=clear_cache)
+        told |= {each: EngineResult(each.name) for each in others}
+        results |= pool.settle(told, "pause_generation", {})
+        if mode == "abort":
+            await pool.end_calls(max(until - clock(), 0.0))
+        if clear_cache:
+            others = [each for each in others if each.down is None]
+            reset = await pool.tell(others, "reset_prefix_cache", within=max(until - clock(), HEALTH_TIMEOUT))
+            for each in pool.replicas:
+                if each.down is not None:
+                    each.owe("reset_prefix_cache", {})
+            results |= pool.settle(reset, "reset_prefix_cache", {}) if reset else {}
+        return results
 
-    async def _resume_halted(self, within: float) -> dict[Replica, BaseException]:
-        """Resume the engines that were paused and return the errors of those that failed."""
-        halted = [each for each in self._pool.replicas if each.halted]
-        return await self._pool.failures(halted, lambda engine: engine.resume_generation(), within=within)
-
-    async def resume_generation(self) -> None:
+    async def resume_generation(self) -> list[EngineResult]:
         """Resume all engines. One that does not resume gets no requests until it does.
 
+        Cancelled, it leaves the client paused, and may be called again. A client that is not paused resumes
+        engines that report a pause, such as the pause of a client that is gone.
+
         Raises:
-            EngineStateError: It is not paused.
+            EngineStateError: Nothing is paused.
             EngineUnavailableError: No engine resumes. Requests then fail, waiting ones too. Each asks the
                 engines again, and so does `check_health`.
         """
         pool = self._pool
-        pool.move("paused", "resuming", "the client is not paused")
+        pool.enter()
+        is_foreign = pool.state == "open"
+        if is_foreign:
+            for each, report in (await pool.tell(pool.healthy(), "reports_pause")).items():
+                each.halted |= report.value is True
+            is_foreign = any(each.halted for each in pool.healthy())
+        if not is_foreign:
+            pool.move("paused", "resuming", "the client is not paused")
         try:
-            failed = await self._resume_halted(pool.pause_timeout)
+            halted = [each for each in pool.healthy() if each.halted]
+            results = await pool.tell(halted, "resume_generation")
         except BaseException:
-            pool.move("resuming", "paused")
+            if pool.state == "resuming":
+                pool.move("resuming", "paused")
             raise
-        for replica, error in failed.items():
-            pool.take_down(replica, f"it did not resume: {error}")
-        pool.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
-        if failed and not pool.healthy():
-            raise pool.unavailable() from next(iter(failed.values()))
+        for replica, result in results.items():
+            if result.error is not None:
+                pool.take_down(replica, f"it did not resume: {result.error}")
+        if not is_foreign:
+            pool.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
+        everyone = {each: EngineResult(each.name) for each in pool.replicas} | pool.absent() | results
+        if not pool.healthy():
+            errors = [result.error for result in results.values() if result.error is not None]
+            raise pool.unavailable() from (errors[0] if errors else None)
+        return self._listed(everyone)
 
     async def reports_pause(self) -> bool | None:
         """Return whether this client or an engine of it is paused, or None if an engine does not say."""
         return self.is_paused or await self._pool.reports_pause()
 
-    async def abort_generation(self) -> None:
+    async def abort_generation(self) -> list[EngineResult]:
         """End all work, running and waiting: each piece returns its tokens so far, with `abort`."""
         pool = self._pool
         pool.enter()
         pool.aborts += 1
         pool.changed.notify_all()
-        await pool.end_calls(look=0.0)
+        results = {each: EngineResult(each.name) for each in pool.replicas} | pool.absent()
+        return self._listed(results | await pool.end_calls(pool.timeouts.pause, look=0.0))
 
-    async def check_health(self) -> None:
-        """Return if any engine serves, after asking those that are down too.
+    async def check_health(self) -> list[EngineResult]:
+        """Ask all engines for their health, those that are down too.
 
         Raises:
             EngineUnavailableError: No engine serves.
         """
-        if not any(await asyncio.gather(*map(self._pool.look_at, self._pool.targets))):
-            raise self._pool.unavailable()
+        pool = self._pool
+        pool.enter()
+        # An engine that comes back may take long to read weights.
+        await asyncio.wait(map(pool.begin_look, pool.everyone), timeout=2 * HEALTH_TIMEOUT)
+        if all(each.down is not None for each in pool.targets):
+            raise pool.unavailable()
+        return self._listed({each: EngineResult(each.name) for each in pool.replicas} | pool.absent())
 
     async def teardown(self, *, wait: float = 0.0) -> None:
         """Take no more work, let requests run for `wait` more seconds, end them, and close the engines."""
@@ -406,51 +422,71 @@ class InferenceEngineClient(InferenceEngineInterface):
             for call in pool.calls():
                 call.end("stopped")
             await pool.until_idle()
-        for error in (await pool.failures(self.replicas, lambda engine: engine.teardown())).values():
-            raise error
+        await pool.end_watches()
+        for result in (await pool.tell(self.replicas, "teardown")).values():
+            if result.error is not None:
+                raise result.error
 
     # --- weights ---
 
     async def init_weight_update_communicator(
         self, init_info: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Let all engines join the trainer's group, with one mapping for all or one for each."""
-        engines = [each.engine for each in await self._pool.all_present()]
-        infos = one_each("engine", len(engines), init_info, where="init_info")
-        pairs = zip(engines, infos, strict=True)
-        await gather_all([engine.init_weight_update_communicator(info) for engine, info in pairs])
+    ) -> list[EngineResult]:
+        """Let all engines join the trainer's group, with one mapping for all or one for each.
 
-    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
-        """Let all engines receive weights at once. All must be up, or the transfer would hang."""
-        await self._pool.all_present()
-        for error in await self._pool.update(
-            lambda engine: engine.update_named_weights(request), request.get("weight_version")
-        ):
-            raise error
+        Raises:
+            EngineError: An engine is missing or fails.
+        """
+        pool = self._pool
+        infos = one_each("engine", len(pool.replicas), init_info, where="init_info")
+        await pool.require_all()
+        call: Control = "init_weight_update_communicator"
+        pairs = zip(pool.replicas, infos, strict=True)
+        told = await asyncio.gather(*[pool.tell([each], call, init_info=info) for each, info in pairs])
+        results: Results = {each: result for answer in told for each, result in answer.items()}
+        pool.settle(results, call, {})
+        for result in results.values():
+            if result.error is not None:
+                raise result.error
+        return self._listed(results)
 
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
-        """Let all engines read weights. One that fails gets no requests until it has read them too."""
-        errors = await self._pool.update(
-            lambda engine: engine.load_weights(path, weight_version=weight_version), weight_version
-        )
-        if len(errors) == len(self._pool.replicas):
-            raise errors[0]
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> list[EngineResult]:
+        """Let all engines receive weights at once. All must be up, or the transfer would hang.
+
+        An engine that fails gets no requests until a later update.
+
+        Raises:
+            EngineError: An engine is missing or fails.
+        """
+        return self._listed(await self._pool.receive(request))
+
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> list[EngineResult]:
+        """Let all engines read weights. One that fails, or is down, reads them before it gets requests.
+
+        Raises:
+            EngineError: No engine has read them.
+        """
+        return self._listed(await self._pool.load({"path": path, "weight_version": weight_version}))
 
     async def weight_version(self) -> str | None:
         """Return the name of the weights, equal on all engines that serve.
 
         Raises:
             EngineStateError: Engines differ.
-            EngineTimeoutError: One does not answer within `pause_timeout`.
         """
-        answers = await self.control("weight_version")
-        name: str | None = common("weights", {each.name: version for each, version in answers.items()})
+        results = await self.control("weight_version")
+        versions = {each.name: each.value for each in results if each.error is None}
+        name: str | None = common("weights", versions)
         return name
 
-    async def set_weight_version(self, version: str) -> None:
+    async def set_weight_version(self, version: str) -> list[EngineResult]:
         """Name the weights on all engines."""
-        await self.control("set_weight_version", version=version)
-        self._pool.version = version
+        pool = self._pool
+        results = await self.control("set_weight_version", version=version)
+        pool.version = version
+        if pool.loaded is not None:
+            pool.loaded = {**pool.loaded, "weight_version": version}
+        return results
 
 
 class _NoServer:

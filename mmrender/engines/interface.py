@@ -16,6 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 from mmrender.client.generation import render_prompt
@@ -38,6 +39,26 @@ Control: TypeAlias = Literal[
     "weight_version", "set_weight_version", "check_health",
 ]  # fmt: skip
 """Control calls, by the names of their methods."""
+
+Outcome: TypeAlias = Literal["ok", "failed", "timed out"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult:
+    """The result of a control call on one engine.
+
+    Attributes:
+        name: Name of the engine, by default its URL.
+        outcome: Whether it obeyed, failed, or did not answer in time.
+        value: Its answer, if the call has one.
+        error: Why it did not obey, or None.
+    """
+
+    name: str
+    outcome: Outcome = "ok"
+    value: Any = None
+    error: Exception | None = None
+
 
 OpenAICall: TypeAlias = Literal["chat_completion", "completion"]
 
@@ -227,9 +248,9 @@ class InferenceEngineInterface(ABC):
         """Answer an OpenAI completion request with the chunks of its stream."""
         return self.stream_openai("completion", request_payload)
 
-    # --- control ---
+    # --- control: a client of several engines returns one `EngineResult` for each ---
 
-    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+    async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> object:
         """Stop generating until `resume_generation`.
 
         Args:
@@ -239,15 +260,15 @@ class InferenceEngineInterface(ABC):
         Raises:
             EngineStateError: It is paused already.
         """
-        await self.control("pause_generation", mode=mode, clear_cache=clear_cache)
+        return await self.control("pause_generation", mode=mode, clear_cache=clear_cache)
 
-    async def resume_generation(self) -> None:
+    async def resume_generation(self) -> object:
         """Resume generating. `EngineStateError` if it is not paused."""
-        await self.control("resume_generation")
+        return await self.control("resume_generation")
 
-    async def abort_generation(self) -> None:
+    async def abort_generation(self) -> object:
         """End every request in flight. Each returns its tokens so far, with the stop reason `abort`."""
-        await self.control("abort_generation")
+        return await self.control("abort_generation")
 
     async def reports_pause(self) -> bool | None:
         """Return whether any client has paused the engine, or None if it does not say."""
@@ -257,42 +278,42 @@ class InferenceEngineInterface(ABC):
             return None
         return paused
 
-    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> None:
+    async def sleep(self, *, level: int = 1, tags: Sequence[str] | None = None) -> object:
         """Free memory. `level` 1 keeps weights on the host, 2 drops them. `tags` names single parts."""
-        await self.control("sleep", level=level, tags=tags)
+        return await self.control("sleep", level=level, tags=tags)
 
-    async def wake_up(self, *, tags: Sequence[str] | None = None) -> None:
+    async def wake_up(self, *, tags: Sequence[str] | None = None) -> object:
         """Take the memory back, or only the parts that `tags` names, such as `weights`."""
-        await self.control("wake_up", tags=tags)
+        return await self.control("wake_up", tags=tags)
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> object:
         """Drop cached prefixes. `EngineStateError` if they are in use."""
-        await self.control("reset_prefix_cache")
+        return await self.control("reset_prefix_cache")
 
-    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> None:
+    async def init_weight_update_communicator(self, init_info: Mapping[str, Any]) -> object:
         """Join the group through which the trainer sends weights. Fields have the engine's own names."""
-        await self.control("init_weight_update_communicator", init_info=init_info)
+        return await self.control("init_weight_update_communicator", init_info=init_info)
 
-    async def update_named_weights(self, request: NamedWeightsUpdate) -> None:
+    async def update_named_weights(self, request: NamedWeightsUpdate) -> object:
         """Receive weights from the trainer and return when the engine has them."""
-        await self.control("update_named_weights", request=request)
+        return await self.control("update_named_weights", request=request)
 
-    async def load_weights(self, path: str, *, weight_version: str | None = None) -> None:
+    async def load_weights(self, path: str, *, weight_version: str | None = None) -> object:
         """Read weights from a model directory that the engine can reach."""
-        await self.control("load_weights", path=path, weight_version=weight_version)
+        return await self.control("load_weights", path=path, weight_version=weight_version)
 
     async def weight_version(self) -> str | None:
         """Return the name of the weights, or None if they are unnamed."""
         version = await self.control("weight_version")
         return None if version is None else str(version)
 
-    async def set_weight_version(self, version: str) -> None:
+    async def set_weight_version(self, version: str) -> object:
         """Name the weights."""
-        await self.control("set_weight_version", version=version)
+        return await self.control("set_weight_version", version=version)
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> object:
         """Return if the engine serves and raise an `EngineError` if it does not."""
-        await self.control("check_health")
+        return await self.control("check_health")
 
     def tp_size(self) -> int:
         """Ranks that share each layer."""

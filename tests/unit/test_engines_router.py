@@ -120,8 +120,13 @@ async def test_sessions_stay_control_reaches_the_servers_and_a_dead_one_costs_no
         assert {GENERATE} == {path for path in router.paths if path != "/health" and "v1/models" not in path}
         servers[0].is_dead = True
         await ask(sessions)
-        with pytest.raises(EngineConnectionError):
-            await client.set_weight_version("w")
+        dead, well = await client.set_weight_version("w")
+        assert (dead.name, dead.outcome, type(dead.error)) == (
+            servers[0].url,
+            "failed",
+            EngineConnectionError,
+        )
+        assert (well.name, well.outcome) == (servers[1].url, "ok")
         assert set(held[1]) <= set(servers[1].sessions[-len(sessions) :])
         await client.teardown()
         for engine in engines:

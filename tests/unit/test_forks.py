@@ -416,7 +416,7 @@ def test_children_render_while_threads_render(tiny_model):
 def test_every_module_with_locks_or_threads_renews_them():
     """A new lock is renewed after a fork, or its module is named here with the reason."""
     exempt = {
-        "mmrender/engines/calls.py": "conditions of a pool, which renews them",
+        "mmrender/engines/pool.py": "conditions of a pool, which renews them",
         "mmrender/gateway/session.py": "a lock of an event loop, which a child does not go on with",
         "mmrender/gateway/store.py": "a thread of a gateway, which belongs to the process that opened its files",
         "mmrender/gateway/server.py": "a thread that a child only joins, and that Python has marked as ended",

@@ -1,0 +1,502 @@
+"""`Fleet`: which engines serve, and control calls: each has a deadline, and one result for each engine.
+
+An engine that fails a control call, or does not obey it in time, is down: it gets no requests until it has
+answered for its health, has made up for the calls that it missed, and has the weights of the others. It is
+looked at beside everything else, so that nobody waits for it.
+
+One event loop owns a fleet at a time, so its state needs no locks.
+"""
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from mmcodecs.forks import watch_forks
+from mmrender.caching import AsyncSingleFlight
+from mmrender.client.transport import is_transient
+from mmrender.engines.interface import Control, EngineResult, InferenceEngineInterface
+from mmrender.engines.replicas import Condition, Replica, Work
+from mmrender.errors import (
+    EngineError,
+    EngineStateError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    EngineUnsupportedError,
+    InputError,
+)
+
+State: TypeAlias = Literal["open", "pausing", "paused", "resuming", "closed"]
+Results: TypeAlias = dict[Replica, EngineResult]
+Method: TypeAlias = Control | Literal["teardown"]
+
+HEALTH_TIMEOUT: Final = 5.0
+"""Seconds that an engine may take to answer for its health, its limit or a pause."""
+_FIRST_LOOK, _MAX_LOOK = 1.0, 15.0
+"""Seconds before the first look at an engine that is down, doubled for each further one, and the maximum."""
+_LONG: Final = frozenset(
+    {"sleep", "wake_up", "load_weights", "update_named_weights", "init_weight_update_communicator"}
+)
+"""Calls that move weights or memory."""
+_OWED: Final = frozenset({"sleep", "wake_up", "reset_prefix_cache"})
+"""Calls that an engine makes up for before it serves again."""
+
+_log = logging.getLogger("mmrender.engines")
+
+
+class Timeouts(NamedTuple):
+    """Seconds that an engine may take. None for no limit.
+
+    Attributes:
+        attempt: For one request, pauses not counted.
+        pause: For a short control call.
+        update: For a call that moves weights or memory.
+    """
+
+    attempt: float | None
+    pause: float
+    update: float | None
+
+
+class Fleet:
+    """Engines, which of them serve, and the control calls to them.
+
+    Attributes:
+        replicas: The engines, to which control calls go.
+        targets: The targets of requests: the engines, or the router.
+        state: Requests pass while it is `open`.
+        changed: Wakes waiting work after a change of `state` or an abort.
+        timeouts: Bounds of requests and control calls.
+        version: Name of the weights since the last update.
+        loaded: Arguments of the last update if it was `load_weights`, which can be repeated.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngineInterface],
+        router: InferenceEngineInterface | None,
+        timeouts: Timeouts,
+    ) -> None:
+        if not engines:
+            raise InputError("there is no engine", where="engines", expected="one or more")
+        (name, count), *_ = Counter(engine.name for engine in engines).most_common(1)
+        if count > 1:
+            problem, remedy = "two engines have the same name", "Pass different names"
+            raise InputError(problem, where="engines", got=repr(name), remedy=remedy)
+        self.replicas = [Replica(engine) for engine in engines]
+        self.targets = self.replicas if router is None else [Replica(router)]
+        self.state: State = "open"
+        self.version: str | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.timeouts = timeouts
+        self.renew_after_fork()
+        watch_forks(self)
+
+    def renew_after_fork(self) -> None:
+        """Forget the parent's event loop, with its requests and looks in flight."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.changed = Condition()
+        self._looks: dict[Replica, asyncio.Task[bool]] = {}
+        self._watches: dict[Replica, asyncio.Task[None]] = {}
+        self._reports: AsyncSingleFlight[Replica | None, bool | None] = AsyncSingleFlight()
+        for target in self.targets:
+            target.calls.clear()
+
+    def enter(self) -> None:
+        """Let the running event loop own the fleet.
+
+        Raises:
+            EngineStateError: Another event loop owns it and still runs.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        if self._loop is not None and self._loop.is_running():
+            raise EngineStateError(
+                "the client is used by another event loop",
+                expected="one event loop at a time",
+                remedy="Call asyncio.run_coroutine_threadsafe(client.METHOD(...), loop) with that loop, or "
+                "make another client",
+            )
+        self.renew_after_fork()
+        self._loop = loop
+        self.watch_all()
+
+    @property
+    def everyone(self) -> list[Replica]:
+        """The router if there is one, and the engines."""
+        return list(dict.fromkeys((*self.targets, *self.replicas)))
+
+    def calls(self) -> list[Work]:
+        """Work with a request in flight."""
+        return [call for target in self.targets for call in target.calls]
+
+    def move(self, before: State, after: State, refusal: str = "the client changed state") -> None:
+        """Change state.
+
+        Raises:
+            EngineStateError: The state is not `before`, which `refusal` explains.
+        """
+        self.enter()
+        if self.state == "closed":
+            raise torn_down()
+        if self.state != before:
+            raise EngineStateError(refusal, expected=f"a client that is {before}", got=self.state)
+        self.state = after
+        if after == "open":
+            for call in self.calls():
+                call.set_time(call.limit)
+            self.watch_all()
+        self.changed.notify_all()
+
+    # --- control calls ---
+
+    def bound_of(self, call: Method) -> float | None:
+        """Return the seconds that an engine may take for a call."""
+        return self.timeouts.update if call in _LONG else self.timeouts.pause
+
+    async def tell(
+        self, replicas: Iterable[Replica], call: Method, /, *, within: float | None = None, **arguments: Any
+    ) -> Results:
+        """Make a call on engines concurrently and return one result for each.
+
+        `within` bounds each engine's time, in seconds. By default it is the bound of the call.
+        """
+        self.enter()
+        asked = list(replicas)
+        seconds = self.bound_of(call) if within is None else within
+        tells = (self._tell(each, call, arguments, seconds) for each in asked)
+        return dict(zip(asked, await asyncio.gather(*tells), strict=True))
+
+    async def _tell(
+        self, replica: Replica, call: Method, arguments: dict[str, Any], within: float | None
+    ) -> EngineResult:
+        try:
+            value = await bounded(getattr(replica.engine, call)(**arguments), within, replica.name)
+        except Exception as error:  # noqa: BLE001 - an engine may be the user's
+            if call == "resume_generation" and isinstance(error, EngineStateError):
+                replica.halted = False  # it is not paused
+                return EngineResult(replica.name)
+            error.add_note(f"engine {replica.name}")
+            late = isinstance(error, EngineTimeoutError)
+            return EngineResult(replica.name, "timed out" if late else "failed", error=error)
+        if call == "resume_generation":
+            replica.halted = False
+        return EngineResult(replica.name, value=value)
+
+    async def control(self, call: Control, /, **arguments: Any) -> Results:
+        """Make a control call on every engine that serves. Others owe it, if it can be made up for.
+
+        Raises:
+            EngineError: An engine refuses, or none obeys.
+        """
+        results = self.absent()
+        results |= await self.tell(self.healthy(), call, **arguments)
+        return self.settle(results, call, arguments)
+
+    def absent(self) -> Results:
+        """Return the results of engines that get no calls."""
+        self.enter()
+        return {each: _absence(each) for each in self.replicas if each.down is not None}
+
+    def settle(self, results: Results, call: Control, arguments: dict[str, Any]) -> Results:
+        """Take engines down that failed a call by a fault of their own.
+
+        Raises:
+            EngineError: An engine refused, or none obeyed.
+        """
+        refusals = []
+        for replica, result in results.items():
+            if result.error is None:
+                continue
+            if replica.down is None and not is_transient(result.error):
+                refusals.append(result.error)
+                continue
+            if replica.down is None:
+                self.take_down(replica, str(result.error))
+            if call in _OWED:
+                replica.owe(call, arguments)
+        for error in refusals:
+            raise error
+        self.require_one(results)
+        return results
+
+    def require_one(self, results: Results) -> None:
+        """Require that one engine or more obeyed.
+
+        Raises:
+            EngineError: The first error of an engine that was asked, or `EngineUnavailableError`.
+        """
+        errors = [result.error for result in results.values() if result.error is not None]
+        if len(errors) == len(results):
+            asked = [error for error in errors if not isinstance(error, EngineUnavailableError)]
+            raise asked[0] if asked else self.unavailable()
+
+    # --- weights ---
+
+    async def load(self, arguments: dict[str, Any]) -> Results:
+        """Let all engines read weights. One that is down reads them before it serves again, not waited for.
+
+        Raises:
+            EngineError: None has read them.
+        """
+        self.enter()
+        down = [each for each in self.replicas if each.down is not None]
+        self.loaded, self.version = arguments, arguments["weight_version"]
+        for each in down:
+            each.stale = True
+        looks = [self.begin_look(each) for each in down]
+        results = await self.tell(self.healthy(), "load_weights", **arguments)
+        self._mark_stale(results)
+        if looks and not self.healthy():
+            await asyncio.wait(looks)
+        for each in down:
+            results[each] = _absence(each) if each.stale else EngineResult(each.name)
+        self.require_one(results)
+        return results
+
+    async def receive(self, request: Any) -> Results:
+        """Let all engines receive weights at once. One that fails serves again after a later update.
+
+        Raises:
+            EngineError: An engine is missing or fails.
+        """
+        await self.require_all()
+        results = await self.tell(self.replicas, "update_named_weights", request=request)
+        self.loaded = None  # what was transferred cannot be transferred again for one engine
+        self.version = request.get("weight_version")
+        for each in self.replicas:
+            each.stale = False
+        self._mark_stale(results)
+        for result in results.values():
+            if result.error is not None:
+                raise result.error
+        return results
+
+    def _mark_stale(self, results: Results) -> None:
+        for replica, result in results.items():
+            if result.error is not None:
+                replica.stale = True
+                self.take_down(replica, f"it missed a weight update: {result.error}")
+
+    async def require_all(self) -> None:
+        """Require that every engine serves, or answers for its health.
+
+        Raises:
+            EngineUnavailableError: One does not.
+        """
+        down = [each for each in self.replicas if each.down is not None]
+        results = await self.tell(down, "check_health", within=HEALTH_TIMEOUT)
+        failed = [f"{each.name}: {result.error}" for each, result in results.items() if result.error]
+        if failed:
+            raise EngineUnavailableError(
+                "weights are sent to all engines at once, and some are down",
+                got="; ".join(failed),
+                remedy="Bring them back, or make a client without them",
+            )
+
+    # --- health ---
+
+    def healthy(self) -> list[Replica]:
+        """Engines that may get requests."""
+        return [each for each in self.replicas if each.down is None]
+
+    def unavailable(self) -> EngineUnavailableError:
+        """Build the error of a fleet whose engines are all down."""
+        reasons = "; ".join(f"{each.name}: {each.down}" for each in self.everyone if each.down is not None)
+        return EngineUnavailableError(
+            "no healthy engine is left", got=reasons, remedy="Start one, and check that its URL is right"
+        )
+
+    def take_down(self, replica: Replica, reason: str) -> None:
+        """Send an engine no more requests, and end those in flight, which are sent elsewhere."""
+        if replica.down is None:
+            _log.warning("engine %s is down: %s", replica.name, reason)
+        replica.lost = True
+        self.hold(replica, reason)
+        for call in list(replica.calls):
+            call.end("down")
+
+    def hold(self, replica: Replica, reason: str) -> None:
+        """Send an engine no more requests until it has been looked at. Those in flight go on."""
+        replica.down, replica.limit = reason, None
+        self._watch(replica)
+
+    def hold_halted(self, reason: str) -> list[Replica]:
+        """Hold the engines that were paused, so that each is resumed before it gets requests."""
+        halted = [each for each in self.replicas if each.halted]
+        for each in halted:
+            if each.down is None:
+                self.hold(each, reason)
+        return halted
+
+    def watch_all(self) -> None:
+        """Look at all engines that are down, now and from now on."""
+        for each in self.everyone:
+            if each.down is not None:
+                self._watch(each, anew=True)
+
+    def _watch(self, replica: Replica, *, anew: bool = False) -> None:
+        task = self._watches.get(replica)
+        is_running = task is not None and not task.done()
+        if self.state == "closed" or self._loop is None or (is_running and not anew):
+            return
+        if task is not None and is_running:
+            task.cancel()
+        first = 0.0 if anew else _FIRST_LOOK
+        # A client that is dropped is not kept by its watches.
+        self._watches[replica] = asyncio.ensure_future(_keep_looking(weakref.ref(self), replica, first))
+
+    async def look_at(self, replica: Replica) -> bool:
+        """Ask an engine for its health and return whether it may get requests.
+
+        One that is down makes up for what it missed, gets the current weights, and is resumed. Concurrent
+        callers share one look, which goes on if a caller is cancelled.
+        """
+        self.enter()
+        look = self.begin_look(replica)
+        await asyncio.wait({look})
+        return not look.cancelled() and look.result()
+
+    def begin_look(self, replica: Replica) -> asyncio.Task[bool]:
+        """Begin a look at an engine, or return the one that is under way."""
+        task = self._looks.get(replica)
+        if task is None or task.done():
+            task = self._looks[replica] = asyncio.ensure_future(self._look(replica))
+        return task
+
+    async def _look(self, replica: Replica) -> bool:
+        try:
+            await bounded(replica.engine.check_health(), HEALTH_TIMEOUT, replica.name)
+            if replica.down is not None and replica in self.replicas:
+                await self._bring_up_to_date(replica)
+        except Exception as error:  # noqa: BLE001 - an engine may be the user's
+            self.take_down(replica, str(error) or type(error).__name__)
+            return False
+        if replica.down is not None and self.state == "open" and not (replica.stale or replica.owed):
+            _log.info("engine %s is back", replica.name)
+            replica.down, replica.lost = None, False
+        return replica.down is None
+
+    async def _bring_up_to_date(self, replica: Replica) -> None:
+        """Make up for the calls that an engine missed, the last weight update and the end of a pause."""
+        tell = partial(self._tell_alone, replica)
+        while replica.owed:
+            call, arguments = owed = replica.owed[0]
+            await tell(call, **arguments)
+            if owed in replica.owed:
+                replica.owed.remove(owed)
+        if replica.lost and not replica.stale:
+            replica.stale = await self._has_other_weights(replica)
+        while replica.stale:
+            if self.loaded is None:
+                raise EngineStateError(
+                    "the engine missed a weight update", where=replica.name, remedy="Update the weights again"
+                )
+            loaded = self.loaded
+            await tell("load_weights", **loaded)
+            replica.stale = self.loaded is not loaded  # there may have been another update meanwhile
+        if self.state == "open" and replica.halted:
+            with contextlib.suppress(EngineUnsupportedError):
+                await tell("resume_generation")
+        with contextlib.suppress(EngineError):  # asked now, so that no request waits for it
+            replica.limit = await bounded(replica.engine.max_prompt_len(), HEALTH_TIMEOUT, replica.name)
+
+    async def _tell_alone(self, replica: Replica, call: Control, /, **arguments: Any) -> Any:
+        (result,) = (await self.tell([replica], call, **arguments)).values()
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    async def _has_other_weights(self, replica: Replica) -> bool:
+        """Whether an engine has other weights than the last update's, or, without one, than another engine.
+
+        Raises:
+            EngineStateError: It has, and the update cannot be repeated.
+        """
+        peers = [] if self.loaded is not None or self.version is not None else self.healthy()[:1]
+        results = await self.tell([replica, *peers], "weight_version", within=HEALTH_TIMEOUT)
+        version, *others = (result.value for result in results.values())
+        expected = next(iter(others), None) if peers else self.version
+        if self.loaded is not None:
+            return version is None or version != expected
+        if None not in (version, expected) and version != expected:
+            problem = "the engine has other weights"
+            raise EngineStateError(problem, where=replica.name, expected=expected, got=version)
+        return False
+
+    async def end_watches(self) -> None:
+        """End looks and watches."""
+        tasks = [*self._watches.values(), *self._looks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- pauses of other clients ---
+
+    async def reports_pause(self, replica: Replica | None = None) -> bool | None:
+        """Return whether any client has paused an engine, or None if no pause is known and one does not say.
+
+        Only `replica` is asked, unless it is a router, which passes requests on to any engine. Concurrent
+        callers share one question.
+        """
+        self.enter()
+        one = replica if replica in self.replicas else None
+
+        async def ask() -> bool | None:
+            asked = self.replicas if one is None else [one]
+            results = await self.tell(asked, "reports_pause", within=HEALTH_TIMEOUT)
+            reports = [result.value for result in results.values()]
+            if any(report is True for report in reports):
+                return True
+            return False if all(report is False for report in reports) else None
+
+        return await self._reports.run(one, ask)
+
+
+async def _keep_looking(fleet: "weakref.ref[Fleet]", replica: Replica, wait: float) -> None:
+    """Look at an engine that is down until it serves, or its client is gone."""
+    while True:
+        await asyncio.sleep(wait)
+        owner = fleet()
+        if owner is None or replica.down is None or owner.state == "closed":
+            return
+        await owner.look_at(replica)
+        del owner
+        wait = min(_MAX_LOOK, max(_FIRST_LOOK, 2 * wait))
+
+
+async def bounded(call: Awaitable[Any], within: float | None, name: str) -> Any:
+    """Await an engine's answer for at most `within` seconds.
+
+    Raises:
+        EngineTimeoutError: It did not come.
+        EngineUnavailableError: The engine cancelled its own call.
+    """
+    scope = asyncio.timeout(within)
+    try:
+        async with scope:
+            return await call
+    except TimeoutError as error:
+        bound = f" within {within:g} s" if scope.expired() else ""
+        raise EngineTimeoutError(f"the engine did not answer{bound}", where=name) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EngineUnavailableError("the engine cancelled the call", where=name) from error
+
+
+def _absence(replica: Replica) -> EngineResult:
+    """Return the result of a call on an engine that is down."""
+    error = EngineUnavailableError("the engine is down", where=replica.name, got=replica.down)
+    return EngineResult(replica.name, "failed", error=error)
+
+
+def torn_down() -> EngineStateError:
+    """Build the error of a client that was torn down."""
+    return EngineStateError("the client was torn down", remedy="Make another one, or a copy by pickling")
