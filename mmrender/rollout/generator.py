@@ -212,9 +212,8 @@ class VLMGenerator:
                 for index, rollout in queue:
                     trajectory = await self._one(rollout, sampling)
                     ended.put_nowait((index, trajectory))
-            except BaseException as error:
-                ended.put_nowait(error)  # raised for the caller
-                raise
+            except BaseException as error:  # noqa: BLE001 - raised for the caller
+                ended.put_nowait(error)
 
         workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
         try:
@@ -229,43 +228,55 @@ class VLMGenerator:
             await asyncio.gather(*workers, return_exceptions=True)
 
     async def _one(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> Trajectory:
-        """Run one rollout to its end."""
+        """Run one rollout to its end.
+
+        It has a task of its own, so that an environment that cancels its task reaches no other rollout.
+        """
         # Its id is unique, while its name may come again in a later epoch.
         trajectory = Trajectory(extra={"name": rollout.name})
-
-        def failed(error: Exception) -> None:
-            if self.failures == "raise":
-                raise error
-            described = f"{type(error).__name__}: {error}"
-            trajectory.error = trajectory.error or described
-            # Our errors name the place, others need their traceback.
-            trace = None if isinstance(error, MMRenderError) else error
-            _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)
-
         kind = rollout.kind
-        try:
-            await run_episode(
-                self.client,
-                self.environments[kind]() if isinstance(kind, str) else kind(),
-                rollout.prompt,
-                rollout.extras,
-                trajectory=trajectory,
-                sampling_params=sampling,
-                seed_name=rollout.name,
-                max_turns=self.max_turns,
-                max_length=self.max_length,
-            )
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+
+        async def play() -> BaseException | None:
+            try:
+                await run_episode(
+                    self.client,
+                    self.environments[kind]() if isinstance(kind, str) else kind(),
+                    rollout.prompt,
+                    rollout.extras,
+                    trajectory=trajectory,
+                    sampling_params=sampling,
+                    seed_name=rollout.name,
+                    max_turns=self.max_turns,
+                    max_length=self.max_length,
+                )
+            except KeyboardInterrupt:  # the user's
                 raise
-            cancelled = MMRenderError(
-                "the environment awaited a task that was cancelled", where=f"rollout {rollout.name}"
-            )
-            cancelled.__cause__ = error
-            failed(cancelled)
-        except Exception as error:  # noqa: BLE001 - an environment may raise any error
-            failed(error)
+            except BaseException as error:  # noqa: BLE001 - an environment may raise any error
+                return error
+            return None
+
+        episode = asyncio.create_task(play())
+        try:
+            await asyncio.wait({episode})
+        except asyncio.CancelledError:
+            episode.cancel()
+            await asyncio.wait({episode})
+            raise
+        # A task that is cancelled before it begins has no result.
+        error = asyncio.CancelledError() if episode.cancelled() else episode.result()
+        if error is None:
+            return trajectory
+        if not isinstance(error, Exception):
+            problem = f"the environment ended by {type(error).__name__}"
+            ended = MMRenderError(problem, where=f"rollout {rollout.name}", got=str(error) or None)
+            ended.__cause__, error = error, ended
+        if self.failures == "raise":
+            raise error
+        described = f"{type(error).__name__}: {error}"
+        trajectory.error = trajectory.error or described
+        # Our errors name the place, others need their traceback.
+        trace = None if isinstance(error, MMRenderError) else error
+        _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)
         return trajectory
 
     def _rollouts(self, batch: GeneratorInput) -> list[_Rollout]:

@@ -126,24 +126,81 @@ def test_what_fails_is_kept_and_the_others_go_on(renderer, caplog):
     assert all(environment.closed == 1 for environment in made)
 
 
-class Cancelled(ScriptedEnvironment):
-    """Awaits a task that somebody cancelled, as environments with browsers or remote calls do."""
-
-    async def step(self, *arguments, **options):
-        task = asyncio.ensure_future(asyncio.sleep(3600))
-        task.cancel()
-        await task
+class Panic(BaseException):
+    """As extensions in other languages raise for their own faults."""
 
 
-def test_a_cancellation_within_an_environment_ends_its_own_rollout_only(renderer):
-    generator, batch, *_ = scripted(renderer, scripts=[(ends(),), (ends(1.0),)], max_concurrency=1)
-    generator.environments["0"] = lambda: Cancelled([])
+async def awaits_what_is_cancelled():
+    task = asyncio.ensure_future(asyncio.sleep(3600))
+    task.cancel()
+    await task
+
+
+async def cancels_its_own_task():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(3600)
+
+
+async def fails_with(error):
+    raise error
+
+
+ENDINGS = {
+    "CancelledError": (awaits_what_is_cancelled, ""),
+    "CancelledError, of its own task": (cancels_its_own_task, ""),
+    "SystemExit": (partial(fails_with, SystemExit(3)), " - got 3"),
+    "Panic": (partial(fails_with, Panic("index out of bounds")), " - got index out of bounds"),
+    "GeneratorExit": (partial(fails_with, GeneratorExit()), ""),
+}
+
+
+class Ending(ScriptedEnvironment):
+    """Ends after its first turn, or in another method, by what no environment should raise."""
+
+    where = "step"
+
+    async def _at(self, method):
+        if method == self.where:
+            await self.end()
+
+    async def reset(self, prompt, extras):
+        await self._at("reset")
+        return super().reset(prompt, extras)
+
+    async def step(self, action):
+        if self.actions:
+            await self._at("step")
+        return await super().step(action)
+
+    async def close(self):
+        super().close()
+        await self._at("close")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_an_environment_ends_its_own_rollout_only_and_keeps_its_turns(renderer, ending, where, concurrency):
+    scripts = [(asks("Sure?"), ends()), (ends(1.0),), (asks("Sure?"), ends(2.0)), (ends(3.0),)]
+    generator, batch, _, made = scripted(renderer, scripts=scripts, max_concurrency=concurrency)
+
+    def make():
+        made.append(environment := Ending(list(scripts[0])))
+        environment.where, environment.end = where, ENDINGS[ending][0]
+        return environment
+
+    generator.environments["0"] = make
     out = generate(generator, batch)
-    problem = "rollout 0_0: the environment awaited a task that was cancelled"
-    assert out["errors"] == [f"MMRenderError: {problem}", None]
+    problem = f"rollout 0_0: the environment ended by {ending.partition(',')[0]}{ENDINGS[ending][1]}"
+    assert out["errors"] == [f"MMRenderError: {problem}", None, None, None]
+    assert [row[-1] for row in out["rewards"][1:]] == [1.0, 2.0, 3.0]
+    assert bool(out["response_ids"][0]) == (where != "reset")  # sampled turns are kept, and not trained on
+    assert set(out["loss_masks"][0]) <= {0}
+    assert all(environment.closed == 1 for environment in made)
     generator = replace(generator, failures="raise")
-    with pytest.raises(MMRenderError, match=f"^{problem}$"):
+    with pytest.raises(MMRenderError) as caught:
         generate(generator, batch)
+    assert str(caught.value) == problem
 
 
 def test_a_worker_that_is_cancelled_does_not_hang_the_batch(renderer, monkeypatch):
