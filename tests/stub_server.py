@@ -245,14 +245,14 @@ class StubServer:
 
 @asynccontextmanager
 async def serving(
-    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], **settings: Any
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], port: int = 0, **settings: Any
 ) -> AsyncIterator[str]:
-    """Answer every request by a function on a free port while the block runs; the URL."""
+    """Answer every request by a function on a port, by default a free one, while the block runs; the URL."""
     app = web.Application(client_max_size=1 << 28)
     app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, **settings)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:

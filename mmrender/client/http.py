@@ -18,6 +18,7 @@ import msgspec
 from mmrender.client.hooks import ClientHooks, Moment, RequestEvent
 from mmrender.client.transport import (
     MAX_ERROR_BYTES,
+    Connections,
     JSONText,
     Reply,
     TransportConfig,
@@ -52,6 +53,7 @@ _SLICE: Final = 256 << 10
 _PIECE: Final = 64 << 10
 """Bytes of a file that are copied at a time while the socket is full."""
 _call_ids = itertools.count(1)
+_connector_numbers = itertools.count(1)
 
 
 class _Body(aiohttp.Payload):
@@ -194,6 +196,31 @@ class _Call:
         return isinstance(cause, _NOT_CONNECTED) or (was_closed and idempotent is not False)
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Counts its connections, and knows whether one is open."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._number = next(_connector_numbers)
+        self._made = 0
+        self._open: set[asyncio.BaseTransport] = set()
+
+    async def connect(self, *args: Any, **options: Any) -> aiohttp.connector.Connection:
+        """Return a connection from the pool, or a new one."""
+        connection = await super().connect(*args, **options)
+        transport = connection.transport
+        if transport is not None and transport not in self._open:
+            self._made += 1
+            self._open = {each for each in self._open if not each.is_closing()} | {transport}
+        return connection
+
+    @property
+    def connections(self) -> Connections:
+        """Its connections so far."""
+        is_open = any(not each.is_closing() for each in self._open)
+        return Connections(self._number, self._made, is_open)
+
+
 _Session: TypeAlias = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
 """A session, and the generator that closes it at its end."""
 
@@ -232,6 +259,13 @@ class HTTPTransport:
         entry = self._sessions.pop(asyncio.get_running_loop(), None)
         if entry is not None:
             await entry[1].aclose()
+
+    @property
+    def connections(self) -> Connections:
+        """The connections of the running event loop so far."""
+        entry = self._sessions.get(asyncio.get_running_loop())
+        connector = None if entry is None else entry[0].connector
+        return connector.connections if isinstance(connector, _Connector) else Connections()
 
     async def request(
         self,
@@ -274,7 +308,7 @@ class HTTPTransport:
             call.report("on_error", error=error)
             raise
         call.report("on_response", reply_bytes=len(content))
-        return Reply(response.status, response.headers, bytes(content))
+        return Reply(response.status, response.headers, bytes(content), not call.is_kept)
 
     async def stream(
         self, method: str, path: str, *, json: Any = None, headers: Mapping[str, str] | None = None
@@ -395,7 +429,7 @@ async def _kept_session(config: TransportConfig) -> AsyncGenerator[aiohttp.Clien
     trace = aiohttp.TraceConfig()
     trace.on_connection_create_start.append(_note_new)
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
+        connector=_Connector(
             limit=config.max_connections, limit_per_host=0, keepalive_timeout=config.keepalive
         ),
         headers={"Accept": "application/json", "Accept-Encoding": "identity", **config.all_headers},

@@ -2,11 +2,12 @@
 
 Each is asked once and kept with the transport. A server may come back with other flags at the same URL, so
 facts are dropped when it may be lost (see `is_lost`), and after a minute without a call. Facts that would be
-silently wrong at another server are kept for one process, which the server's metrics identify.
+silently wrong at another server are kept for one process, which the server's metrics identify. Which process
+answers is asked again when a connection has been made or none is open, and after a minute.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, Self
@@ -16,11 +17,13 @@ import msgspec
 
 from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.reply import decode_as
-from mmrender.client.transport import Transport, is_lost
+from mmrender.client.transport import Connections, Transport, is_lost
 from mmrender.errors import EngineError, EngineMismatchError, EngineStatusError
 
 _IDLE: Final = 60.0
 """Seconds without a call after which facts are dropped."""
+_NAMED: Final = 60.0
+"""Seconds after which it is asked again which process answers."""
 _PROCESS_PATH: Final = "/metrics/?name[]=process_start_time_seconds"
 """One metric alone, as Prometheus' own application takes the question, with the slash that vLLM needs."""
 _MAX_TRIES: Final = 4
@@ -41,7 +44,11 @@ class ServerFacts:
         processes: Facts of the last 16 processes that have answered at this address.
         is_silent: Whether the server does not say which process answers.
         latest: Name of the process that answered last.
+        named_at: Time of the last answer to which process it is.
+        connections: Pools of connections as they were when that process answered over them.
         alternates: Whether processes answer in turn, rather than one after another.
+        agreed: By question, what all processes answered that were asked.
+        is_unlike: Whether two processes have answered differently.
         sampler: Facts that travel with the samples, such as the dtype in which the server computes.
     """
 
@@ -54,8 +61,25 @@ class ServerFacts:
     processes: LRUCache[str, "ServerFacts"] = field(default_factory=lambda: LRUCache(16))
     is_silent: bool = False
     latest: str = ""
+    named_at: float = 0.0
+    connections: LRUCache[Connections, bool] = field(default_factory=lambda: LRUCache(16))
     alternates: bool = False
+    agreed: dict[Hashable, Any] = field(default_factory=dict)
+    is_unlike: bool = False
     sampler: dict[str, str] = field(default_factory=dict)
+
+    def knows_process(self, connections: Connections | None) -> bool:
+        """Whether the latest process still answers, or one of several equal ones, without asking again."""
+        if connections is None or not connections.is_open or not self.latest:
+            return False
+        if time.monotonic() - self.named_at > _NAMED:
+            return False
+        is_balanced = self.alternates and not self.is_unlike
+        return is_balanced or self.connections.get(connections) is not None
+
+    def process(self, name: str) -> "ServerFacts":
+        """Return the facts about one process."""
+        return self.processes.get_or_compute(name, lambda: ServerFacts(name))
 
 
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
@@ -97,29 +121,18 @@ class Process(NamedTuple):
         return cls(transport, facts_of(transport))
 
     @classmethod
-    async def answering(cls, transport: Transport) -> Self:
-        """Return the process that answers now, if the server says which it is."""
+    async def answering(cls, transport: Transport, *, anew: bool = False) -> Self:
+        """Return the process that answers now, if the server says which it is.
+
+        It is asked if it may have changed, or `anew`.
+        """
         facts = facts_of(transport)
         if facts.is_silent:
             return cls(transport, facts)
-
-        async def ask() -> str:
-            try:
-                reply = await transport.request("GET", _PROCESS_PATH)
-            except EngineStatusError as error:
-                if is_lost(error):
-                    raise
-                return ""
-            lines = reply.body.decode("utf-8", "replace").splitlines()
-            return "\n".join(line for line in lines if line.startswith("process_start_time"))
-
-        name: str = await _shared(transport, "process", ask)
-        facts.is_silent = not name
-        facts.alternates |= name != facts.latest and name in facts.processes
-        facts.latest = name
-        return cls(
-            transport, facts.processes.get_or_compute(name, lambda: ServerFacts(name)) if name else facts
-        )
+        if not anew and facts.knows_process(_connections_of(transport)):
+            return cls(transport, facts.process(facts.latest))
+        name: str = await _shared(transport, "process", partial(_ask_process, transport, facts))
+        return cls(transport, facts.process(name) if name else facts)
 
     async def ask_once(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the answer to a question. Concurrent callers share one request. Errors are not kept.
@@ -136,27 +149,77 @@ class Process(NamedTuple):
 
     async def _settle(self, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Repeat a question until one process, or several that agree, answered."""
+        server = facts_of(self.transport)
+        if server.alternates and not server.is_unlike and key in server.agreed:
+            answers, seen = [server.agreed[key], await ask()], [self.facts]
+            self._require_equal(answers)
+        else:
+            answers, seen = await self._ask_around(ask)
+        for facts in seen:
+            facts.answers[key] = answers[0]
+        server.is_unlike |= server.agreed.setdefault(key, answers[0]) != answers[0]
+        return answers[0]
+
+    async def _ask_around(self, ask: Callable[[], Awaitable[Any]]) -> tuple[list[Any], list[ServerFacts]]:
+        """Return the answers to a question, and the processes that gave them."""
         answers: list[Any] = []
         seen: list[ServerFacts] = []
         for _ in range(_MAX_TRIES):
-            seen.append((await self.answering(self.transport)).facts)
+            seen.append((await self.answering(self.transport, anew=True)).facts)
             answers.append(await ask())
-            if answers[-1] != answers[0]:
-                raise EngineMismatchError(
-                    "servers with different settings answer at one address",
-                    where=self.transport.base_url,
-                    expected=str(answers[0])[:300],
-                    got=str(answers[-1])[:300],
-                    remedy="Start them with the same settings. If one has just replaced another, ask again",
-                )
+            self._require_equal(answers)
             # Three times, so that servers that answer in turn do not come round to the same questions.
-            after = [(await self.answering(self.transport)).facts for _ in range(3)]
+            after = [(await self.answering(self.transport, anew=True)).facts for _ in range(3)]
             if all(each is seen[-1] for each in after):
-                seen = after
-                break
-        for facts in seen:
-            facts.answers[key] = answers[0]
-        return answers[0]
+                return answers, after
+        return answers, seen
+
+    def _require_equal(self, answers: Sequence[Any]) -> None:
+        """Require that the last answer is the first one.
+
+        Raises:
+            EngineMismatchError: It is another.
+        """
+        if answers[-1] != answers[0]:
+            facts_of(self.transport).is_unlike = True
+            raise EngineMismatchError(
+                "servers with different settings answer at one address",
+                where=self.transport.base_url,
+                expected=str(answers[0])[:300],
+                got=str(answers[-1])[:300],
+                remedy="Start them with the same settings. If one has just replaced another, ask again",
+            )
+
+
+def _connections_of(transport: Transport) -> Connections | None:
+    """Return a transport's connections, or None if it does not know them."""
+    connections: Connections | None = getattr(transport, "connections", None)
+    return connections
+
+
+async def _ask_process(transport: Transport, facts: ServerFacts) -> str:
+    """Ask which process answers. Its name is empty if the server does not say."""
+    before = _connections_of(transport)
+    try:
+        reply = await transport.request("GET", _PROCESS_PATH)
+    except EngineStatusError as error:
+        if is_lost(error):
+            raise
+        facts.is_silent = True
+        return ""
+    lines = reply.body.decode("utf-8", "replace").splitlines()
+    name = "\n".join(line for line in lines if line.startswith("process_start_time"))
+    facts.is_silent = not name
+    facts.alternates |= name != facts.latest and name in facts.processes
+    if name != facts.latest:
+        facts.connections.clear()
+    facts.latest, facts.named_at = name, time.monotonic()
+    now = _connections_of(transport)
+    if now is not None and before is not None:
+        made = now.made - (before.made if before.pool == now.pool else 0)
+        if made == reply.is_first:  # no other connection was made meanwhile
+            facts.connections.put(now, True)
+    return name
 
 
 class ModelCard(msgspec.Struct):

@@ -11,7 +11,7 @@ import random
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,11 +38,36 @@ _TRANSIENT_STATUSES: Final = GATEWAY_STATUSES | {408, 425, 429, 500}
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A successful HTTP answer with its whole body."""
+    """A successful HTTP answer with its whole body.
+
+    Attributes:
+        status: HTTP status.
+        headers: HTTP headers.
+        body: The body.
+        is_first: Whether its connection was made for it.
+    """
 
     status: int
     headers: Mapping[str, str]
     body: bytes
+    is_first: bool = False
+
+
+class Connections(NamedTuple):
+    """The connections that a transport has made on one event loop.
+
+    While they are the same and one is open, the process that was asked before answers, unless a proxy or a
+    balancer is in between.
+
+    Attributes:
+        pool: Number of the pool of connections, unique in this process. 0 if there is none.
+        made: Connections that the pool has made.
+        is_open: Whether one is open.
+    """
+
+    pool: int = 0
+    made: int = 0
+    is_open: bool = False
 
 
 class JSONText:
@@ -79,7 +104,8 @@ class JSONText:
 class Transport(Protocol):
     """Sends requests to one server.
 
-    Errors are `EngineConnectionError`, `EngineTimeoutError`, and `EngineStatusError` for every status outside
+    One that has `connections` too, a `Connections`, is asked less often which process answers. Errors are
+    `EngineConnectionError`, `EngineTimeoutError`, and `EngineStatusError` for every status outside
     2xx. Cancelling the awaiting task closes the request's connection.
     """
 
