@@ -11,13 +11,14 @@ from contextlib import AsyncExitStack
 import pytest
 from aiohttp import web
 
-from kit import raised_by
+from kit import raised_by, user
 from mmrender.client.hooks import ClientHooks
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.engines import EngineResult, HTTPEngine, InferenceEngineClient
 from mmrender.engines.interface import new_request
 from mmrender.errors import EngineStateError, EngineTimeoutError, EngineUnavailableError
+from mmrender.gateway.gateway import Gateway
 from stub_server import IDS, LOGPROBS, PROMPT, serving, vllm_reply
 
 GENERATE = "/inference/v1/generate"
@@ -72,6 +73,7 @@ class Server:
             reply = vllm_reply(list(IDS), list(LOGPROBS))
             spans = [{"version": self.version, "start": 0, "end": len(IDS)}]
             reply["choices"][0]["weight_versions"] = spans
+            reply["usage"] = {"prompt_tokens": len(body["token_ids"])}
             return web.json_response(reply)
         if request.path in ("/pause", "/resume"):
             self.is_paused = request.path == "/pause"
@@ -352,6 +354,20 @@ async def test_a_pause_of_one_process_is_waited_for_by_all(house):
     await controller.resume_generation()
     for task in asking:
         assert (await task).weight_versions[0].version == "v1"
+
+
+@in_house
+async def test_a_gateway_waits_for_the_pause_of_a_controller(house, renderers):
+    renderer, controller = renderers("tiny"), house.client()
+    async with Gateway(house.client(attempt_timeout=10), renderer, model="m") as gateway:
+        await controller.pause_generation("wait")
+        rendered = renderer.render([user("hi")], add_generation_prompt=True)
+        turn = gateway.engine.turn(gateway.engine.prompt(attribution=rendered), {"max_tokens": 5})
+        answering = asyncio.create_task(turn)
+        await asyncio.sleep(300)
+        assert not answering.done()
+        await controller.resume_generation()
+        assert (await answering).completion_ids == IDS
 
 
 @in_house
