@@ -203,6 +203,9 @@ async def hung(servers: Stubs, rounds: int, requests: int) -> dict[str, Any]:
             servers.tell(command, last)
             taken[name] += await latencies(client, sessions, requests)
     figures: dict[str, Any] = {
+        "servers": SERVERS,
+        "service_s": SERVICE_S,
+        "deadline_s": PAUSE_S,
         "latency_s": {
             name: {
                 "p50": float(np.quantile(each, 0.5)),
@@ -210,7 +213,7 @@ async def hung(servers: Stubs, rounds: int, requests: int) -> dict[str, Any]:
                 "count": len(each),
             }
             for name, each in taken.items()
-        }
+        },
     }
     for name in ("first", "later"):
         steps = {
@@ -260,7 +263,7 @@ def main() -> None:
     args = parser.parse_args()
     rounds, requests = (2, 200) if args.quick else (args.rounds, 2000)
 
-    figures: dict[str, Any] = {"machine": machine(("aiohttp",))}
+    figures: dict[str, Any] = {"machine": machine(("aiohttp",)), "load": os.getloadavg()[0]}
     if args.part != "hung":
         costs = figures["seconds_each"] = asyncio.run(overhead(rounds, requests))
         direct = costs["engine alone"]

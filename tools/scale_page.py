@@ -2,9 +2,10 @@
 
     python tools/scale_page.py [--check]
 
-`benchmarks/bench_scale.py --json docs/scale.json` and
-`benchmarks/bench_reading.py --json docs/scale-reading.json` measure. The text between the marks of the page
-is replaced; `--check` writes nothing and exits with 1 where the page is not what it would write.
+`benchmarks/bench_scale.py --json docs/scale.json`, `benchmarks/bench_reading.py --json
+docs/scale-reading.json` and `benchmarks/bench_engines.py --part hung --json docs/scale-engines.json` measure.
+The text between the marks of the page is replaced; `--check` writes nothing and exits with 1 where the page
+is not what it would write.
 """
 
 import argparse
@@ -20,6 +21,8 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, FIGURES, READING = DOCS / "scale.md", DOCS / "scale.json", DOCS / "scale-reading.json"
 BEGIN = "<!-- written by tools/scale_page.py -->\n"
 BEGIN_READING = "<!-- reading, written by tools/scale_page.py -->\n"
+HUNG = DOCS / "scale-engines.json"
+BEGIN_ENGINES = "<!-- engines, written by tools/scale_page.py -->\n"
 
 ENVIRONMENTS, TURN_SECONDS = 1000, 10.0
 WORKERS, ENGINES, ENGINES_A_HOST = 8, 64, 8
@@ -157,6 +160,37 @@ def reading(figures: dict[str, Any]) -> str:
     )
 
 
+def engines(figures: dict[str, Any]) -> str:
+    """Tables of the latencies beside a hung server, and of the times of a step without it."""
+    machine, hung = figures["machine"], figures["hung"]
+    count, service, deadline = hung["servers"], hung["service_s"], hung["deadline_s"]
+    cancel, answers = hung["cancel_s"], hung["answers_after_cancel_s"]
+    steps = {"not yet known to hang": hung["first_step_s"], "known to hang": hung["later_step_s"]}
+    return "\n".join(
+        [
+            f"{count} servers that answer after {1e3 * service:.0f} ms, one request in flight at each. "
+            f"Clients and servers share {machine['cores']} cores of {machine['cpu']} with a load of "
+            f"{figures['load']:.0f}, Python {machine['python']}.\n",
+            f"| requests to {count - 1} of them | median, ms | p99, ms |",
+            "|---|--:|--:|",
+            *[
+                f"| {name} | {1e3 * each['p50']:.0f} | {1e3 * each['p99']:.0f} |"
+                for name, each in hung["latency_s"].items()
+            ],
+            "",
+            f"| the hung one, deadline {deadline:g} s | pause, s | update, s | resume, s |",
+            "|---|--:|--:|--:|",
+            *[
+                f"| {name} | {step['pause']:.2f} | {step['update']:.2f} | {step['resume']:.2f} |"
+                for name, step in steps.items()
+            ],
+            f"\nA cancelled pause returns after {1e3 * cancel:.0f} ms. {count - 1} requests to the others, "
+            f"which are resumed first, take {1e3 * answers:.0f} ms then.",
+            "",
+        ]
+    )
+
+
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -165,6 +199,7 @@ def main() -> int:
     page = PAGE.read_text("utf-8")
     expected = with_text(page, written(json.loads(FIGURES.read_text("utf-8"))), BEGIN)
     expected = with_text(expected, reading(json.loads(READING.read_text("utf-8"))), BEGIN_READING)
+    expected = with_text(expected, engines(json.loads(HUNG.read_text("utf-8"))), BEGIN_ENGINES)
     if not options.check:
         PAGE.write_text(expected, "utf-8")
         return 0

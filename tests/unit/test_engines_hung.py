@@ -15,8 +15,8 @@ from kit import raised_by, user
 from mmrender.client.hooks import ClientHooks
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import RetryPolicy, TransportConfig
-from mmrender.engines import EngineResult, HTTPEngine, InferenceEngineClient
-from mmrender.engines.interface import new_request
+from mmrender.engines import HTTPEngine, InferenceEngineClient
+from mmrender.engines.interface import EngineResult, new_request
 from mmrender.errors import EngineStateError, EngineTimeoutError, EngineUnavailableError
 from mmrender.gateway.gateway import Gateway
 from stub_server import IDS, LOGPROBS, PROMPT, serving, vllm_reply
