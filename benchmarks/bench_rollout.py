@@ -57,7 +57,7 @@ from mmrender.trajectory.step import step_sample  # noqa: E402
 
 GROUP, TURNS, SHARED_IMAGES = 8, 16, 4
 IN_A_ROW = 4
-WINDOW_BYTES = 1 << 30
+MEMORY_BYTES = 1 << 30
 PLAIN_IPC, PLAIN_TCP = "plain form over ZeroMQ, ipc", "plain form over ZeroMQ, tcp"
 TRANSPORTS = {
     "ours over Unix socket": "unix",
@@ -115,7 +115,7 @@ async def serve(folder: str) -> None:
         tasks = []
         for name, kind in TRANSPORTS.items():
             url = f"unix://{folder}/unix" if kind == "unix" else "tcp://127.0.0.1:0"
-            receiver = Receiver(url, window_bytes=WINDOW_BYTES)
+            receiver = Receiver(url, memory_bytes=MEMORY_BYTES)
             await stack.enter_async_context(receiver)
             found[name] = receiver.url
             tasks.append(asyncio.create_task(consume(receiver)))

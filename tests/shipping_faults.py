@@ -13,11 +13,16 @@ Checked after each death of the receiver and at the end:
 - no message is in it twice, and each is what was sent, in the sender's order; a sender that was started again is
   another one, which sends again what its predecessor did not know to be acknowledged;
 - the file can be read, and a torn append is cut off.
+
+The link `receivers` kills recorders of a fleet: three of them, each with a file, and a sender that finds them by a list in
+a file. A recorder that was killed comes again under another address, with its file or a new one, and addresses leave the
+list and join it. At the end two ranks read all files, and train on each trajectory once, also on those of two files.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -25,11 +30,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,11 +47,12 @@ import numpy as np
 
 import mmcodecs
 from kit import free_port
-from mmrender.shipping import Receiver, Sender
+from mmrender.shipping import Receiver, Recorder, Sender
 from mmrender.trajectory import Trajectory
+from mmrender.trajectory.files import received_ids
 from shipping_cases import PATIENT, CuttingProxy, tls_contexts
 
-TRANSPORTS = ("unix", "tcp", "tcp+tls")
+TRANSPORTS = ("unix", "tcp", "tcp+tls", "receivers")
 STEPS = ("before append", "half an append", "after append", "after ack")
 DEADLINE_S = 60.0
 
@@ -132,7 +140,7 @@ class Run:
         self.sender_url = self.url
         self.kills = 0
         self.window_messages = self.random.choice([1, 3, 64])
-        self.window_bytes = self.random.choice([100_000, 2_000_000, 64 << 20])
+        self.memory_bytes = self.random.choice([100_000, 2_000_000, 64 << 20])
 
     # The two processes
 
@@ -148,7 +156,7 @@ class Run:
             ack="explicit",
             seen=seen,
             window_messages=self.window_messages,
-            window_bytes=self.window_bytes,
+            memory_bytes=self.memory_bytes,
             timing=PATIENT,
         ) as receiver:
             work = asyncio.ensure_future(self.keep(receiver, writer, step))
@@ -283,6 +291,142 @@ class Run:
             raise SystemExit(f"seed {self.seed}: {len(set(numbers))} of {self.count} messages")
 
 
+class FleetRun:
+    """One run of several recorders and a sender.
+
+    Args:
+        seed: All else follows from it.
+        folder: For its files.
+    """
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.count = self.random.randint(20, 60)
+        self.kills = self.born = self.moved = 0
+        self.folder, self.files = folder, folder / "files"
+        self.files.mkdir()
+        self.notes, self.list = folder / "acknowledged.txt", folder / "receivers.txt"
+        # By process: address and file.
+        self.recorders: dict[int, tuple[str, Path]] = {}
+
+    def play(self) -> str:
+        """Carry out the run, and say which kind it was."""
+        for _ in range(3):
+            self.bear()
+        self.publish()
+        sender = start(lambda: asyncio.run(self.send()))
+        try:
+            for _ in range(self.random.randint(2, 5)):
+                time.sleep(self.random.random() * 0.15)
+                if self.random.random() < 0.3:
+                    self.publish(leave_out=1)
+                    continue
+                victim = self.random.choice([*self.recorders])
+                _, path = self.recorders.pop(victim)
+                kill(victim)
+                self.kills += 1
+                self.bear(path if self.random.random() < 0.5 else None)
+                self.publish()
+            self.publish()
+            wait(sender, "the sender", lambda: next(filter(None, map(gone, self.recorders)), None))
+            sender = 0
+            for process in [*self.recorders] if self.random.random() < 0.5 else []:
+                os.kill(process, signal.SIGTERM)
+                wait(process, "a recorder", lambda: None)
+                del self.recorders[process]
+        finally:
+            for process in (sender, *self.recorders):
+                if process:
+                    kill(process)
+        self.check()
+        return "moved" if self.moved else "unmoved"
+
+    def bear(self, path: Path | None = None) -> None:
+        """Start a recorder under a new address."""
+        self.born += 1
+        url = f"unix://{self.folder}/{self.born}"
+        path = path or self.files / f"{self.random.randrange(1000)}-{self.born}.mmc"
+        ready = self.folder / f"ready-{self.born}"
+        process = start(lambda: self.record(url, path, ready))
+        self.recorders[process] = url, path
+        wait_for(ready.exists, "a recorder")
+
+    def publish(self, *, leave_out: int = 0) -> None:
+        """Write the list, as a whole."""
+        urls = [url for url, _ in self.recorders.values()]
+        new = self.list.with_suffix(".new")
+        new.write_text("\n".join(self.random.sample(urls, len(urls) - leave_out)))
+        new.replace(self.list)
+
+    def record(self, url: str, path: Path, ready: Path) -> None:
+        """Record until told to stop."""
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        sync = self.random.random() < 0.2
+        with Recorder(url, path, sync=sync, memory_bytes=2_000_000, timing=PATIENT):
+            ready.touch()
+            while not stop.wait(0.01):
+                pass
+
+    async def send(self) -> None:
+        """Send all, and note what is acknowledged."""
+        leave = self.random.choice([0.0, 0.05, 60.0])
+        timing = replace(PATIENT, look=0.01, leave=leave, failover=self.random.choice([0.02, 60.0]))
+        with self.notes.open("a") as notes:
+            async with Sender(self.list, timing=timing) as sender:
+
+                async def note(delivery: Any, number: int) -> None:
+                    await delivery
+                    notes.write(f"{number}\n")
+                    notes.flush()
+
+                waiting = []
+                for number in range(self.count):
+                    delivery = await sender.send(self.rollout(number))
+                    waiting.append(asyncio.ensure_future(note(delivery, number)))
+                    if self.random.random() < 0.5:
+                        await asyncio.sleep(self.random.random() * 0.01)
+                await asyncio.gather(*waiting)
+
+    def rollout(self, number: int) -> Any:
+        """A rollout, or a group of two."""
+        tokens = np.arange(number, number + 1 + number % 7 * 5000)
+        group = [Trajectory(f"task-{number}.{part}") for part in range(1 + number % 2)]
+        for each in group:
+            each.append([number], tokens, logprobs=np.zeros(len(tokens)))
+        return group if number % 2 else group[0]
+
+    def check(self) -> None:
+        """Let two ranks read a part, and three the rest: each trajectory once, and whole."""
+        from mmrender.training import TrajectoryDataset
+
+        noted = set(map(int, self.notes.read_text().split()))
+        if noted != set(range(self.count)):
+            raise SystemExit(f"{len(noted)} of {self.count} messages were acknowledged")
+        written = [id for path in self.files.iterdir() if path.suffix == ".mmc" for id in received_ids(path)]
+        self.moved = len(written) - len(set(written))
+        samples, states = [], []
+        for rank in range(2):
+            dataset = TrajectoryDataset(self.files, rank=rank, world=2, shuffle=self.seed)
+            samples += list(itertools.islice(dataset, self.random.randint(0, self.count // 2)))
+            states.append(dataset.state_dict())
+        for rank in range(3):
+            dataset = TrajectoryDataset(self.files, rank=rank, world=3, shuffle=self.seed)
+            dataset.load_state_dict(states)
+            samples += list(dataset)
+        trained = Counter(sample.sample_id for sample in samples)
+        expected = Counter(
+            f"task-{number}.{part}/0" for number in range(self.count) for part in range(1 + number % 2)
+        )
+        if trained != expected:
+            raise SystemExit(f"lost {expected - trained}, twice {trained - expected}")
+        for sample in samples:
+            number = int(sample.sample_id.split("-")[1].split(".")[0])
+            if sample.token_ids.tolist() != [number, *range(number, number + 1 + number % 7 * 5000)]:
+                raise SystemExit(f"{sample.sample_id} is not what was sent")
+
+
 def read_records(path: Path, seed: int) -> list[tuple[str, int]]:
     """Read the whole file, as a user would after a crash: id and number of each message."""
     found = []
@@ -320,6 +464,15 @@ def gone(process: int) -> str | None:
     return "the receiver ended" if os.waitpid(process, os.WNOHANG)[0] else None
 
 
+def wait_for(condition: Callable[[], bool], name: str) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit(f"{name} does not start")
+        time.sleep(0.002)
+
+
 def wait(process: int, name: str, trouble: Callable[[], str | None], *ways: int) -> None:
     """Wait for a child to end with status 0 or in one of these ways."""
     end = time.monotonic() + DEADLINE_S
@@ -344,7 +497,7 @@ def survey(kills: int, seed: int, transport: str) -> tuple[int, int, Counter[str
     while killed < kills:
         folder = Path(tempfile.mkdtemp(prefix="mmrender-faults-"))
         try:
-            run = Run(seed, transport, folder)
+            run = FleetRun(seed, folder) if transport == "receivers" else Run(seed, transport, folder)
             try:
                 kinds[run.play()] += 1
             except SystemExit as error:

@@ -2,10 +2,10 @@
 
     python tools/scale_page.py [--check]
 
-`benchmarks/bench_scale.py --json docs/scale.json`, `benchmarks/bench_reading.py --json
-docs/scale-reading.json` and `benchmarks/bench_engines.py --part hung --json docs/scale-engines.json` measure.
-The text between the marks of the page is replaced; `--check` writes nothing and exits with 1 where the page
-is not what it would write.
+`benchmarks/bench_scale.py --json docs/scale.json`, `benchmarks/bench_receivers.py --json
+docs/scale-receivers.json`, `benchmarks/bench_reading.py --json docs/scale-reading.json` and
+`benchmarks/bench_engines.py --part hung --json docs/scale-engines.json` measure. The text between the marks
+of the page is replaced; `--check` writes nothing and exits with 1 if the page is not what it would write.
 """
 
 import argparse
@@ -19,7 +19,9 @@ from speed_page import with_text
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, FIGURES, READING = DOCS / "scale.md", DOCS / "scale.json", DOCS / "scale-reading.json"
+RECEIVERS = DOCS / "scale-receivers.json"
 BEGIN = "<!-- written by tools/scale_page.py -->\n"
+BEGIN_RECEIVERS = "<!-- receivers, written by tools/scale_page.py -->\n"
 BEGIN_READING = "<!-- reading, written by tools/scale_page.py -->\n"
 HUNG = DOCS / "scale-engines.json"
 BEGIN_ENGINES = "<!-- engines, written by tools/scale_page.py -->\n"
@@ -160,6 +162,39 @@ def reading(figures: dict[str, Any]) -> str:
     )
 
 
+def receivers(figures: dict[str, Any]) -> str:
+    """Tables of a receiver's memory over its senders, and of two receivers beside one."""
+    one, two = figures["one"], figures["two"]
+    rows = {
+        "GB/s, with senders on the same cores": "gb_a_second",
+        "GB a second of the receivers' processors": "capacity",
+        "processor, s a GB: receivers": "receivers_processor_seconds_a_gb",
+        "processor, s a GB: senders": "senders_processor_seconds_a_gb",
+    }
+    machine = figures["machine"]
+    return "\n".join(
+        [
+            f"On {machine['cpu']}, {machine['cores']} cores with a load of {figures['load']:.0f}, "
+            f"Python {machine['python']}:\n",
+            "| senders | MB shipped | receiver's memory at its peak, MB | at the end, MB |",
+            "|--:|--:|--:|--:|",
+            *[
+                f"| {each['senders']} | {each['bytes'] / 1e6:,.0f} | {each['peak'] / 1e6:,.0f} | "
+                f"{each['after'] / 1e6:,.0f} |"
+                for each in figures["memory"]
+            ],
+            "",
+            "| | one receiver | two | ratio |",
+            "|---|--:|--:|--:|",
+            *[
+                f"| {name} | {one[key]:.2f} | {two[key]:.2f} | {two[key] / one[key]:.2f} |"
+                for name, key in rows.items()
+            ],
+            "",
+        ]
+    )
+
+
 def engines(figures: dict[str, Any]) -> str:
     """Tables of the latencies beside a hung server, and of the times of a step without it."""
     machine, hung = figures["machine"], figures["hung"]
@@ -199,6 +234,7 @@ def main() -> int:
     page = PAGE.read_text("utf-8")
     expected = with_text(page, written(json.loads(FIGURES.read_text("utf-8"))), BEGIN)
     expected = with_text(expected, reading(json.loads(READING.read_text("utf-8"))), BEGIN_READING)
+    expected = with_text(expected, receivers(json.loads(RECEIVERS.read_text("utf-8"))), BEGIN_RECEIVERS)
     expected = with_text(expected, engines(json.loads(HUNG.read_text("utf-8"))), BEGIN_ENGINES)
     if not options.check:
         PAGE.write_text(expected, "utf-8")

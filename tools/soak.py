@@ -42,7 +42,7 @@ from mmrender.trajectory.tree import Trajectory
 
 SAMPLING = {"temperature": 1.5, "max_tokens": 64, "seed": 1}
 # Caches with small bounds are full soon, and what rises after that is not a cache.
-MEMO_BYTES, MEDIA_BYTES, TABLE_BYTES = 4 << 20, 4 << 20, 2 << 20
+MEMO_BYTES, MEDIA_BYTES, MEMORY_BYTES = 4 << 20, 4 << 20, 4 << 20
 BOARDS = 24
 INTERVAL = 5.0
 MIN_SAMPLES = 24
@@ -115,7 +115,7 @@ async def receive(urls: list[str]) -> None:
     """Take trajectories at every address until the word `stop` comes there; look at each as a trainer."""
 
     async def serve(url: str) -> None:
-        async with Receiver(url, ack="explicit", table_bytes=TABLE_BYTES) as receiver:
+        async with Receiver(url, ack="explicit", memory_bytes=MEMORY_BYTES) as receiver:
             while True:
                 received = await receiver.receive()
                 if received.value == "stop":
@@ -155,7 +155,7 @@ async def soak(folder: Path, seconds: float, concurrency: int) -> int:
     try:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(RendererPool(renderer, workers=2))
-            senders = [await stack.enter_async_context(Sender(url, table_bytes=TABLE_BYTES)) for url in urls]
+            senders = [await stack.enter_async_context(Sender(url)) for url in urls]
             client = RendererClient(pool, backend=backend)
             watcher = asyncio.create_task(watch(samples, counts, receiver.pid))
             numbers = itertools.count()

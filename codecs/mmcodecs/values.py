@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,11 @@ class ValueWriter:
             return pack(self._walk(value, 0))
         except CodecError as error:
             raise error.at("$") from error.__cause__
+
+    def keyed_frames(self) -> Iterator[tuple[bytes, int]]:
+        """Yield key and index of each frame that holds a shared array, as written without a table."""
+        for key, (_, _, rest) in self._keyed.items():
+            yield key, INDEX.unpack(rest)[0]
 
     def _walk(self, value: Any, depth: int) -> Any:
         """Return the msgpack form of a value: itself, or with extensions for types that msgpack lacks."""

@@ -106,6 +106,22 @@ def encode_frames(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytear
     return _message(value, limits).frames()
 
 
+def encode_keyed_frames(
+    value: Any, *, limits: Limits = DEFAULT_LIMITS
+) -> tuple[list[bytearray | memoryview], list[bytes]]:
+    """Write a value as `encode_frames` does, and return the key of each frame as well.
+
+    A frame with a `Shared` array has its key, and any other frame an empty one. A transport need not send a
+    frame again whose key its peer knows. Raises as `encode`.
+    """
+    writer = ValueWriter(limits)
+    frames = Message(writer.write(value), writer.frames, limits).frames()
+    keys = [b""] * len(frames)
+    for key, index in writer.keyed_frames():
+        keys[1 + index] = key
+    return frames, keys
+
+
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:
     """Write a value as pieces that join to the result of `encode`, without copying a C-contiguous array.
 

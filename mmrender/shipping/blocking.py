@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 from mmrender.errors import ShippingClosedError, ShippingConnectionError
 from mmrender.shipping.protocol import End
 from mmrender.shipping.receiver import Received, Receiver, ReceiverOptions, ReceiverStats
+from mmrender.shipping.receivers import Receivers
 from mmrender.shipping.sender import Delivery, Sender, SenderOptions, SenderStats
 
 T = TypeVar("T")
@@ -138,12 +139,12 @@ class BlockingSender(_LoopThread[Sender]):
     A sender that is used first after a fork is another sender in each process.
 
     Args:
-        url: Address of the receiver.
+        receivers: As for `Sender`.
         **options: Options of `Sender`.
     """
 
-    def __init__(self, url: str, **options: Unpack[SenderOptions]) -> None:
-        super().__init__(Sender(url, **options))
+    def __init__(self, receivers: Receivers, **options: Unpack[SenderOptions]) -> None:
+        super().__init__(Sender(receivers, **options))
 
     @property
     def stats(self) -> SenderStats:
@@ -170,7 +171,7 @@ class BlockingSender(_LoopThread[Sender]):
         except TimeoutError as error:
             raise ShippingConnectionError(
                 "too much is unacknowledged",
-                where=str(self._end.address),
+                where=str(self._end.receivers),
                 got=f"no room for {timeout:g} s",
             ) from error
 

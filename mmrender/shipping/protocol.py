@@ -1,38 +1,39 @@
-"""The protocol between a sender and a receiver: msgpack headers, one kind of which carries frames.
+"""The protocol between a sender and a receiver: msgpack headers, some of which carry frames.
 
 ```
 sender                                   receiver
-Hello     version, sender, table    ->
-                                    <-   Welcome    version, longest message, table
-Data + frames                       ->
+Hello     version, sender           ->
+                                    <-   Welcome    version, longest message
+Data + short frames                 ->
+                                    <-   Want       the long frames that the receiver lacks
+Frames + these frames               ->
                                     <-   Acked      acknowledged
                                     <-   Refused    this message cannot be used, and is not sent again
 Ping                                <->  Ping       after a while of silence
 Bye                                 <->  Bye        closing in good order
 ```
 
-On the wire each is the magic `mmsp`, the length of the header as a little-endian u32, the header, and after a
-`Data` its frames. A receiver with a full window stops reading, so the sender waits.
+On the wire each is the magic `mmsp`, the length of the header as a little-endian u32, the header, and after
+`Data` and `Frames` the frames. A message without long frames has no `Want` and no `Frames`.
+
+A long frame may have a key, which identifies its content. The receiver wants a frame unless this sender has
+sent it under the key before, and the receiver still has it. The receiver answers with `Want` once it has room
+for the message, so a sender waits without pixels in its socket.
 
 After a lost connection the sender sends all unacknowledged messages again, in order. The receiver drops
-duplicates: it keeps the last sequence number of each sender.
+duplicates, whose long frames do not travel again: it keeps the last sequence number of each sender.
 """
 
 import asyncio
-import contextlib
 import os
-import socket
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NoReturn, TypeVar, cast
+from typing import Annotated, Any, Final, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from mmcodecs import BufferPool
-from mmcodecs.buffers import ALIGNMENT
 from mmcodecs.values import DEFAULT_LIMITS
 from mmrender.errors import (
     ShippingClosedError,
@@ -41,29 +42,21 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import broken
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
-VERSION: Final = 4
+VERSION: Final = 5
 MAGIC: Final = b"mmsp"
 PREFIX: Final = struct.Struct("<4sI")
-MAX_HEADER_BYTES: Final = 256 << 10
+MAX_HEADER_BYTES: Final = 512 << 10
 MAX_FRAMES: Final = DEFAULT_LIMITS.max_frames + 1
 """Maximum frames of a message of the codec: its payloads and a head."""
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
-_LONG_BYTES: Final = 64 << 10
-"""Frames from this size on have a buffer of their own, so that they keep no others alive."""
-_SHORT_FRAMES_BYTES: Final = 1 << 20
-"""Maximum size of a buffer that shorter frames share."""
-_NOTHING: Final = memoryview(b"")
-_TLS_PIECE_BYTES: Final = 256 << 10
-"""Bytes that are encrypted at a time."""
-_SOCKET_BYTES: Final = 4 << 20
-_LOCAL_SOCKET_BYTES: Final = 256 << 10
-"""Buffer of a Unix socket: its content stays in the processor's cache, which makes the copy faster."""
+LONG_BYTES: Final = 64 << 10
+"""Length of the shortest long frame. Each has a buffer of its own, so that it keeps no other frame alive."""
 
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Nonce = Annotated[bytes, Meta(min_length=8, max_length=8)]
+Key = Annotated[bytes, Meta(min_length=1, max_length=DEFAULT_LIMITS.max_key_bytes)]
 Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Text = Annotated[str, Meta(max_length=1000)]
@@ -80,6 +73,9 @@ class Timing:
         first_retry: Before the second attempt to connect. The wait doubles with each further attempt.
         last_retry: The maximum wait between attempts.
         goodbye: That closing waits for a peer that does not read.
+        look: Between two looks of a sender at a list of receivers that may change.
+        leave: That a sender waits for acknowledgements before it leaves a receiver for another one.
+        failover: That a sender's own receiver may be unreachable before the sender tries others of the list.
     """
 
     handshake: float = 10.0
@@ -88,6 +84,9 @@ class Timing:
     first_retry: float = 0.02
     last_retry: float = 2.0
     goodbye: float = 1.0
+    look: float = 5.0
+    leave: float = 10.0
+    failover: float = 30.0
 
 
 DEFAULT_TIMING: Final = Timing()
@@ -97,36 +96,57 @@ class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     pass
 
 
-class Hello(_Header, frozen=True):
+class Hello(_Header, frozen=True, forbid_unknown_fields=False):
     """Opens a connection. `sender` is the same for all connections of one `Sender`."""
 
     version: int
     sender: SenderId
-    table_bytes: Number
 
 
-class Welcome(_Header, frozen=True):
-    """Answers a Hello: the longest message, and the capacity of the table of shared arrays."""
+class Welcome(_Header, frozen=True, forbid_unknown_fields=False):
+    """Answers a Hello with the length of the longest message."""
 
     version: int
     max_bytes: Positive
-    table_bytes: Number
 
 
 class Data(_Header, frozen=True):
-    """A message.
+    """A message. Its short frames follow.
 
     Attributes:
         seq: Its number, which rises with each message of a sender.
         nonce: Drawn once for the message, to tell it from another message under its number.
         kind: Form of the decoded value, see `from_wire`.
-        lengths: Lengths of the frames that follow, in bytes.
+        lengths: Lengths of its frames, in bytes.
+        keys: Identities of the contents of its long frames, by number of the frame.
     """
 
     seq: Positive
     nonce: Nonce
     kind: Annotated[str, Meta(max_length=32)]
     lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
+    keys: Annotated[dict[int, Key], Meta(max_length=MAX_FRAMES)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of all frames."""
+        return sum(self.lengths)
+
+    @property
+    def long(self) -> list[int]:
+        """Numbers of the long frames."""
+        return [number for number, length in enumerate(self.lengths) if length >= LONG_BYTES]
+
+    @property
+    def short(self) -> list[int]:
+        """Numbers of the short frames."""
+        return [number for number, length in enumerate(self.lengths) if length < LONG_BYTES]
+
+
+class Frames(_Header, frozen=True):
+    """The long frames of message `seq` that the receiver wants follow."""
+
+    seq: Positive
 
 
 class Answer(_Header, frozen=True):
@@ -137,6 +157,12 @@ class Answer(_Header, frozen=True):
 
 class Acked(Answer, frozen=True):
     """The message is acknowledged."""
+
+
+class Want(Answer, frozen=True):
+    """The receiver has room for the message, and wants these of its long frames."""
+
+    frames: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
 
 
 class Refused(Answer, frozen=True):
@@ -156,7 +182,7 @@ class Bye(_Header, frozen=True):
     denied: bool = False
 
 
-Message = Hello | Welcome | Data | Acked | Refused | Ping | Bye
+Message = Hello | Welcome | Data | Want | Frames | Acked | Refused | Ping | Bye
 
 M = TypeVar("M", bound=_Header)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -275,226 +301,3 @@ class End:
             where=type(self).__name__,
             remedy="Pass the address, and make another one there",
         )
-
-
-class Connection(asyncio.BufferedProtocol):
-    """Messages over one connection, both ways.
-
-    Frames go out from their own memory. A long frame comes in straight into a pooled buffer of its own.
-
-    Args:
-        peer: Its name, for errors.
-        timing: Time limits.
-
-    Attributes:
-        sent_bytes: Bytes written so far.
-        lost: Why the connection has ended; None while it lasts.
-    """
-
-    def __init__(self, peer: str, timing: Timing) -> None:
-        self.peer = peer
-        self.sent_bytes = 0
-        self.lost: ShippingError | None = None
-        self._timing = timing
-        self._changed = Notifier()
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        # Bytes that came before they were asked for, and the rest of the long frame that is coming.
-        self._ahead = memoryview(bytearray(_LONG_BYTES))
-        self._start = self._stop = 0
-        self._target = _NOTHING
-        self._is_blocked = self._is_mid_message = False
-        self._last_received = self._last_sent = self._last_tick = time.monotonic()
-
-    def post(self, message: Message) -> None:
-        """Send a message without frames. Does nothing after the connection has ended."""
-        if self._transport is not None and self.lost is None:
-            data = pack(message)
-            self._transport.write(data)
-            self.sent_bytes += len(data)
-            self._last_sent = time.monotonic()
-
-    async def send(self, data: Data, frames: Sequence[memoryview]) -> None:
-        """Send a message with frames, which must not change until this returns.
-
-        Raises:
-            ShippingError: The connection has ended.
-        """
-        if self._transport is None or self._transport.is_closing():
-            raise self.lost or broken(None, self.peer)
-        is_plain = self._transport.get_extra_info("ssl_object") is None
-        pieces: list[bytearray | memoryview] = [bytearray(pack(data))]
-        for frame in frames:
-            if frame.nbytes >= _LONG_BYTES:
-                size = frame.nbytes if is_plain else _TLS_PIECE_BYTES
-                pieces += [frame[start : start + size] for start in range(0, frame.nbytes, size)]
-            elif isinstance(pieces[-1], bytearray):
-                pieces[-1] += frame
-            else:
-                pieces.append(bytearray(frame))
-        self._is_mid_message = True
-        # A transport copies bytes for which the socket has no room. A second descriptor takes views as they
-        # are, while the transport is idle.
-        try:
-            with contextlib.ExitStack() as stack:
-                sock = is_plain and stack.enter_context(self._transport.get_extra_info("socket").dup())
-                for piece in pieces:
-                    if sock and isinstance(piece, memoryview):
-                        await asyncio.get_running_loop().sock_sendall(sock, piece)
-                    else:
-                        self._transport.write(piece)
-                    self.sent_bytes += len(piece)
-                    await asyncio.sleep(0)  # other tasks have a turn, however fast the peer reads
-                    await self.drain()
-                    if self.lost is not None:
-                        raise self.lost
-        except OSError as error:
-            raise self.lost or broken(error, self.peer) from error
-        self._is_mid_message = False
-        self._last_sent = time.monotonic()
-
-    async def drain(self) -> None:
-        """Wait until the socket has taken everything, or the connection has ended."""
-        await self._changed.wait_until(lambda: not self._is_blocked or self.lost is not None)
-
-    async def receive(self) -> Message:
-        """Wait for the next message.
-
-        Raises:
-            ShippingConnectionError: The connection broke.
-            ShippingProtocolError: The bytes are not a message, or too long, and no memory was taken for them.
-            ShippingSecurityError: TLS failed.
-        """
-        while True:
-            prefix = memoryview(bytearray(PREFIX.size))
-            await self._fill(prefix)
-            magic, length = PREFIX.unpack(prefix)
-            if magic != MAGIC or length > MAX_HEADER_BYTES:
-                raise ShippingProtocolError(
-                    "the peer does not speak this protocol",
-                    where=self.peer,
-                    expected=f"{MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes",
-                    got=repr(bytes(prefix)),
-                )
-            header = memoryview(bytearray(length))
-            await self._fill(header)
-            message = unpack(header)
-            if not isinstance(message, Ping):
-                return message
-
-    async def read_frames(self, lengths: Sequence[int], pool: BufferPool) -> list[memoryview]:
-        """Read the frames of a message whose lengths are checked, before anything else is received."""
-        sizes = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
-        short_bytes = sum(size for size, length in zip(sizes, lengths, strict=True) if length < _LONG_BYTES)
-        room, frames = _NOTHING, []
-        for size, length in zip(sizes, lengths, strict=True):
-            if length >= _LONG_BYTES:
-                frame = pool.acquire(length)
-            else:
-                if size > room.nbytes:
-                    room = pool.acquire(min(short_bytes, _SHORT_FRAMES_BYTES))
-                frame, room, short_bytes = room[:length], room[size:], short_bytes - size
-            await self._fill(frame)
-            frames.append(frame)
-        return frames
-
-    async def finish(self, message: Message) -> None:
-        """Send a last message if the peer reads it in time, and close."""
-        if self._transport is not None and not self._is_mid_message:
-            self.post(message)
-            self._transport.close()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timing.goodbye):
-                    await self._changed.wait_until(lambda: self.lost is not None)
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def _fill(self, view: memoryview) -> None:
-        """Fill a view with the next bytes."""
-        while view.nbytes:
-            if self._start < self._stop:
-                count = min(view.nbytes, self._stop - self._start)
-                view[:count] = self._ahead[self._start : self._start + count]
-                view, self._start = view[count:], self._start + count
-                continue
-            if self.lost is not None:
-                raise self.lost
-            self._start = self._stop = 0
-            if self._transport is not None:
-                self._transport.resume_reading()
-            if view.nbytes < _LONG_BYTES:
-                await self._changed.wait_until(lambda: self._stop > 0 or self.lost is not None)
-                continue
-            self._target = view
-            await self._changed.wait_until(lambda: not self._target.nbytes or self.lost is not None)
-            view = self._target
-
-    def _tick(self) -> None:
-        """Send a sign of life if it is time, and close the connection if the peer is silent."""
-        now, timing = time.monotonic(), self._timing
-        if self._transport is None or self.lost is not None:
-            return
-        if now - self._last_tick > timing.heartbeat or not self._transport.is_reading():
-            # This side did not read meanwhile, so bytes of the peer may wait.
-            self._last_received = now
-        if now - self._last_received > timing.silence:
-            got = f"nothing for {timing.silence:g} s"
-            self.lost = ShippingConnectionError("the peer is silent", where=self.peer, got=got)
-            self.close()
-        elif now - self._last_sent > timing.heartbeat and not (self._is_mid_message or self._is_blocked):
-            self.post(Ping())
-        self._last_tick = now
-        self._timer = asyncio.get_running_loop().call_later(timing.heartbeat / 2, self._tick)
-
-    # Called by the event loop
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        transport = cast(asyncio.Transport, transport)  # of a stream socket; uvloop's are of no such class
-        self._transport = transport
-        # Writers wait for an empty buffer. With TLS a limit of 0 would never be reached.
-        transport.set_write_buffer_limits(int(transport.get_extra_info("ssl_object") is not None), 0)
-        sock: socket.socket = transport.get_extra_info("socket")
-        size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, option, size)
-        self._tick()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """End, and wake all waiters."""
-        self.lost = self.lost or broken(error, self.peer)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._changed.notify()
-
-    def pause_writing(self) -> None:
-        """Let writers wait."""
-        self._is_blocked = True
-
-    def resume_writing(self) -> None:
-        """Let writers go on."""
-        self._is_blocked = False
-        self._changed.notify()
-
-    def get_buffer(self, _: int) -> memoryview:
-        """Return the memory for the next bytes."""
-        return self._target if self._target.nbytes else self._ahead[self._stop :]
-
-    def buffer_updated(self, count: int) -> None:
-        """Take note of the bytes that came."""
-        self._last_received = time.monotonic()
-        if self._target.nbytes:
-            self._target = self._target[count:]
-            if self._target.nbytes:
-                return
-            self._target = _NOTHING  # an empty slice would still hold the buffer
-        else:
-            self._stop += count
-            if self._stop == self._ahead.nbytes and self._transport is not None:
-                self._transport.pause_reading()
-        self._changed.notify()

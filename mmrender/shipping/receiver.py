@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-import re
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
-from typing import Any, Final, Literal, Self, TypeAlias, TypedDict
+from typing import Any, Final, Literal, Self, TypeAlias, TypedDict, TypeVar
 
-from mmcodecs import BufferPool, Decoder, Limits
+from mmcodecs import BufferPool, Limits, decode
 from mmcodecs.arrays import Framework
 from mmrender.errors import (
     MMRenderError,
@@ -21,28 +20,35 @@ from mmrender.errors import (
     ShippingSecurityError,
 )
 from mmrender.shipping.address import Address, broken, check_tls, listen
+from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
     PLAIN,
     VERSION,
     Acked,
     Bye,
-    Connection,
     Data,
     End,
+    Frames,
     Hello,
+    Message,
     Notifier,
     Refused,
     Timing,
+    Want,
     Welcome,
     check_options,
     expect,
     from_wire,
 )
+from mmrender.shipping.store import FrameStore
+from mmrender.trajectory.delivery import DeliveryId
 
 Acknowledge: TypeAlias = Literal["taken", "explicit"]
 LIMITS: Final = Limits(max_bytes=2 << 30)
-_ID: Final = re.compile(r"([0-9a-f]{32}):([1-9][0-9]{0,18})")
+_IDLE_SHARE: Final = 4
+"""A receiver's buffers in reserve have at most this part of its memory, added to it."""
+M = TypeVar("M", bound=Message)
 _log = logging.getLogger("mmrender.shipping")
 
 
@@ -99,10 +105,9 @@ class ReceiverOptions(TypedDict, total=False):
 
     ssl: SSLContext | None
     ack: Acknowledge
-    seen: Iterable[str]
+    seen: Iterable[str] | Mapping[str, int]
     window_messages: int
-    window_bytes: int
-    table_bytes: int
+    memory_bytes: int
     max_connections: int
     framework: Framework
     limits: Limits
@@ -131,6 +136,10 @@ class _Source:
     session: "_Session | None" = None
     is_closed: bool = False
 
+    def has(self, seq: int) -> bool:
+        """Return whether a message has arrived, now or in an earlier run."""
+        return seq <= self.last or any(seq in run for run in self.seen)
+
 
 class Receiver(End):
     """Listens at an address and hands on each message once, in the order of its sender.
@@ -143,12 +152,13 @@ class Receiver(End):
         ack: "taken" acknowledges a message when the consumer takes it. With "explicit" the consumer calls
             `Received.ack()` when the message is safe. An unacknowledged message comes again after a restart.
         seen: Ids (`Received.id`) that the consumer has from earlier runs, such as from its own checkpoint.
-            These messages are acknowledged and dropped. Other text is ignored.
+            These messages are acknowledged and dropped. Other text is ignored. If the consumer has stored the
+            messages of each sender in order, a mapping from senders to their last numbers is enough.
         window_messages: Maximum number of messages of all senders that wait for the consumer. The receiver
             stops reading when it is reached.
-        window_bytes: The same in bytes on the wire. A longer message is taken alone.
-        table_bytes: Maximum memory for arrays that senders share between messages, over all connections. A
-            connection is granted its sender's wish, or the rest.
+        memory_bytes: Maximum memory, in bytes on the wire, for messages that arrive or wait for the consumer,
+            and for the arrays that are kept for later messages of all senders. Messages come first. A longer
+            message is taken alone. A quarter more is kept in buffers for their next use.
         max_connections: Maximum number of senders at a time.
         framework: Class of arrays, see `mmcodecs.decode`. Arrays of trajectories are always numpy.
         limits: Bounds of the codec. `max_bytes` bounds one message.
@@ -169,10 +179,9 @@ class Receiver(End):
         *,
         ssl: SSLContext | None = None,
         ack: Acknowledge = "taken",
-        seen: Iterable[str] = (),
+        seen: Iterable[str] | Mapping[str, int] = (),
         window_messages: int = 64,
-        window_bytes: int = 256 << 20,
-        table_bytes: int = 256 << 20,
+        memory_bytes: int = 256 << 20,
         max_connections: int = 1024,
         framework: Framework = "numpy",
         limits: Limits = LIMITS,
@@ -186,14 +195,12 @@ class Receiver(End):
             raise ShippingError("an option is out of range", where="ack", expected=expected, got=repr(ack))
         check_options(
             window_messages=(window_messages, 1, None),
-            window_bytes=(window_bytes, 1, None),
-            table_bytes=(table_bytes, 0, None),
+            memory_bytes=(memory_bytes, 1, None),
             max_connections=(max_connections, 1, None),
         )
         self.ack: Acknowledge = ack
         self.window_messages = window_messages
-        self.window_bytes = window_bytes
-        self.table_bytes = table_bytes
+        self.memory_bytes = memory_bytes
         self.max_connections = max_connections
         self.framework: Framework = framework
         self.limits = limits
@@ -205,7 +212,8 @@ class Receiver(End):
         # Messages that are arriving or in the queue, and their bytes. `_turn` grants room in order.
         self._messages = self._bytes = 0
         self._turn = asyncio.Lock()
-        self._pool = BufferPool(max_idle_bytes=window_bytes)
+        self._pool = BufferPool(max_idle_bytes=memory_bytes // _IDLE_SHARE)
+        self._store = FrameStore(memory_bytes)
         self._changed = Notifier()
         self._stop_listening: Callable[[], None] | None = None
         self._sessions: set[_Session] = set()
@@ -248,7 +256,7 @@ class Receiver(End):
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         message = self._queue.popleft()
-        self._leave(sum(message._data.lengths))
+        self._leave(message._data.num_bytes)
         if self.ack == "taken":
             self._acknowledge(message)
         return message
@@ -289,10 +297,22 @@ class Receiver(End):
         self._sessions.add(session)
         session.task.add_done_callback(lambda _: self._sessions.discard(session))
 
+    async def _enter(self, num_bytes: int) -> None:
+        """Wait for room for a message, in turn."""
+        async with self._turn:
+            room = self.memory_bytes - num_bytes
+            await self._changed.wait_until(
+                lambda: not self._messages or (self._messages < self.window_messages and self._bytes <= room)
+            )
+            self._messages += 1
+            self._bytes += num_bytes
+        self._store.limit(self.memory_bytes - self._bytes)
+
     def _leave(self, num_bytes: int) -> None:
-        """Make room in the window."""
+        """Make room for other messages."""
         self._messages -= 1
         self._bytes -= num_bytes
+        self._store.limit(self.memory_bytes - self._bytes)
         self._changed.notify()
 
     def _acknowledge(self, message: Received) -> None:
@@ -333,13 +353,11 @@ class _Session:
 
     Attributes:
         source: The sender over all connections, None before its Hello.
-        table_bytes: Capacity of the connection's table of shared arrays.
         task: The task that serves the connection.
     """
 
     def __init__(self, receiver: Receiver, sock: socket.socket, peer: str) -> None:
         self.source: _Source | None = None
-        self.table_bytes = 0
         self.connection = Connection(peer, receiver.timing)
         self._receiver = receiver
         self._sock = sock
@@ -381,104 +399,130 @@ class _Session:
             raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
         except OSError as error:
             raise broken(error, connection.peer) from error
-        # Long frames have buffers of their own, which the table may hold.
-        decoder = Decoder(table_bytes=self.table_bytes, keep_views=True, limits=owner.limits)
         while True:
             await connection.drain()  # a sender that does not read answers is not read from
-            message = await connection.receive()
-            if isinstance(message, Bye):
-                source.is_closed = True
-                owner._forget(source)
-            await self._take_in(source, decoder, expect(Data, message, connection.peer))
+            await self._take_in(source, await self._next(Data))
+
+    async def _next(self, kind: type[M]) -> M:
+        """Wait for the sender's next message, which is of one kind or a goodbye."""
+        message = await self.connection.receive()
+        if isinstance(message, Bye) and self.source is not None:
+            self.source.is_closed = True
+        return expect(kind, message, self.connection.peer)
 
     async def _greet(self) -> _Source:
         """Answer the Hello of a sender, and end its earlier session."""
         owner, connection = self._receiver, self.connection
         if owner._closed or len(owner._sessions) > owner.max_connections:
             raise ShippingConnectionError("too many connections", where=connection.peer)
-        hello = expect(Hello, await connection.receive(), connection.peer)
+        hello = await self._next(Hello)
         name = hello.sender.hex()
         source = self.source = owner._sources.setdefault(name, _Source(name))
         # A sender that connects again has lost its earlier connection, even if it still looks open here.
         earlier, source.session = source.session, self
         if earlier is not None:
             await earlier.end()
-        granted = sum(each.table_bytes for each in owner._sessions)
-        self.table_bytes = min(hello.table_bytes, owner.table_bytes - granted)
-        connection.post(Welcome(VERSION, owner.limits.max_bytes, self.table_bytes))
+        connection.post(Welcome(VERSION, owner.limits.max_bytes))
         return source
 
-    async def _take_in(self, source: _Source, decoder: Decoder, data: Data) -> None:
+    async def _take_in(self, source: _Source, data: Data) -> None:
         """Take in a message."""
         owner, connection = self._receiver, self.connection
-        num_bytes, max_bytes = sum(data.lengths), owner.limits.max_bytes
-        if num_bytes > max_bytes:
+        if data.num_bytes > (max_bytes := owner.limits.max_bytes):
             raise ShippingProtocolError(
                 "a message is too long",
                 where=connection.peer,
                 expected=f"at most {max_bytes} bytes",
-                got=str(num_bytes),
+                got=str(data.num_bytes),
             )
-        async with owner._turn:
-            # A message that is longer than the window is taken alone.
-            room = owner.window_bytes - num_bytes
-            await owner._changed.wait_until(
-                lambda: (
-                    not owner._messages or (owner._messages < owner.window_messages and owner._bytes <= room)
-                )
-            )
-            owner._messages += 1
-            owner._bytes += num_bytes
-        is_new = False
+        is_queued = False
+        await owner._enter(data.num_bytes)
         try:
-            frames = await connection.read_frames(data.lengths, owner._pool)
-            try:
-                decoder.framework = owner.framework if data.kind == PLAIN else "numpy"
-                value = from_wire(data.kind, decoder.decode(frames))
-            except Exception as error:
-                # Without an answer the sender would send the same message again and again.
-                connection.post(Refused(data.seq, str(error)[:1000]))
-                raise ShippingProtocolError(
-                    "a message that cannot be used",
-                    where=f"message '{source.name}:{data.seq}' from {connection.peer}",
-                    got=str(error),
-                ) from error
+            frames = await self._frames_of(source, data)
             owner._stats.messages += 1
-            owner._stats.received_bytes += num_bytes
-            is_new = self._put(source, data, value)
-        finally:
-            if not is_new:
-                owner._leave(num_bytes)
-
-    def _put(self, source: _Source, data: Data, value: Any) -> bool:
-        """Queue a message that has arrived whole. A duplicate is dropped and answered: False."""
-        owner, seq, nonce, name = self._receiver, data.seq, data.nonce, f"{source.name}:{data.seq}"
-        if seq > source.last and not any(seq in run for run in source.seen):
-            source.last, source.last_nonce = seq, nonce
-            source.unacked[seq] = nonce
-            owner._queue.append(Received(value, name, self.connection.peer, source, data, owner._acknowledge))
+            if source.has(data.seq):
+                self._answer_again(source, data)
+                return
+            value = self._decoded(source, data, frames)
+            source.last, source.last_nonce = data.seq, data.nonce
+            source.unacked[data.seq] = data.nonce
+            id = str(DeliveryId(source.name, data.seq))
+            owner._queue.append(Received(value, id, connection.peer, source, data, owner._acknowledge))
+            is_queued = True
             owner._changed.notify()
-            return True
-        if nonce != (source.last_nonce if seq == source.last else source.unacked.get(seq, nonce)):
+        finally:
+            if not is_queued:
+                owner._leave(data.num_bytes)
+
+    async def _frames_of(self, source: _Source, data: Data) -> dict[int, memoryview]:
+        """Read the frames that are not here, and return all frames. A duplicate lacks long ones."""
+        owner, connection = self._receiver, self.connection
+
+        async def read(numbers: list[int]) -> dict[int, memoryview]:
+            lengths = [data.lengths[number] for number in numbers]
+            owner._stats.received_bytes += sum(lengths)
+            return dict(zip(numbers, await connection.read_frames(lengths, owner._pool), strict=True))
+
+        frames = await read(data.short)
+        if not (long := data.long):
+            return frames
+        for number in long:
+            frame = owner._store.find(source.name, data.keys.get(number), data.lengths[number])
+            if frame is not None:
+                frames[number] = frame
+        wanted = [] if source.has(data.seq) else [number for number in long if number not in frames]
+        connection.post(Want(data.seq, wanted))
+        if (answer := await self._next(Frames)).seq != data.seq:
+            raise ShippingProtocolError("a message out of turn", where=connection.peer, got=str(answer))
+        for number, frame in (await read(wanted)).items():
+            key = data.keys.get(number)
+            frames[number] = frame if key is None else frame.toreadonly()
+            if key is not None:
+                owner._store.put(source.name, key, frames[number])
+        return frames
+
+    def _decoded(self, source: _Source, data: Data, frames: dict[int, memoryview]) -> Any:
+        """Return the value of a message, or refuse the message."""
+        owner, connection = self._receiver, self.connection
+        framework = owner.framework if data.kind == PLAIN else "numpy"
+        try:
+            whole = [frames[number] for number in range(len(data.lengths))]
+            return from_wire(data.kind, decode(whole, framework=framework, limits=owner.limits))
+        except Exception as error:
+            # Without an answer the sender would send the same message again and again.
+            connection.post(Refused(data.seq, str(error)[:1000]))
+            raise ShippingProtocolError(
+                "a message that cannot be used",
+                where=f"message '{DeliveryId(source.name, data.seq)}' from {connection.peer}",
+                got=str(error),
+            ) from error
+
+    def _answer_again(self, source: _Source, data: Data) -> None:
+        """Answer a duplicate."""
+        seq, nonce = data.seq, source.unacked.get(data.seq)
+        if seq == source.last:
+            nonce = source.last_nonce
+        if nonce not in (None, data.nonce):
             problem = ShippingProtocolError(
                 "another message has arrived under this number",
-                where=f"message {name!r}",
+                where=f"message '{DeliveryId(source.name, seq)}'",
                 remedy="Make another sender in each process: two of them have one identity",
             )
             self.connection.post(Refused(seq, str(problem)[:1000]))
-            return False
-        owner._stats.duplicates += 1
+            return
+        self._receiver._stats.duplicates += 1
         if seq not in source.unacked:
             self.connection.post(Acked(seq))
-        return False
 
 
-def _sources(ids: Iterable[str]) -> dict[str, _Source]:
-    """Return the senders of messages with these ids, with runs of the numbers."""
+def _sources(seen: Iterable[str] | Mapping[str, int]) -> dict[str, _Source]:
+    """Return the senders of messages that the consumer has, with their last numbers or runs of numbers."""
+    if isinstance(seen, Mapping):
+        return {name: _Source(name, last) for name, last in seen.items()}
     numbers: dict[str, set[int]] = {}
-    for each in ids:
-        if match := _ID.fullmatch(each):
-            numbers.setdefault(match[1], set()).add(int(match[2]))
+    for each in seen:
+        if (id := DeliveryId.parse(each)) is not None:
+            numbers.setdefault(id.sender, set()).add(id.number)
     sources = {}
     for name, seqs in numbers.items():
         source = sources[name] = _Source(name)

@@ -8,7 +8,7 @@ from typing import Self, Unpack
 from mmrender.errors import ShippingClosedError, ShippingError, TrajectoryError
 from mmrender.shipping.blocking import BlockingReceiver
 from mmrender.shipping.receiver import ReceiverOptions
-from mmrender.trajectory.files import TrajectoryWriter, received_ids
+from mmrender.trajectory.files import TrajectoryReader, TrajectoryWriter
 from mmrender.trajectory.tree import Trajectory
 
 
@@ -18,6 +18,8 @@ class Recorder:
     A message is one record, and is written once: records keep the ids of their messages, so a message that
     was written and not acknowledged is known when it comes again, also to the next recorder of the file. If
     writing fails, the receiver is closed, senders keep unacknowledged messages, and `close` raises.
+
+    Several recorders, each with a file of its own, share the senders of a list, see `Sender`.
 
     Args:
         url: Address to listen at, see `Receiver`.
@@ -38,7 +40,7 @@ class Recorder:
             raise ShippingError("a recorder sets this option itself", where=min(taken))
         self._writer = TrajectoryWriter(path, sync=sync)
         try:
-            seen = received_ids(path)
+            seen = TrajectoryReader(path, tail=False).ids().last_numbers()
             self._receiver = BlockingReceiver(url, **options | {"ack": "explicit", "seen": seen})
         except BaseException:
             self._writer.close()

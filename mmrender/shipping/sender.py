@@ -1,4 +1,4 @@
-"""`Sender`: ships messages to one receiver, over as many connections as it takes."""
+"""`Sender`: ships messages to a receiver, over as many connections and to as many receivers as it takes."""
 
 import asyncio
 import contextlib
@@ -7,16 +7,14 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
 from typing import Any, Final, Self, TypedDict
 
-import msgspec
-
-import mmcodecs
-from mmcodecs import Encoder, Limits
+from mmcodecs import Limits
 from mmcodecs.values import DEFAULT_LIMITS
+from mmcodecs.wire import encode_keyed_frames
 from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
@@ -24,27 +22,36 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, check_tls, dial
+from mmrender.shipping.address import Address, dial
+from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
+    LONG_BYTES,
     VERSION,
     Answer,
     Bye,
-    Connection,
     Data,
     End,
+    Frames,
     Hello,
     Notifier,
     Refused,
     Timing,
+    Want,
     Welcome,
     check_options,
     expect,
     to_wire,
 )
+from mmrender.shipping.receivers import ReceiverList, Receivers, order_for
+from mmrender.trajectory.delivery import DeliveryId
 
 MAX_UNACKED: Final = 4096
 _MAX_FAILURES: Final = 1024
+
+
+class _LeftError(Exception):
+    """The sender goes to another receiver."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +75,9 @@ class Delivery:
     error: ShippingError | None = None
     reported: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    # The value until it is settled, and its frames as `_encoder` wrote them. An encoder belongs to one
-    # connection: for another one the value is written again.
-    _wire: Any = None
-    _frames: list[memoryview] = field(default_factory=list)
-    _encoder: Encoder | None = None
-    _num_bytes: int = 0
-    _was_sent: bool = False
+    # The frames until it is settled, and the connection that has carried it.
+    _frames: Sequence[memoryview] = ()
+    _carrier: Connection | None = None
 
     @property
     def acknowledged(self) -> bool:
@@ -107,7 +110,7 @@ class SenderStats:
         unacked: Messages that it has not acknowledged.
         resent: Number of times that a message was sent again.
         refused: Messages that failed: the receiver could not use them, or does not let this sender in.
-        connections: Connections so far.
+        connections: Connections so far, to all receivers.
         sent_bytes: Bytes written, headers included.
     """
 
@@ -125,54 +128,56 @@ class SenderOptions(TypedDict, total=False):
     ssl: SSLContext | None
     max_unacked_messages: int
     max_unacked_bytes: int
-    table_bytes: int
     limits: Limits
     timing: Timing
 
 
 class Sender(End):
-    """Sends trajectories, and anything else that the codec can encode, to one receiver.
+    """Sends trajectories, and anything else that the codec can encode, to a receiver.
 
     It connects again when a connection breaks, and then sends unacknowledged messages again. The receiver
-    drops duplicates. An array that the connection has carried is sent as a reference. For use on one event
-    loop, in the process that used it first. `BlockingSender` serves threads.
+    drops duplicates, and asks only for arrays that it has not kept. For use on one event loop, in the process
+    that used it first. `BlockingSender` serves threads.
+
+    Of several receivers a sender takes one, which its identity decides. The list may change at any time. When
+    the sender's receiver leaves the list, or one joins that it prefers, the sender waits for acknowledgements
+    up to `Timing.leave`, and goes there. It passes over a receiver that cannot be reached for
+    `Timing.failover`. A message that was not acknowledged in time may then be in two places, under one id.
+    `TrajectoryDataset` reads the files of all recorders, and each message once.
 
     Args:
-        url: Address of the receiver: `unix:///path` or `tcp://host:port`.
+        receivers: The address of the receiver, `unix:///path` or `tcp://host:port`. Or the addresses of
+            several: a sequence, which is read at each look, a path of a file with one address on each line
+            (replace the file as a whole), or a function that returns a sequence, which is called in a thread.
         ssl: TLS context, required for `tcp://` beyond loopback. It must require the receiver's certificate.
         max_unacked_messages: Maximum number of unacknowledged messages, up to 4,096. `send` waits at it.
-        max_unacked_bytes: The same in bytes on the wire.
-        table_bytes: Capacity of the table of shared arrays. The receiver may set a lower one.
+        max_unacked_bytes: The same in bytes, all arrays included.
         limits: Bounds of the codec.
         timing: Time limits.
 
     Raises:
-        ShippingError: The address or an option cannot be used.
+        ShippingError: An address or an option cannot be used.
         ShippingSecurityError: The TLS context does not ask for the receiver's certificate.
     """
 
     def __init__(
         self,
-        url: str,
+        receivers: Receivers,
         *,
         ssl: SSLContext | None = None,
         max_unacked_messages: int = 1024,
         max_unacked_bytes: int = 4 << 30,
-        table_bytes: int = 32 << 20,
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
-        self.address = Address.parse(url)
-        check_tls(self.address, ssl)
+        self.receivers = ReceiverList(receivers, ssl)
         check_options(
             max_unacked_messages=(max_unacked_messages, 1, MAX_UNACKED),
             max_unacked_bytes=(max_unacked_bytes, 1, None),
-            table_bytes=(table_bytes, 0, None),
         )
         self._ssl = ssl
         self._max_unacked_messages = max_unacked_messages
         self._max_unacked_bytes = max_unacked_bytes
-        self._table_bytes = table_bytes
         self._limits = limits
         self._timing = timing
         # Drawn at its first use: a sender that was made before a fork is another sender in each process.
@@ -182,8 +187,13 @@ class Sender(End):
         self._unacked: dict[int, Delivery] = {}
         self._unacked_bytes = 0
         self._waiting: deque[Delivery] = deque()
+        self._want: Want | None = None
+        # The list at the last look, and its addresses that are still to be tried.
+        self._listed: list[Address] = []
+        self._untried: deque[Address] = deque()
+        self._unreachable_since: float | None = None
         self._connection: Connection | None = None
-        self._encoder: Encoder | None = None
+        self._is_leaving = False
         self._task: asyncio.Task[None] | None = None
         self._changed = Notifier()
         self._fatal: ShippingError | None = None
@@ -191,11 +201,7 @@ class Sender(End):
         self._failures: deque[Delivery] = deque(maxlen=_MAX_FAILURES)
         self._stats = SenderStats()
         self._closed = False
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a connection right now."""
-        return self._encoder is not None
+        self.connected = False
 
     @property
     def stats(self) -> SenderStats:
@@ -252,16 +258,16 @@ class Sender(End):
             )
         )
         self._ensure_open()
-        data = Data(self._next, os.urandom(8), kind, [])
-        delivery = Delivery(f"{self._id.hex()}:{data.seq}", data, self, _wire=wire)
-        # Messages are encoded in the order in which they are sent. While earlier messages are not encoded for
-        # this connection, this one is encoded without a table, to prove that it can be.
-        is_in_turn = not self._waiting or self._waiting[-1]._encoder is self._encoder
-        self._encode(delivery, self._encoder if is_in_turn else None)
-        delivery._num_bytes = sum(delivery.data.lengths)
+        written, keys = encode_keyed_frames(wire, limits=self._limits)
+        frames = [memoryview(frame) for frame in written]
+        lengths = [frame.nbytes for frame in frames]
+        keyed = {n: key for n, key in enumerate(keys) if key and lengths[n] >= LONG_BYTES}
+        data = Data(self._next, os.urandom(8), kind, lengths, keyed)
+        delivery = Delivery(str(DeliveryId(self._id.hex(), data.seq)), data, self)
+        delivery._frames = frames
         self._next += 1
         self._unacked[data.seq] = delivery
-        self._unacked_bytes += delivery._num_bytes
+        self._unacked_bytes += data.num_bytes
         self._waiting.append(delivery)
         self._changed.notify()
         return delivery
@@ -354,17 +360,9 @@ class Sender(End):
             last = f"; last: {self._last_error}" if self._last_error else ""
             raise ShippingConnectionError(
                 "the receiver does not acknowledge" if self.connected else "the receiver does not answer",
-                where=str(self.address),
+                where=str(self.receivers),
                 got=f"{got.format(len(self._unacked))} {timeout:g} s{last}",
             ) from (self._last_error or error)
-
-    def _encode(self, delivery: Delivery, encoder: Encoder | None) -> None:
-        wire, limits = delivery._wire, self._limits
-        frames = encoder.encode_frames(wire) if encoder else mmcodecs.encode_frames(wire, limits=limits)
-        delivery._frames = [memoryview(frame) for frame in frames]
-        delivery._encoder = encoder
-        lengths = [frame.nbytes for frame in delivery._frames]
-        delivery.data = msgspec.structs.replace(delivery.data, lengths=lengths)
 
     async def _run(self) -> None:
         """Keep a connection. If this fails, all unacknowledged messages fail, and all later ones."""
@@ -375,7 +373,7 @@ class Sender(End):
             if not isinstance(failure, ShippingError):
                 is_cancelled = isinstance(error, asyncio.CancelledError)
                 reason = "the sender's task was cancelled" if is_cancelled else "the sender has failed"
-                failure = ShippingError(reason, where=str(self.address), got=repr(error)[:200])
+                failure = ShippingError(reason, where=str(self.receivers), got=repr(error)[:200])
             if not self._closed:
                 self._fatal = failure
                 for delivery in list(self._unacked.values()):
@@ -393,18 +391,23 @@ class Sender(End):
                 await self._use_connection()
             except ShippingSecurityError:
                 raise
+            except _LeftError:
+                wait = self._timing.first_retry
             except ShippingError as error:
                 self._last_error = error
                 if self._ssl is not None and not self.connected:
                     error.remedy = "A receiver that does not know this side's certificate closes so, too"
             except TimeoutError:
-                self._last_error = ShippingConnectionError("no answer in time", where=str(self.address))
+                self._last_error = ShippingConnectionError("no answer in time", where=str(self.receivers))
             finally:
                 if self._connection is not None:
                     self._connection.close()
                     self._stats.sent_bytes += self._connection.sent_bytes
-                self._connection = self._encoder = None
+                self._connection = None
+                self.connected = False
                 self._changed.notify()
+            if self._untried:
+                continue
             if time.monotonic() - started > 2 * wait + 1.0:
                 wait = self._timing.first_retry
             # After a restart of the trainer, workers must not connect all at once.
@@ -413,30 +416,71 @@ class Sender(End):
 
     async def _use_connection(self) -> None:
         """Connect once, and use the connection until it ends."""
+        if not self._untried:
+            self._listed = await self.receivers.read()
+            self._untried = deque(order_for(self._id, self._listed))
+            now = time.monotonic()
+            self._unreachable_since = self._unreachable_since or now
+            if now - self._unreachable_since < self._timing.failover:
+                self._untried = deque([self._untried[0]])
+        address = self._untried.popleft()
         async with asyncio.timeout(self._timing.handshake):
             connection = self._connection = await dial(
-                self.address, self._ssl, lambda: Connection(str(self.address), self._timing)
+                address, self._ssl, lambda: Connection(str(address), self._timing)
             )
-            connection.post(Hello(VERSION, self._id, self._table_bytes))
+            connection.post(Hello(VERSION, self._id))
             welcome = expect(Welcome, await connection.receive(), connection.peer)
         self._stats.connections += 1
-        self._encoder = Encoder(table_bytes=min(self._table_bytes, welcome.table_bytes), limits=self._limits)
+        self.connected = True
+        self._unreachable_since = None
+        self._untried.clear()
+        self._is_leaving = False
         self._waiting = deque(self._unacked.values())
         self._changed.notify()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._write(connection, self._encoder, welcome.max_bytes))
+                group.create_task(self._write(connection, welcome.max_bytes))
                 group.create_task(self._read(connection))
+                if not self.receivers.is_fixed:
+                    group.create_task(self._leave_in_time(connection, address))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+
+    async def _leave_in_time(self, connection: Connection, address: Address) -> None:
+        """Look at the list of receivers, and leave the connection when this sender belongs elsewhere.
+
+        Raises:
+            _LeftError: It has left.
+        """
+        is_preferred = True
+        while is_preferred:
+            await asyncio.sleep(self._timing.look)
+            try:
+                listed = await self.receivers.read()
+            except ShippingConnectionError as error:  # such as a file that is being replaced
+                self._last_error = error
+                continue
+            joined = [each for each in listed if each not in self._listed]
+            is_preferred = address in listed and order_for(self._id, [address, *joined])[0] == address
+            self._listed = listed
+        self._is_leaving = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._timing.leave):
+                await self._changed.wait_until(
+                    lambda: all(each._carrier is not connection for each in self._unacked.values())
+                )
+        raise _LeftError
 
     async def _read(self, connection: Connection) -> None:
         """Take the receiver's answers."""
         while True:
             message = expect(Answer, await connection.receive(), connection.peer)
-            if (delivery := self._unacked.get(message.seq)) is None:
+            if isinstance(message, Want):
+                self._want = message
+                self._changed.notify()
+            elif (delivery := self._unacked.get(message.seq)) is None:
                 continue
-            if isinstance(message, Refused):
+            elif isinstance(message, Refused):
                 problem = ShippingProtocolError(
                     "the receiver cannot use this message",
                     where=f"message {delivery.id!r} to {connection.peer}",
@@ -447,42 +491,38 @@ class Sender(End):
                 self._stats.acknowledged += 1
                 self._settle(delivery, None)
 
-    async def _write(self, connection: Connection, encoder: Encoder, max_bytes: int) -> None:
-        """Send waiting messages in turn. The socket is full while the receiver's window is."""
+    async def _write(self, connection: Connection, max_bytes: int) -> None:
+        """Send waiting messages in turn. The receiver answers none while its window is full."""
         while True:
-            await self._changed.wait_until(lambda: bool(self._waiting))
+            await self._changed.wait_until(lambda: bool(self._waiting) and not self._is_leaving)
             delivery = self._waiting.popleft()
-            if delivery.settled.is_set():
+            if delivery.done:
                 continue
-            try:
-                if delivery._encoder is not encoder:
-                    self._encode(delivery, encoder)
-            except mmcodecs.CodecError as error:
-                problem = ShippingProtocolError(
-                    "the message could be encoded when it was given, and cannot be any more",
-                    where=f"message {delivery.id!r}",
-                    got=str(error),
-                    remedy="Leave a value alone until it is acknowledged",
-                )
-                self._fail(delivery, problem)
-                continue
-            if (num_bytes := sum(delivery.data.lengths)) > max_bytes:
+            data, frames = delivery.data, delivery._frames
+            if data.num_bytes > max_bytes:
                 problem = ShippingProtocolError(
                     "the message is longer than the receiver takes",
                     where=f"message {delivery.id!r} to {connection.peer}",
                     expected=f"at most {max_bytes} bytes",
-                    got=str(num_bytes),
+                    got=str(data.num_bytes),
                     remedy="Pass limits=Limits(max_bytes=...) to the receiver, or ship it in pieces",
                 )
                 self._fail(delivery, problem)
-                # The receiver's table lacks the arrays of this message.
-                encoder.reset()
-                for each in self._waiting:
-                    each._encoder = None
                 continue
-            self._stats.resent += delivery._was_sent
-            delivery._was_sent = True
-            await connection.send(delivery.data, delivery._frames)
+            self._stats.resent += delivery._carrier is not None
+            delivery._carrier = connection
+            self._want = None
+            await connection.send(data, [frames[number] for number in data.short])
+            if data.long:
+                wanted = await self._wanted(data, connection.peer)
+                await connection.send(Frames(data.seq), [frames[number] for number in wanted])
+
+    async def _wanted(self, data: Data, peer: str) -> list[int]:
+        """Wait until the receiver has room for a message, and return the long frames that it wants."""
+        await self._changed.wait_until(lambda: self._want is not None)
+        if (want := self._want) is None or want.seq != data.seq or not set(want.frames) <= set(data.long):
+            raise ShippingProtocolError("a message out of turn", where=peer, got=str(want)[:200])
+        return want.frames
 
     def _fail(self, delivery: Delivery, error: ShippingError) -> None:
         self._stats.refused += 1
@@ -491,7 +531,7 @@ class Sender(End):
 
     def _settle(self, delivery: Delivery, error: ShippingError | None) -> None:
         del self._unacked[delivery.data.seq]
-        self._unacked_bytes -= delivery._num_bytes
-        delivery.error, delivery._wire, delivery._frames = error, None, []
+        self._unacked_bytes -= delivery.data.num_bytes
+        delivery.error, delivery._frames = error, ()
         delivery.settled.set()
         self._changed.notify()

@@ -34,7 +34,7 @@ from mmrender.training.order import FORMAT, VERSION, Element, Pass, Place
 from mmrender.training.packing import Descriptor
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.files import TrajectoryReader
-from mmrender.trajectory.index import describe, samples_of
+from mmrender.trajectory.index import RecordIds, describe, samples_of
 from mmrender.trajectory.stores import find_files, is_stored
 from mmrender.trajectory.tree import Trajectory
 
@@ -210,7 +210,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         if records is None:
             counts = {file: self._reader(file).settle() for file in counts}
             whole = Place(0, 1, self._epoch, self._seed, self._weights, False, counts)
-            chosen = [(file, record) for file, record, _ in Pass([]).elements(whole)]
+            chosen = [(file, record) for file, record, _ in Pass([], self._ids).elements(whole)]
         elif len(counts) == 1:
             chosen = [(file, record) for record in records for file in counts]
         else:
@@ -305,7 +305,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         )
 
     def _items(self, place: Place) -> Iterator[Any]:
-        rest = Pass(place.earlier)
+        rest = Pass(place.earlier, self._ids)
         while True:
             elements = rest.elements(place)
             while place.position < len(elements):
@@ -395,6 +395,9 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             return []
 
+    def _ids(self, file: str) -> RecordIds:
+        return self._reader(file).ids()
+
     def _checksum(self, element: Element) -> int | None:
         return self._reader(element.file).block(element.record).checksum
 
@@ -406,7 +409,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         return self._readers[file]
 
     def _count(self) -> dict[str, int]:
-        """Return the number of records of each file as it is now, torn ones included."""
+        """Return the number of records of each file now, torn ones included unless records are awaited."""
         if self._process != os.getpid():
             self._process, self._readers = os.getpid(), {}
         counts = {}
@@ -418,6 +421,8 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                 else:
                     self._readers[file] = TrajectoryReader(where, tail=False)
                     counts[file] = len(self._readers[file])
+        if self._wait:  # a record whose head cannot be read yet may come to be another reader's
+            return {file: min(count, len(self._readers[file].ids().rows)) for file, count in counts.items()}
         return counts
 
     def _check_files(self, place: Place) -> None:

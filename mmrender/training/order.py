@@ -1,8 +1,12 @@
 """Which records a reader takes, in which order, and which records remain when other readers take over.
 
 A reader is a worker of a rank. Record `n` of a file belongs to reader `(n + first) % readers`, and the name
-of the file decides `first`. So the owner of a record does not depend on records and files that come later,
-and readers need not agree on how far files have grown.
+of the file decides `first`. Of a shipped message, `n` is the sequence number and the sender decides `first`,
+so that all records of one message have one reader, whatever files they are in. The owner of a record does not
+depend on records and files that come later, and readers need not agree on how far files have grown.
+
+A sender that left one receiver for another one may have shipped a message to both of them. Its reader reads
+the record of the earliest round, and of one round the record of the first file. Others are left out.
 
 A pass goes in rounds. A round holds the records that the files held when it began and the rounds before did
 not; a pass over files that do not grow has one round. Shuffled, the records of a round are sorted by a random
@@ -12,16 +16,23 @@ When other readers take over, because the number of ranks or workers has changed
 readers say which records are read. The new readers share the remaining records by the same rule.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from mmrender.trajectory.index import RecordIds
+
 FORMAT: Final = "mmrender.reading"
-VERSION: Final = 1
+VERSION: Final = 2
+
+
+Numbers: TypeAlias = npt.NDArray[np.int64]
+_NO_IDS: Final = RecordIds.of([])
 
 
 class Element(NamedTuple):
@@ -80,19 +91,30 @@ class Place:
 class Pass:
     """The elements of readers in one pass, after earlier arrangements of readers have read a part.
 
+    Args:
+        earlier: As `Place.earlier`.
+        ids: Returns the ids of a file's records. Records beyond them have none.
+
     Attributes:
         items: Items taken of elements that an earlier reader had begun.
     """
 
-    def __init__(self, earlier: Sequence[Sequence[dict[str, Any]]]) -> None:
+    def __init__(
+        self, earlier: Sequence[Sequence[dict[str, Any]]], ids: Callable[[str], RecordIds] = lambda _: _NO_IDS
+    ) -> None:
+        self._ids = ids
         self._finished: list[list[dict[str, int]]] = []  # of each arrangement, by reader
         self._read: set[Element] = set()
+        self._begun: dict[str, list[int]] = {}  # records of each file of which items were read
+        self._senders_of: dict[str, tuple[RecordIds, dict[int, str]]] = {}
         self.items: dict[Element, int] = {}
         for arrangement in earlier:
             places = [Place.of(state) for state in arrangement]
             shares = [self.elements(place) for place in places]
             for place, elements in zip(places, shares, strict=True):
                 self._read.update(elements[: place.position])
+                for element in elements[: place.position + (place.item > 0)]:
+                    self._begun.setdefault(element.file, []).append(element.record)
                 if place.item:
                     self.items[elements[place.position]] = place.item
             self._finished.append([place.done for place in places])
@@ -100,9 +122,12 @@ class Pass:
     def elements(self, place: Place) -> list[Element]:
         """Return the elements of a reader's current round, in order."""
         elements: list[Element] = []
+        copies = self._copies(place)
         keys: list[npt.NDArray[np.uint64]] = []
         for file in sorted(place.counts, key=_argument_and_path):
             numbers = self._numbers(place, file)
+            if file in copies:
+                numbers = numbers[~copies[file][numbers]]
             if not numbers.size:
                 continue
             weight = place.weights[_argument_and_path(file)[0]]
@@ -116,15 +141,71 @@ class Pass:
             elements = [elements[index] for index in np.argsort(np.concatenate(keys), kind="stable").tolist()]
         return [each for each in elements if each not in self._read] if self._read else elements
 
-    def _numbers(self, place: Place, file: str) -> npt.NDArray[np.int64]:
+    def _numbers(self, place: Place, file: str) -> Numbers:
         """Return the records of a file in a reader's current round that no earlier round finished."""
-        numbers = np.arange(place.done.get(file, 0), place.counts[file], dtype=np.int64)
-        first = _first_reader(file)
-        is_left: npt.NDArray[np.bool_] = (numbers + first) % place.readers == place.reader
+        turns = self._turns(file, place.counts[file])
+        is_left = (turns % place.readers == place.reader) & ~self._is_finished(place, file, turns)
+        return np.flatnonzero(is_left)
+
+    def _turns(self, file: str, count: int) -> Numbers:
+        """Return the number whose remainder is the reader of each of a file's first records."""
+        turns = np.arange(count, dtype=np.int64) + _first_reader(file)
+        ids, senders = self._ids(file), self._senders(file)
+        if senders:
+            firsts = np.zeros(len(ids.names), np.int64)
+            firsts[[*senders]] = [_digest(name) % (1 << 32) for name in senders.values()]
+            numbers, rows = ids.numbers[:count], ids.rows[:count]
+            turns[: len(rows)] = np.where(numbers > 0, firsts[rows] + numbers, turns[: len(rows)])
+        return turns
+
+    def _senders(self, file: str) -> dict[int, str]:
+        """Return the names of the senders of a file's records, with their rows."""
+        ids, known = self._ids(file), self._senders_of.get(file)
+        if not ids.names:
+            return {}
+        if known is None or known[0] is not ids:
+            used = np.flatnonzero(np.bincount(ids.rows[ids.numbers > 0], minlength=1))
+            known = self._senders_of[file] = ids, {row: ids.names[row] for row in used.tolist()}
+        return known[1]
+
+    def _is_finished(self, place: Place, file: str, turns: Numbers) -> npt.NDArray[np.bool_]:
+        """Return which of a file's first records belong to a finished round, of this or an earlier reader."""
+        numbers = np.arange(len(turns), dtype=np.int64)
+        is_finished: npt.NDArray[np.bool_] = numbers < place.done.get(file, 0)
         for finished in self._finished:
             counts = np.array([done.get(file, 0) for done in finished], np.int64)
-            is_left &= numbers >= counts[(numbers + first) % len(finished)]
-        return numbers[is_left]
+            is_finished |= numbers < counts[turns % len(finished)]
+        return is_finished
+
+    def _copies(self, place: Place) -> dict[str, npt.NDArray[np.bool_]]:
+        """Return which of each file's records are copies of a message that is read from another record."""
+        weighted = [file for file in place.counts if place.weights[_argument_and_path(file)[0]]]
+        files = sorted(weighted, key=_argument_and_path)
+        times = Counter(name for file in files for name in self._senders(file).values())
+        places = {name: place for place, (name, count) in enumerate(times.items()) if count > 1}
+        if not places:
+            return {}
+        columns = []
+        for order, file in enumerate(files):
+            ids, count = self._ids(file), place.counts[file]
+            moved = np.full(len(ids.names) + 1, -1, np.int64)  # the last one is of records without an id
+            for row, name in self._senders(file).items():
+                moved[row] = places.get(name, -1)
+            senders = moved[ids.rows[:count]]
+            records = np.flatnonzero((senders >= 0) & (ids.numbers[:count] > 0))
+            # A message that was begun is read on, and one of a finished round is not read again.
+            ranks = np.where(self._is_finished(place, file, self._turns(file, count)), 1, 2)
+            ranks[[record for record in self._begun.get(file, ()) if record < count]] = 0
+            orders = np.full(len(records), order, np.int64)
+            columns.append([senders[records], ids.numbers[records], ranks[records], orders, records])
+        sender, number, rank, place_of_file, record = map(np.concatenate, zip(*columns, strict=True))
+        sequence = np.lexsort((record, place_of_file, rank, number, sender))
+        is_copy = np.zeros(len(sequence), np.bool_)
+        is_copy[1:] = (np.diff(sender[sequence]) == 0) & (np.diff(number[sequence]) == 0)
+        copies = {file: np.zeros(place.counts[file], np.bool_) for file in files}
+        for order, file in enumerate(files):
+            copies[file][record[sequence[is_copy & (place_of_file[sequence] == order)]]] = True
+        return copies
 
 
 def _argument_and_path(file: str) -> tuple[int, str]:

@@ -23,7 +23,7 @@ import mmcodecs
 from mmcodecs.files import Block
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.trajectory.conversation import MediaSources
-from mmrender.trajectory.index import Descriptor, IndexReader, IndexWriter
+from mmrender.trajectory.index import Descriptor, IndexReader, IndexWriter, RecordIds
 from mmrender.trajectory.stores import source_of
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
@@ -59,8 +59,11 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
             raise _unusable(self._path, error) from error
         reader = TrajectoryReader(path, tail=False, indexed=False)
         self._index = IndexWriter(path, [reader.block(number) for number in range(len(reader))])
-        for number in range(self._index.count, len(reader)):
-            self._index.append(reader.block(number), partial(reader.head, number))
+        if self._index.count < len(reader):
+            ids = reader.ids().texts()
+            for number in range(self._index.count, len(reader)):
+                id = ids[number] if number < len(ids) else None
+                self._index.append(reader.block(number), id, partial(reader.head, number))
 
     def __len__(self) -> int:
         return len(self._file)
@@ -92,7 +95,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
             # The parts of router choices would be put together for nothing.
             has_experts = any(step.own_experts is not None for each in group for step in each.steps)
             self._index.append(
-                block, lambda: trajectories_from_wire(_head_of(wire)) if has_experts else group
+                block, id, lambda: trajectories_from_wire(_head_of(wire)) if has_experts else group
             )
         return number
 
@@ -125,6 +128,8 @@ class TrajectoryReader(mmcodecs.RecordReader):
 
     def __init__(self, path: str | os.PathLike[str], *, tail: bool = True, indexed: bool = True) -> None:
         self._index = IndexReader(path) if indexed else None
+        self._ids = RecordIds.of([])
+        self._last_known: Block | None = None  # the record of the last of these ids
         super().__init__(source_of(os.fspath(path)), tail=tail)
 
     def refresh(self, known: Sequence[Block] = ()) -> int:
@@ -163,6 +168,32 @@ class TrajectoryReader(mmcodecs.RecordReader):
         if self._index is None or not 0 <= number < len(self):
             return None
         return self._index.descriptors(number, self.block(number), file)
+
+    def ids(self) -> RecordIds:
+        """Return the ids of records, from the index as far as it goes, and from the heads of later records.
+
+        The newest records are left out while their heads cannot be read. Any other damaged head counts as one
+        without an id.
+        """
+        known, count = len(self._ids.rows), len(self)
+        if known > count or (known and self.block(known - 1) != self._last_known):
+            known, self._ids = 0, RecordIds.of([])  # the file was replaced
+        indexed = 0 if self._index is None else min(len(self._index.blocks), count)
+        if self._index is not None and self._index.blocks[known:indexed] == self._blocks[known:indexed]:
+            self._ids = RecordIds.joined([self._ids, self._index.ids(known, indexed)])
+            known = max(known, indexed)
+        ids: list[str | None] = []
+        for number in range(known, count):
+            try:
+                value = super().read(number, verify=False)
+            except mmcodecs.CodecError:
+                continue
+            id = value.get("id") if isinstance(value, dict) else None
+            ids += [None] * (number - known - len(ids)) + [id if isinstance(id, str) else None]
+        if ids:
+            self._ids = RecordIds.joined([self._ids, RecordIds.of(ids)])
+        self._last_known = self.block(len(self._ids.rows) - 1) if len(self._ids.rows) else None
+        return self._ids
 
     def _read(self, number: int, *, verify: bool) -> Any:
         try:
@@ -219,17 +250,8 @@ def load_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
 
 
 def received_ids(path: str | os.PathLike[str]) -> list[str]:
-    """Return the ids of sound records. Only the heads of records are read, without checksums."""
-    file = mmcodecs.RecordReader(path, verify=False)
-    ids = []
-    for number in range(len(file)):
-        try:
-            value = file.read(number)
-        except mmcodecs.CodecError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("id"), str):
-            ids.append(value["id"])
-    return ids
+    """Return the ids of records that have one. Only the index and heads that it lacks are read."""
+    return [id for id in TrajectoryReader(path, tail=False).ids().texts() if id is not None]
 
 
 def _head_of(value: Any) -> Any:

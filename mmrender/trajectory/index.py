@@ -3,11 +3,13 @@
 `run.mmc.index` is a record file as well (`mmcodecs.files`). Each of its messages is a dict that describes
 some consecutive records of `run.mmc`:
 
-- `version`: 1.
+- `version`: 2.
 - `first`: number of the first record.
 - `blocks`, uint64 `[records, 3]`: start, stop and checksum of each record's message. The checksum of a record
   with a damaged header is 0.
 - `samples`, uint8: msgpack of `_Table`, the sizes of the samples.
+- `ids`, int64 `[records, 2]`: row in `names` and number of each record's id, see `RecordIds`.
+- `names`: distinct names of ids.
 
 The file of trajectories is the only truth. `TrajectoryWriter` writes the index with some records' delay, and
 completes it or writes it anew when it opens the file. Readers compare each place with the header in the file,
@@ -20,23 +22,25 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 import mmcodecs
 from mmcodecs.files import Block
 from mmrender.errors import MMRenderError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import tensor_specs
+from mmrender.trajectory.delivery import DeliveryId
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.stores import source_of
 from mmrender.trajectory.tree import Trajectory
 
 SUFFIX: Final = ".index"
 """What the name of an index has after the name of its file."""
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MIN_ROWS: Final = 64
 """Records and samples of a message, at least, unless the writer is closed."""
 
@@ -89,6 +93,57 @@ class Descriptor(msgspec.Struct, frozen=True):
             group if isinstance(group, str) else None,
             file,
         )
+
+
+class RecordIds(NamedTuple):
+    """The ids of the first records of a file, such as of the messages that were written there.
+
+    Attributes:
+        names: Distinct names: the senders of deliveries, and ids of other forms.
+        rows: int64 `[records]`, row of each record's name, or -1 if the record has no id.
+        numbers: int64 `[records]`, sequence number of a delivery, or 0 if the id is the name.
+    """
+
+    names: list[str]
+    rows: npt.NDArray[np.int64]
+    numbers: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ids: Iterable[str | None]) -> "RecordIds":
+        """Return ids in this form."""
+        names: dict[str, int] = {}
+        pairs = []
+        for id in ids:
+            parsed = None if id is None else DeliveryId.parse(id) or DeliveryId(id, 0)
+            pairs.append((-1, 0) if parsed is None else (names.setdefault(parsed[0], len(names)), parsed[1]))
+        rows, numbers = np.array(pairs, np.int64).reshape(-1, 2).T
+        return cls(list(names), rows, numbers)
+
+    @classmethod
+    def joined(cls, parts: Sequence["RecordIds"]) -> "RecordIds":
+        """Return the ids of consecutive parts of a file."""
+        names: dict[str, int] = {}
+        rows = []
+        for part in parts:
+            places = np.array([names.setdefault(name, len(names)) for name in part.names] + [-1], np.int64)
+            rows.append(places[part.rows])
+        empty = np.zeros(0, np.int64)
+        numbers = [part.numbers for part in parts]
+        return cls(list(names), np.concatenate([empty, *rows]), np.concatenate([empty, *numbers]))
+
+    def texts(self) -> list[str | None]:
+        """Return the ids of records as texts."""
+        return [
+            None if row < 0 else str(DeliveryId(self.names[row], number)) if number else self.names[row]
+            for row, number in zip(self.rows.tolist(), self.numbers.tolist(), strict=True)
+        ]
+
+    def last_numbers(self) -> dict[str, int]:
+        """Return the last sequence number of each sender."""
+        last = np.zeros(len(self.names), np.int64)
+        has_id = self.rows >= 0
+        np.maximum.at(last, self.rows[has_id], self.numbers[has_id])
+        return {name: number for name, number in zip(self.names, last.tolist(), strict=True) if number}
 
 
 def samples_of(trajectories: Iterable[Trajectory]) -> list[TrainingSample]:
@@ -152,6 +207,7 @@ class IndexReader:
         self.blocks: list[Block] = []
         self._firsts: list[int] = []
         self._tables: list[memoryview] = []
+        self._ids: list[RecordIds] = []
         self._newest: tuple[int, _Table] | None = None
 
     @property
@@ -176,9 +232,23 @@ class IndexReader:
                     return
                 places = message["blocks"].astype(np.uint64, casting="equiv").reshape(-1, 3).tolist()
                 table = message["samples"].data
+                rows, numbers = message["ids"].astype(np.int64, casting="equiv").reshape(len(places), 2).T
+                ids = RecordIds([*map(str, message["names"])], rows, numbers)
+                is_named = (rows >= 0) & (rows < len(ids.names)) & (numbers >= 0)
+                if not (is_named | ((rows == -1) & (numbers == 0))).all():
+                    return
+                self._ids.append(ids)
                 self._firsts.append(len(self.blocks))
                 self._tables.append(table)
                 self.blocks += [Block(start, stop, checksum or None) for start, stop, checksum in places]
+
+    def ids(self, start: int, stop: int) -> RecordIds:
+        """Return the ids of some records of the index."""
+        parts = []
+        for first, ids in zip(self._firsts, self._ids, strict=True):
+            own = slice(max(start - first, 0), max(stop - first, 0))
+            parts.append(ids._replace(rows=ids.rows[own], numbers=ids.numbers[own]))
+        return RecordIds.joined([part for part in parts if part.rows.size])
 
     def descriptors(self, number: int, block: Block, file: str) -> list[Descriptor] | None:
         """Return the descriptors of a record, or None if the index does not hold a record of this place."""
@@ -210,6 +280,7 @@ class IndexWriter:
         self._writer: mmcodecs.RecordWriter | None = None
         self._blocks: list[Block] = []
         self._records: list[list[Descriptor] | None] = []
+        self._ids: list[str | None] = []
         self.count = 0
         try:
             if not self._open(blocks):
@@ -234,7 +305,7 @@ class IndexWriter:
         self._writer = None
         return False
 
-    def append(self, block: Block, read: Callable[[], Sequence[Trajectory]]) -> None:
+    def append(self, block: Block, id: str | None, read: Callable[[], Sequence[Trajectory]]) -> None:
         """Add the next record of the file. `read` returns its trajectories, or raises if there are none."""
         if self._writer is None:
             return
@@ -243,6 +314,7 @@ class IndexWriter:
             samples = describe(read(), self.count)
         self._blocks.append(block)
         self._records.append(samples)
+        self._ids.append(id)
         self.count += 1
         if sum(len(record or [None]) for record in self._records) >= _MIN_ROWS:
             self._write()
@@ -256,14 +328,22 @@ class IndexWriter:
 
     def _write(self) -> None:
         first, blocks, records = self.count - len(self._blocks), self._blocks, self._records
-        self._blocks, self._records = [], []
+        ids = RecordIds.of(self._ids)
+        self._blocks, self._records, self._ids = [], [], []
         if self._writer is None or not blocks:
             return
         places = [(block.start, block.stop, block.checksum or 0) for block in blocks]
         table = np.frombuffer(msgspec.msgpack.encode(_table_of(records)), np.uint8)
         try:
             self._writer.append(
-                {"version": _VERSION, "first": first, "blocks": np.array(places, np.uint64), "samples": table}
+                {
+                    "version": _VERSION,
+                    "first": first,
+                    "blocks": np.array(places, np.uint64),
+                    "samples": table,
+                    "ids": np.stack([ids.rows, ids.numbers], axis=1),
+                    "names": ids.names,
+                }
             )
         except (OSError, mmcodecs.CodecError) as error:
             self._give_up(error)

@@ -21,15 +21,14 @@ PLAN = st.fixed_dictionaries(
         "cuts": CUTS,
         "restarts": st.sets(st.integers(0, 12), max_size=2),  # receiver replaced after so many
         "window_messages": st.integers(1, 4),
-        "window_bytes": st.sampled_from([1, 5_000, 100_000]),
-        "table_bytes": st.sampled_from([0, 9_000, 1 << 20]),
+        "memory_bytes": st.sampled_from([1, 5_000, 100_000, 1 << 20]),
         "hold": st.integers(0, 3),  # how many messages the consumer keeps before it acknowledges
     }
 )
 
 
 def make_receiver(plan: dict[str, Any], url: str, kept: list[str]) -> Receiver:
-    options = {name: plan[name] for name in ("window_messages", "window_bytes", "table_bytes")}
+    options = {name: plan[name] for name in ("window_messages", "memory_bytes")}
     return Receiver(url, timing=QUICK, ack="explicit", seen=kept, **options)
 
 

@@ -17,5 +17,5 @@ def test_deaths_lose_nothing_and_double_nothing():
     )
     assert done.returncode == 0, done.stderr
     *links, verdict = done.stdout.splitlines()
-    assert len(links) == 3
+    assert len(links) == 4
     assert verdict.endswith("none lost, none twice, every file readable")

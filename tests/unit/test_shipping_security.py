@@ -12,10 +12,11 @@ import struct
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from kit import error_of, raised_by
+from kit import error_of, raised_by, until
 from mmcodecs import Encoder, Limits, encode_frames
 from mmcodecs.shared import Shared
 from mmrender.errors import (
@@ -25,16 +26,19 @@ from mmrender.errors import (
     ShippingSecurityError,
 )
 from mmrender.shipping import Receiver, Sender
+from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
+    LONG_BYTES,
     VERSION,
     Acked,
     Bye,
-    Connection,
     Data,
+    Frames,
     Hello,
     Message,
     Ping,
     Refused,
+    Want,
     Welcome,
     pack,
     unpack,
@@ -92,7 +96,7 @@ async def test_tls_lets_in_whose_certificate_is_known(tmp_path):
 
 
 def hello(version: int = VERSION) -> bytes:
-    return pack(Hello(version, os.urandom(16), 0))
+    return pack(Hello(version, os.urandom(16)))
 
 
 def framed(header: bytes) -> bytes:
@@ -105,15 +109,16 @@ ATTACKS = {
     "noise": random.Random(7).randbytes(5000),
     "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     "a header of two gigabytes": struct.pack("<4sI", b"mmsp", 1 << 31),
-    "a million frames": hello() + pack(Data(1, NONCE, "", [0] * (1 << 14))),
-    "a terabyte": hello() + pack(Data(1, NONCE, "", [1 << 40])),
-    "a frame before the handshake": pack(Data(1, NONCE, "", [10])),
+    "a million frames": hello() + pack(Data(1, NONCE, "", [0] * (1 << 14), {})),
+    "a terabyte": hello() + pack(Data(1, NONCE, "", [1 << 40], {})),
+    "a frame before the handshake": pack(Data(1, NONCE, "", [10], {})),
     "a header that is no message": framed(b"\xff" * 40),
     "a deeply nested header": framed(b"\x91" * 100_000),
-    "data first": pack(Data(1, NONCE, "", [])),
+    "data first": pack(Data(1, NONCE, "", [], {})),
     "an unknown message": framed(b"\x91\xa3xyz"),
     "half a message": hello()[:-3],
     "another protocol version": hello(1),
+    "the protocol before": framed(msgspec.msgpack.encode(["hello", 4, bytes(16), 0])),
 }
 
 
@@ -140,7 +145,7 @@ async def meet(path: str):
     """A sender that a test plays itself."""
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_unix_connection(lambda: Connection(path, PATIENT), path)
-    connection.post(Hello(VERSION, os.urandom(16), 1 << 20))
+    connection.post(Hello(VERSION, os.urandom(16)))
     assert isinstance(await connection.receive(), Welcome)
     yield connection
     connection.close()
@@ -155,7 +160,7 @@ async def last_words(connection: Connection) -> str:
 
 def frames_of(seq: int, frames: list[Any], *, kind: str = "") -> tuple[Data, list[memoryview]]:
     views = [memoryview(bytes(frame)) for frame in frames]
-    return Data(seq, NONCE, kind, [view.nbytes for view in views]), views
+    return Data(seq, NONCE, kind, [view.nbytes for view in views], {}), views
 
 
 def data(seq: int, value: Any, **options: str) -> tuple[Data, list[memoryview]]:
@@ -175,6 +180,8 @@ def unknown_reference() -> list[Any]:
     [
         ([Acked(1)], "a message out of turn"),
         ([Refused(1, "x")], "a message out of turn"),
+        ([Want(1, [])], "a message out of turn"),
+        ([Frames(1)], "a message out of turn"),
         ([frames_of(1, [b"no codec message"])], "a message that cannot be used"),
         ([frames_of(1, unknown_reference())], "a message that cannot be used"),
         ([data(1, 1, kind="pickle")], "a message that cannot be used"),
@@ -201,9 +208,57 @@ async def test_a_peer_that_breaks_the_protocol_is_sent_away(sent, problem, tmp_p
             assert (await receiver.receive(5)).value == "others go on"
 
 
+WRONG_TURNS = {
+    "frames of another message": Frames(2),
+    "another message": Data(2, NONCE, "", [10], {}),
+    "a goodbye": Bye("going"),
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_TURNS)
+async def test_a_sender_that_does_not_send_the_wanted_frames_is_sent_away(answer, tmp_path):
+    url = f"unix://{tmp_path}/breaks"
+    async with Receiver(url) as receiver:
+        async with meet(f"{tmp_path}/breaks") as connection:
+            header = Data(1, NONCE, "", [10, LONG_BYTES], {1: b"key"})
+            await connection.send(header, [memoryview(bytes(10))])
+            assert await asyncio.wait_for(connection.receive(), 60) == Want(1, [1])
+            assert (receiver._messages, receiver._bytes) == (1, 10 + LONG_BYTES)
+            connection.post(WRONG_TURNS[answer])
+            with contextlib.suppress(ShippingConnectionError):  # a goodbye has no answer
+                await asyncio.wait_for(last_words(connection), 60)
+        await until(lambda: not receiver._messages)
+        assert (receiver._bytes, receiver.stats.messages) == (0, 0)
+        assert [error.problem for error in receiver.errors] == ["a message out of turn"] * (
+            answer != "a goodbye"
+        )
+
+
+@pytest.mark.parametrize("want", [Want(2, []), Want(1, [0]), Want(1, [7])])
+async def test_a_receiver_that_wants_other_frames_is_left(want, tmp_path):
+    wants = [want]
+
+    async def serve(reader, writer):
+        await reader.read(100)
+        writer.write(pack(Welcome(VERSION, 1 << 30)))
+        await reader.read(100)
+        writer.write(b"".join(map(pack, wants)))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, f"{tmp_path}/lies")
+    sender = Sender(f"unix://{tmp_path}/lies", timing=PATIENT)
+    delivery = await sender.send(np.zeros(LONG_BYTES))
+    await until(lambda: sender._last_error is not None)
+    assert "a message out of turn" in str(sender._last_error)
+    assert not delivery.done
+    server.close()
+    await sender.aclose(0)
+
+
 async def test_a_peer_that_sends_beyond_the_window_waits_in_its_socket(tmp_path):
     url = f"unix://{tmp_path}/beyond"
-    async with Receiver(url, window_messages=3, window_bytes=5000) as receiver:
+    async with Receiver(url, window_messages=3, memory_bytes=5000) as receiver:
         async with meet(f"{tmp_path}/beyond") as connection:
             for number in range(1, 10):
                 await connection.send(*data(number, np.full(2000, number, np.uint8)))
@@ -222,7 +277,7 @@ async def test_slow_senders_never_hold_up_the_event_loop(tmp_path):
         for _ in range(16):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
             sock.connect(path)
-            sock.sendall(hello() + pack(Data(1, NONCE, "", [1 << 20])))
+            sock.sendall(hello() + pack(Data(1, NONCE, "", [1 << 20], {})) + pack(Frames(1)))
             socks.append(sock)
         while receiver._messages < 16:
             await asyncio.sleep(0.001)
@@ -239,7 +294,7 @@ async def test_slow_senders_never_hold_up_the_event_loop(tmp_path):
 
 async def test_a_receiver_that_lies_does_not_stop_a_sender(tmp_path):
     """Whatever a receiver answers, the sender raises shipping errors only, and connects again."""
-    answers = [Welcome(VERSION, 1 << 20, 0), Acked(5), Ping(), Data(1, NONCE, "", [])]
+    answers = [Welcome(VERSION, 1 << 20), Acked(5), Ping(), Data(1, NONCE, "", [], {})]
 
     async def lie(reader, writer):
         await reader.read(100)
@@ -263,7 +318,9 @@ async def test_a_receiver_that_lies_does_not_stop_a_sender(tmp_path):
 def test_headers_of_noise_raise_one_error(seed):
     rng = random.Random(seed)
     for _ in range(200):
-        sound = rng.choice([Hello(1, bytes(16), 5), Data(3, NONCE, "kind", [5]), Refused(2, "text")])
+        sound = rng.choice(
+            [Hello(1, bytes(16)), Data(3, NONCE, "kind", [5], {0: b"key"}), Refused(2, "text")]
+        )
         noise = bytearray(pack(sound))
         for _ in range(rng.randint(1, 4)):
             noise[rng.randrange(len(noise))] = rng.randrange(256)
