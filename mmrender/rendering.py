@@ -202,12 +202,12 @@ class Rendering:
             layout: The text and its syntax.
             request: The conversation, whose media parts fill the placeholders.
             cuts: Rising character positions whose token index is wanted.
-            before: Tokens that the text is appended to.
+            before: Tokens that the text is appended to, which the result begins with.
             earlier: Sidecar of these tokens.
             skipped: Number of messages in the text before the request's.
 
         Returns:
-            The tokens of the text, and the sidecar of all tokens.
+            All tokens, and their sidecar.
 
         Raises:
             PlaceholderError: A part has no placeholder, or a placeholder has no part.
@@ -229,11 +229,8 @@ class Rendering:
             if any(item is not None and item.modality == "video" for item in items):
                 layout = self._covered(layout)
         encoded = self.writer.write(layout, items, cuts, before=before)
-        entries = [
-            (place.shifted(len(before)) if before else place, item)
-            for place, item in zip(encoded.ranges, items, strict=True)
-            if item is not None
-        ]
+        pairs = zip(encoded.ranges, items, strict=True)
+        entries = [(place, item) for place, item in pairs if item is not None]
         if not entries:
             return encoded, earlier
         sidecar = MultiModalData.of(entries)

@@ -96,19 +96,16 @@ class Bridge:
             raise
         except TemplateError as error:
             raise NotBridged(f"the template does not take this extension: {error}") from error
-        ids = [*prompt, *completion]
         encoded, sidecar = self._rendering.encode(
-            layout, request, before=ids, earlier=previous, skipped=first
+            layout, request, before=[*prompt, *completion], earlier=previous, skipped=first
         )
         spans = [TokenSpan(0, len(prompt), -1, "prompt", False)]
         if completion:
-            spans.append(TokenSpan(len(prompt), len(ids), -1, "completion", True))
-        for start, stop, message, kind, _ in encoded.spans:
-            # Messages of the skeleton do not count.
-            spans.append(TokenSpan(start + len(ids), stop + len(ids), max(message - first, -1), kind, False))
-        return self._rendering.rendered(
-            request, layout.text, [*ids, *encoded.ids], sidecar, spans=tuple(spans)
-        )
+            stop = len(prompt) + len(completion)
+            spans.append(TokenSpan(len(prompt), stop, -1, "completion", True))
+        # Messages of the skeleton do not count.
+        spans += [span._replace(message=max(span.message - first, -1)) for span in encoded.spans]
+        return self._rendering.rendered(request, layout.text, encoded.ids, sidecar, spans=tuple(spans))
 
     def _require_extension(
         self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData

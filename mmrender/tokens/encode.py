@@ -96,8 +96,8 @@ class Encoded:
     """Token ids with their attribution before sampled spans are known.
 
     Attributes:
-        ids: Tokens, placeholders widened.
-        spans: Rising, without gaps, and not marked as sampled.
+        ids: The tokens before the text, then its own, placeholders widened.
+        spans: Of the text's tokens: rising, without gaps, and not marked as sampled.
         ranges: Token range of each placeholder, in order.
         cuts: Token index of each requested character position.
         is_closed: Whether a longer conversation does not begin with these tokens.
@@ -221,7 +221,7 @@ class TokenWriter:
             layout: The text and its syntax.
             items: The item of each placeholder. None leaves it as one token.
             cuts: Rising character positions whose token index is requested.
-            before: Tokens that the text is appended to.
+            before: Tokens that the text is appended to, which the result begins with.
 
         Raises:
             TokenizerError: The vocabulary spells an added token in mere text.
@@ -375,7 +375,7 @@ class _TokenStream:
         self._next_cut = 0
         self._position = 0
         self._covered = 0
-        self.out = Encoded()
+        self.out = Encoded([*before])
 
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""

@@ -71,18 +71,24 @@ def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is
 @given(texts(without=[IMAGE]))
 @example("[INST] hi [/INST] ")
 @example("<|user|> hi <|end|> hi")
+@example("＜｜ｅｎｄ｜＞hello")
 def test_text_goes_on_from_any_token_of_a_text_as_in_the_whole_text(kind, text):
     """No prefix is written within a text: a completion that was cut off is closed there."""
     tokenizer = plain_tokenizer(kind)
     writer = writer_of(tokenizer, "parse")
     whole = tokenizer._engine.encode(text, add_special_tokens=False)
     starts, words = [start for start, _ in whole.offsets], whole.word_ids
+    ends = {match.own_stop for match in tokenizer.find(text)}
     for at in range(1, len(starts)):
         # This kind prefixes each word, and what goes on from a token may be no word of its own.
         is_seam = kind != "byte_level_prefix_space" or words[at] != words[at - 1]
+        # Text may spell an added token after its normalizer, and goes on from it as text.
+        is_seam = is_seam and (
+            whole.ids[at - 1] not in tokenizer.all_added_ids or whole.offsets[at - 1][1] in ends
+        )
         if is_seam and starts[at] > max(starts[:at]):
             rest = writer.lay_out(traced([("template", text[starts[at] :])]))
-            assert writer.write(rest, (), before=whole.ids[:at]).ids == whole.ids[at:]
+            assert writer.write(rest, (), before=whole.ids[:at]).ids == whole.ids
 
 
 def traced(pieces):
@@ -244,8 +250,8 @@ def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
         assert sum(span.stop - span.start for span in encoded.spans) == len(encoded.ids)
         # What is appended to other tokens gets none.
         if "first" not in kind:
-            bare = reference(text, add_special_tokens=False).input_ids
-            assert writer.write(layout, (), before=tokenizer.encode("<s>")).ids == bare
+            before, bare = tokenizer.encode("<s>"), reference(text, add_special_tokens=False).input_ids
+            assert writer.write(layout, (), before=before).ids == before + bare
 
     check()
 
