@@ -263,7 +263,10 @@ class HTTPTransport:
     @property
     def connections(self) -> Connections:
         """The connections of the running event loop so far."""
-        entry = self._sessions.get(asyncio.get_running_loop())
+        try:
+            entry = self._sessions.get(asyncio.get_running_loop())
+        except RuntimeError:  # there is none
+            return Connections()
         connector = None if entry is None else entry[0].connector
         return connector.connections if isinstance(connector, _Connector) else Connections()
 

@@ -1,9 +1,10 @@
 """Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has.
 
 Each is asked once and kept with the transport. A server may come back with other flags at the same URL, so
-facts are dropped when it may be lost (see `is_lost`), and after a minute without a call. Facts that would be
-silently wrong at another server are kept for one process, which the server's metrics identify. Which process
-answers is asked again when a connection has been made or none is open, and after a minute.
+facts are dropped when it may be lost (see `is_lost`), and after a minute without a call or a connection that
+stays open. Facts that would be silently wrong at another server are kept for one process, which the server's
+metrics identify. Which process answers is asked again when a connection has been made or none is open, and
+after a minute.
 """
 
 import time
@@ -41,6 +42,7 @@ class ServerFacts:
         hashes: Hashes of the images whose data the server has been sent.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
         used_at: Time of the last question.
+        used_over: Connections to the server at that time.
         processes: Facts of the last 16 processes that have answered at this address.
         is_silent: Whether the server does not say which process answers.
         latest: Name of the process that answered last.
@@ -58,6 +60,7 @@ class ServerFacts:
     hashes: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1 << 16))
     limits_failed_at: dict[Hashable, float] = field(default_factory=dict)
     used_at: float = 0.0
+    used_over: Connections | None = None
     processes: LRUCache[str, "ServerFacts"] = field(default_factory=lambda: LRUCache(16))
     is_silent: bool = False
     latest: str = ""
@@ -67,6 +70,11 @@ class ServerFacts:
     agreed: dict[Hashable, Any] = field(default_factory=dict)
     is_unlike: bool = False
     sampler: dict[str, str] = field(default_factory=dict)
+
+    def is_old(self, now: float, connections: Connections | None) -> bool:
+        """Whether nobody has asked for a while, and no connection has stayed open."""
+        stays = connections is not None and connections.is_open and connections == self.used_over
+        return now - self.used_at > _IDLE and not stays
 
     def knows_process(self, connections: Connections | None) -> bool:
         """Whether the latest process still answers, or one of several equal ones, without asking again."""
@@ -87,11 +95,11 @@ _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
 
 def facts_of(transport: Transport) -> ServerFacts:
     """Return the facts about the server of a transport."""
-    now = time.monotonic()
+    now, connections = time.monotonic(), _connections_of(transport)
     facts = _facts.get(transport)
-    if facts is None or now - facts.used_at > _IDLE:
+    if facts is None or facts.is_old(now, connections):
         facts = _facts[transport] = ServerFacts()
-    facts.used_at = now
+    facts.used_at, facts.used_over = now, connections
     return facts
 
 

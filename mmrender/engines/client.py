@@ -302,6 +302,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             EngineError: An engine refused, or none obeyed. Nothing is paused.
         """
         pool = self._pool
+        await pool.release_held()
         pool.move("open", "pausing", "the client is paused already")
         try:
             results = await self._pause(mode, clear_cache, deadline)

@@ -194,13 +194,13 @@ class Fleet:
         Raises:
             EngineError: An engine refuses, or none obeys.
         """
+        await self.release_held()
         results = self.absent()
         results |= await self.tell(self.healthy(), call, **arguments)
         return self.settle(results, call, arguments)
 
     def absent(self) -> Results:
         """Return the results of engines that get no calls."""
-        self.enter()
         return {each: _absence(each) for each in self.replicas if each.down is not None}
 
     def settle(self, results: Results, call: Control, arguments: dict[str, Any]) -> Results:
@@ -244,7 +244,7 @@ class Fleet:
         Raises:
             EngineError: None has read them.
         """
-        self.enter()
+        await self.release_held()
         down = [each for each in self.replicas if each.down is not None]
         self.loaded, self.version = arguments, arguments["weight_version"]
         for each in down:
@@ -266,8 +266,8 @@ class Fleet:
             EngineError: An engine is missing or fails.
         """
         await self.require_all()
+        self.loaded = None  # what is transferred cannot be transferred again for one engine
         results = await self.tell(self.replicas, "update_named_weights", request=request)
-        self.loaded = None  # what was transferred cannot be transferred again for one engine
         self.version = request.get("weight_version")
         for each in self.replicas:
             each.stale = False
@@ -289,7 +289,10 @@ class Fleet:
         Raises:
             EngineUnavailableError: One does not.
         """
+        await self.release_held()
         down = [each for each in self.replicas if each.down is not None]
+        if looks := {self._looks[each] for each in down if each in self._looks}:
+            await asyncio.wait(looks)  # one may be reading weights
         results = await self.tell(down, "check_health", within=HEALTH_TIMEOUT)
         failed = [f"{each.name}: {result.error}" for each, result in results.items() if result.error]
         if failed:
@@ -333,6 +336,13 @@ class Fleet:
             if each.down is None:
                 self.hold(each, reason)
         return halted
+
+    async def release_held(self) -> None:
+        """Wait until the engines of a pause that was given up are resumed, or lost."""
+        self.enter()
+        held = [each for each in self.replicas if each.down is not None and not each.lost]
+        if self.state == "open":
+            await asyncio.gather(*map(self.look_at, held))
 
     def watch_all(self) -> None:
         """Look at all engines that are down, now and from now on."""

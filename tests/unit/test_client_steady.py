@@ -156,6 +156,19 @@ def clock(monkeypatch):
     return now
 
 
+async def test_a_turn_that_takes_minutes_forgets_nothing(renderer, image, clock):
+    address = Address(image, {"1": "uint8"})
+    async with serving(address.answer) as url:
+        engine = engine_at(url, renderer)
+        await turns(engine, image, 1)
+        address.questions()
+        for _ in range(3):
+            clock.seconds += 300
+            await turns(engine, image, 1)
+            assert set(address.questions()) == {"/metrics/"}  # after a minute
+        await engine.transport.aclose()
+
+
 async def test_behind_a_balancer_of_equal_servers_one_handshake_a_minute_is_made_at_most(
     renderer, image, clock
 ):
