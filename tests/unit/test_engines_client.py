@@ -473,6 +473,48 @@ async def test_a_pause_that_is_refused_or_cancelled_behind_its_effect_is_undone(
         await client.teardown()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.pause_generation("keep"),
+        lambda client: client.load_weights("step-1", weight_version="v1"),
+        lambda client: client.update_named_weights(UPDATE),
+        lambda client: client.reset_prefix_cache(),
+    ],
+)
+@on_fake_clock
+async def test_a_call_right_after_a_cancelled_pause_finds_all_engines(call):
+    slow, well = Faulty(calls={"pause_generation": "hang late"}), ScriptedEngine("well")
+    client = client_of(slow, well, pause_timeout=60)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1):
+            await client.pause_generation("keep")
+    slow.calls = {}
+    assert all_ok(await call(client))
+    await client.teardown()
+
+
+@on_fake_clock
+async def test_an_engine_that_comes_back_amid_two_updates_has_the_later_weights():
+    class Slow(ScriptedEngine):
+        async def control(self, call, /, **arguments):
+            await asyncio.sleep(10 if call == "load_weights" else 0)
+            return await super().control(call, **arguments)
+
+    slow, well = Slow("slow"), ScriptedEngine("well")
+    client = client_of(slow, well, pause_timeout=60)
+    await client.load_weights("step-1", weight_version="v1")
+    client._pool.take_down(client.replicas[0], "it was lost")
+    client.replicas[0].stale = True
+    await asyncio.sleep(5)  # it is being updated
+    absent, _ = await client.load_weights("step-2", weight_version="v2")
+    assert absent.outcome == "failed"
+    await asyncio.sleep(60)
+    assert (slow.version, client.replicas[0].down) == ("v2", None)
+    assert slow.controls == [f"load_weights step-{step} v{step}" for step in (1, 1, 2)]
+    await client.teardown()
+
+
 async def test_an_engine_that_does_not_resume_is_ejected_until_it_does():
     engine, well = Faulty(calls={"resume_generation": "fail"}), ScriptedEngine("well")
     client = client_of(engine, well)
