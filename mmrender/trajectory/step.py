@@ -6,6 +6,7 @@ from the steps on the way to the root when they are read.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -207,7 +208,8 @@ class Step:
         Each row comes from the first engine call with this position, for a sampled token the call that
         sampled it. Positions before the last gapless run are left out.
         """
-        return assembled_experts(self._experts_of_parts())
+        parts = self._experts_of_parts()
+        return assembled_experts(parts) if parts else None
 
     def experts_run(self, stop: int) -> tuple[int, int] | None:
         """Return the last gapless run of positions before `stop` whose router choices are known."""
@@ -467,10 +469,7 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
 
 def shared_tools(encoded: bytes) -> Tools:
     """Return tool definitions from their msgpack. Equal ones are one object, as long as they are in use."""
-
-    def decode() -> Tools:
-        return msgspec.msgpack.decode(encoded, type=Tools)
-
+    decode = partial(msgspec.msgpack.decode, encoded, type=Tools)
     return _TOOLS.get_or_compute(blake3(encoded).digest(), decode)
 
 
