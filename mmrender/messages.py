@@ -124,11 +124,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
                     yield index, part
 
     @property
+    def text(self) -> str:
+        """The text of the content, its parts joined, without reasoning."""
+        if isinstance(self.content, tuple):
+            return "".join([part.text for part in self.content if isinstance(part, TextPart)])
+        return self.content or ""
+
+    @property
+    def reasoning(self) -> str:
+        """`reasoning_content`, then the reasoning among the content parts."""
+        parts = self.content if isinstance(self.content, tuple) else ()
+        thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
+        return "".join([self.reasoning_content or "", *thoughts])
+
+    @property
     def has_text(self) -> bool:
         """Whether the content holds text other than blanks."""
-        if isinstance(self.content, str):
-            return bool(self.content.strip())
-        return any(isinstance(part, TextPart) and part.text.strip() for part in self.content or ())
+        return bool(self.text.strip())
 
 
 class RequestMedia(NamedTuple):

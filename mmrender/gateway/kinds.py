@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from mmrender.gateway.call import Call, Kind
-from mmrender.gateway.matching import EXTRA, Digest, Place, digest_of, folded, text_of, texts_of
+from mmrender.gateway.matching import EXTRA, Digest, Place, digest_of, folded, texts_of
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
@@ -53,7 +53,7 @@ class Root(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def root_of(call: Call, place: Place, steps: Sequence[Step]) -> Root:
     """Return the facts about a call that begins a conversation."""
-    systems = [text_of(message) for message in call.messages if message.role in ("system", "developer")]
+    systems = [message.text for message in call.messages if message.role in ("system", "developer")]
     texts = [
         folded(part)
         for index, message in enumerate(call.messages)

@@ -456,7 +456,7 @@ def _source_digest(source: Any, where: str) -> Digest:
 
 def _answer_of(message: Message) -> Digest:
     """Digest of the canonical form of an answer."""
-    return _answer_digest(text_of(message), [(call.name, call.arguments) for call in message.tool_calls])
+    return _answer_digest(message.text, [(call.name, call.arguments) for call in message.tool_calls])
 
 
 def _answer_digest(text: str, calls: Iterable[tuple[str, Any]]) -> Digest:
@@ -485,11 +485,6 @@ def texts_of(message: Message) -> list[str]:
     return [content or ""]
 
 
-def text_of(message: Message) -> str:
-    """Return the text of a message without reasoning, its parts joined."""
-    return "".join(texts_of(message))
-
-
 def folded(text: str) -> str:
     """Return a text without blanks at its ends, and with one space for each run of blanks."""
     return " ".join(text.split())
@@ -499,4 +494,4 @@ def _call_ids(message: Message) -> list[str]:
     """Return the ids in an answer: of its calls, or else of calls that the agent writes as text."""
     if message.tool_calls:
         return [call.id for call in message.tool_calls if call.id]
-    return _CALL_IDS.findall(text_of(message)[-_MAX_SEARCHED:])
+    return _CALL_IDS.findall(message.text[-_MAX_SEARCHED:])

@@ -19,7 +19,7 @@ from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
 from mmrender.errors import InputError, RenderError
-from mmrender.messages import MODALITIES, ROLES, Message, Role, TextPart, ThinkingPart
+from mmrender.messages import MODALITIES, ROLES, Message, Role
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
 from mmrender.trajectory.sample import TrainingSample
@@ -287,12 +287,9 @@ def _rewritten_turns(rendered: RenderedTokens, conversation: Sequence[Message]) 
     for index, message in enumerate(conversation):
         if index in problems:
             continue
-        parts = message.content if isinstance(message.content, tuple) else ()
-        content = "".join(part.text for part in parts if isinstance(part, TextPart))
-        thoughts = "".join(part.thinking for part in parts if isinstance(part, ThinkingPart))
         texts: dict[TokenKind, str] = {
-            "content": message.content if isinstance(message.content, str) else content,
-            "reasoning": (message.reasoning_content or "") + thoughts,
+            "content": message.text,
+            "reasoning": message.reasoning,
             "tool_call": message.tool_calls[0].name if message.tool_calls else "",
         }
         for kind, text in texts.items():

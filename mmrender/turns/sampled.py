@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 from mmrender.errors import TemplateError
-from mmrender.messages import RenderRequest, TextPart, ThinkingPart
+from mmrender.messages import RenderRequest
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.text import Span, TracedStr, plain
 
@@ -101,13 +101,11 @@ class _Conversation:
     def _is_answer_alone(self, index: int) -> bool:
         """Whether a turn has no reasoning, and the text has all of its content, apart from an empty block."""
         message, block, spans = self._messages[index], self._block, self._spans[index]
-        parts = message.content if isinstance(message.content, tuple) else (TextPart(message.content or ""),)
-        thoughts = [part.thinking for part in parts if isinstance(part, ThinkingPart)]
-        if block is None or not spans or message.reasoning_content or any(thoughts):
+        if block is None or not spans or message.reasoning:
             return False
         printed = "".join(self._body[low:high] for low, high, origin in spans if origin.kind == "content")
-        content = "".join(part.text for part in parts if isinstance(part, TextPart))
-        return "".join(printed.split()) == "".join(block.empty.sub("", content, count=1).split())
+        content = block.empty.sub("", message.text, count=1)
+        return "".join(printed.split()) == "".join(content.split())
 
     def _turn_after(self, index: int, prompt: str) -> SampledTurn:
         """The turn, as far as the text continues a prompt."""

@@ -32,6 +32,25 @@ def test_content_keeps_its_shape(content, expected):
     assert one(canonical) is canonical
 
 
+@pytest.mark.parametrize(
+    ("content", "text", "reasoning"),
+    [
+        (None, "", "r"),
+        ("a\n ", "a\n ", "r"),
+        ((), "", "r"),
+        (
+            (TextPart("a"), ThinkingPart("s"), ImagePart(None), TextPart(" b"), ThinkingPart("t")),
+            "a b",
+            "rst",
+        ),
+    ],
+)
+def test_text_and_reasoning_are_read_off_any_shape_of_content(content, text, reasoning):
+    message = Message(role="assistant", content=content, reasoning_content="r")
+    assert (message.text, message.reasoning, message.has_text) == (text, reasoning, bool(text))
+    assert Message(role="user", content=" \n").has_text is False
+
+
 class Role(str, enum.Enum):  # noqa: UP042 - the spelling of pydantic models generated before 3.11
     USER = "user"
 
