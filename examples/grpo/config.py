@@ -38,7 +38,8 @@ class Config:
         micro_batch_tokens: Tokens of a forward; gradients of a step are accumulated over its micro-batches.
         held_out: Number of boards that are never trained on, played greedily.
         evaluate_every: Steps between plays of the held-out boards, and between checkpoints.
-        audit_every: Steps between audits, which end the run if sampler and trainer differ; 0 for none.
+        audit_share: Maximum share of the time for audits, which end the run if sampler and trainer differ.
+            0 for none.
         tolerance: Difference of sampler and trainer in nats that rounding may cause.
         explain: Number of games whose cause of difference an audit looks for, in some seconds each.
         hidden_size: Width of the model.
@@ -73,7 +74,7 @@ class Config:
     micro_batch_tokens: int = 4096
     held_out: int = 128
     evaluate_every: int = 10
-    audit_every: int = 20
+    audit_share: float = 0.02
     tolerance: float = 1e-3
     explain: int = 1
     hidden_size: int = 64
@@ -109,7 +110,7 @@ MAX_GRID: Final = 5
 """Rows and columns of the largest board, whose cells have the letters A to Y."""
 
 
-_FREE: Final = {"out", "steps", "until", "audit_every", "explain", "fault", "server", "quiet"}
+_FREE: Final = {"out", "steps", "until", "audit_share", "explain", "fault", "server", "quiet"}
 """Settings that may be others when a run goes on."""
 
 

@@ -93,12 +93,12 @@ async def run(config: Config) -> None:
             clock, number = Clock(), trainer.step
             with clock.part("rollout"):
                 trajectories = await worker.train_rollouts(number)
-            if config.audit_every and number % config.audit_every == 0:
+            if config.audit_share:
                 with clock.part("audit"):
                     trainer.audit(trajectories[:: config.rollouts])
             with clock.part("train"):
                 seen = trainer.update(trajectories)
-            if config.audit_every and seen["difference"] > config.tolerance:
+            if config.audit_share and seen["difference"] > config.tolerance:
                 raise SystemExit(
                     f"sampler and trainer differ by {seen['difference']:.2g} nats in step {number}"
                 )

@@ -78,7 +78,7 @@ async def train(config: Config) -> None:
             versions = {
                 span.version for one in trajectories for step in one.steps for span in step.weight_versions
             }
-            if config.audit_every and trainer.step % config.audit_every == 0:
+            if config.audit_share:
                 trainer.audit(trajectories[:: config.rollouts])
             seen = trainer.update(trajectories)
             seen |= {"left_out": left_out, **counts_of(trajectories)}

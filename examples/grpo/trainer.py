@@ -19,7 +19,7 @@ import torch
 
 from grpo.config import Config
 from grpo.faults import fault_of
-from mmrender.audit import TrainerModel, audit
+from mmrender.audit import TrainerModel, Watch
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import (
     ModelFamily,
@@ -54,6 +54,13 @@ class Trainer:
         self._config = config
         self._fault = fault_of(config.fault, tokenizer)
         self._optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0.0)
+        self._watch = Watch(
+            TrainerModel(model),
+            share=config.audit_share,
+            tolerance=config.tolerance,
+            explain=config.explain,
+            decode=tokenizer.decode,
+        )
 
     def imitate(self, batch: TrainingBatch) -> float:
         """Take one step on recorded games; return their loss in nats a token."""
@@ -107,16 +114,14 @@ class Trainer:
         return float(norm)
 
     def audit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Compare what sampler and trainer say of some games, which these weights sampled.
+        """Compare sampler and trainer on games that these weights sampled, as many as the time allows.
 
         Raises:
             SystemExit: They differ by more than arithmetic explains; the message is the finding.
         """
         samples = [self._fault(sample) for one in trajectories for sample in one.samples()]
-        report = audit(
-            samples, TrainerModel(self.model), tolerance=self._config.tolerance, explain=self._config.explain
-        )
-        if not report.ok:
+        report = self._watch(samples[::-1])  # `stale` leaves the first game as it is
+        if report is not None and not report.ok:
             raise SystemExit(f"sampler and trainer differ before step {self.step}:\n{report.text()}")
 
     def save(self, path: Path) -> None:

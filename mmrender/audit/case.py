@@ -22,6 +22,7 @@ Weights: TypeAlias = Mapping[str, Any]
 """Tensors by the names of the model's parameters, or of some of them."""
 Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
 """Start and end of a part of a sample, and its replacement."""
+Array: TypeAlias = npt.NDArray[Any]
 _MAX_ROWS: Final = 256
 """Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
 _SECTIONS: Final = 30
@@ -34,23 +35,28 @@ class Trial(NamedTuple):
         statement: The finding.
         sample: The changed sample, with the sampler's numbers at its loss mask; None for unchanged.
         inputs: Change of the model's inputs.
+        positions: Change of their positions alone, which runs beside others in a batch.
         model: Change of the model.
         image: Index of the image that it is about.
         token: Index of the token that it is about, in the trainer's sample.
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
         fitted: Number of the sampler's numbers that were used to find it.
+        values: Returns the log-probabilities `(m,)` of the tokens of the loss mask, or None if they cannot be
+            computed, in place of a forward with changes.
     """
 
     statement: str
     sample: TrainingSample | None = None
     inputs: InputChange | None = None
+    positions: InputChange | None = None
     model: ModelChange | None = None
     image: int | None = None
     token: int | None = None
     since: int = 0
     until: int | None = None
     fitted: int = 0
+    values: Callable[[], Float32Array | None] | None = None
 
 
 class Recorded(NamedTuple):
@@ -82,6 +88,7 @@ class Case:
         sources: Images before processing, by identity of their items.
         weights: Other weights that may have sampled, by name.
         alternatives: The sample as something else builds it, by name.
+        memory: What rows have computed of the images, by name and identity.
     """
 
     compared: Comparison
@@ -94,6 +101,7 @@ class Case:
     sources: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Weights] = field(default_factory=dict)
     alternatives: Mapping[str, TrainingSample] = field(default_factory=dict)
+    memory: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def sample(self) -> TrainingSample:
@@ -149,16 +157,20 @@ class Case:
 
     def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
         """Compare the sampler with the trainer under each trial; None if the model refuses one."""
-        plain = [one.sample for one in trials if one.sample is not None and one.inputs is None]
+        plain = [one.sample for one in trials if one.sample is not None and _is_plain(one)]
         batched = iter(self.trainer.sampled_of_many(plain))
+        moved = [(one.sample or self.sample, one.positions) for one in trials if one.positions is not None]
+        renumbered = iter(self.trainer.sampled_of_many(*map(list, zip(*moved, strict=True))) if moved else ())
         out: list[Comparison | None] = []
         for trial in trials:
-            if trial.sample is not None and trial.inputs is not None:
-                values = self.trainer.attempt(trial.sample, inputs=trial.inputs)
-            elif trial.sample is not None:
+            if trial.values is not None:
+                values = trial.values()
+            elif trial.positions is not None:
+                values = next(renumbered)
+            elif _is_plain(trial):
                 values = next(batched)
             else:
-                values = self.trainer.attempt(self.sample, inputs=trial.inputs, model=trial.model)
+                values = self.trainer.attempt(trial.sample or self.sample, trial.inputs, model=trial.model)
             one = None if values is None else Comparison.of_sampled(trial.sample or self.sample, values)
             out.append(one if one is None or trial.until is None else one.before(trial.until))
         return out
@@ -166,10 +178,16 @@ class Case:
     def after(self, trial: Trial, compared: Comparison) -> "Case | None":
         """Return the case that is left after a trial, to be explained by a second cause."""
         departure = compared.first_departure(self.tolerance)
-        if departure is None or trial.until is not None:
+        if departure is None or trial.until is not None or trial.values is not None:
             return None
-        trainer = self.trainer.changed(inputs=trial.inputs, model=trial.model)
+        trainer = self.trainer.changed(inputs=trial.inputs or trial.positions, model=trial.model)
         return replace(self, compared=compared, departure=departure, trainer=trainer)
+
+
+def _is_plain(trial: Trial) -> bool:
+    """Whether a trial changes the sample alone."""
+    changes = trial.inputs, trial.positions, trial.model, trial.values
+    return trial.sample is not None and all(change is None for change in changes)
 
 
 class ChangedItem:

@@ -1,5 +1,6 @@
 """Rows of the stages positions and model: other positions, attention, dtypes and weights."""
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ import msgspec
 import numpy as np
 
 from mmrender.audit.case import Case, ChangedItem, Trial, minimum, scopes, with_items
-from mmrender.audit.report import described
+from mmrender.audit.report import Float32Array, described
+from mmrender.audit.tokens import bounds
 from mmrender.audit.trainer import ModelChange
 from mmrender.media.processors.patches import PatchItem
 
@@ -20,6 +22,8 @@ Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
 VISION: Final = "vision"
 LANGUAGE: Final = "language model"
+_MAX_GROUPS: Final = 48
+"""Parts of the model in which other weights are tried."""
 
 
 # --- positions
@@ -30,8 +34,8 @@ def positions(case: Case) -> Iterator[Trial]:
     for text, parts, change in _renumbered(case):
         since = parts[0][0]
         images = [span.position for span in case.sample.media_spans if since in (span.start, span.stop)]
-        inputs, image = partial(_with_positions, parts, change), images[0] if images else None
-        trial = Trial(f"the sampler {text}", inputs=inputs, token=since, since=since, image=image)
+        moved, image = partial(with_positions, parts, change), images[0] if images else None
+        trial = Trial(f"the sampler {text}", positions=moved, token=since, since=since, image=image)
         yield trial
         if len(case.runs) > 1 and since in [case.runs[number][0] for number in case.departing_runs]:
             # Of one completion alone: in later prompts its tokens may have their own positions again.
@@ -46,7 +50,7 @@ def _renumbered(case: Case) -> Iterator[tuple[str, Sequence[tuple[int, int]], Ca
     images = [(span.start, span.stop) for span in spans]
     if spans and case.trainer.family.mrope is not None:
         since = [(images[0][0], length)]
-        yield "numbered its tokens one by one, on one axis", [(0, length)], _by_index
+        yield "numbered its tokens one by one, as text, on one axis", [(0, length)], _by_index
         for names, axes in {"height and width": [0, 2, 1], "time and height": [1, 0, 2]}.items():
             swap = lambda own, _, axes=axes: own.copy_(own[axes])  # noqa: E731
             yield f"had {names} exchanged in its positions", since, swap
@@ -56,30 +60,54 @@ def _renumbered(case: Case) -> Iterator[tuple[str, Sequence[tuple[int, int]], Ca
         yield "numbered images from zero", images, _from_zero
         for text, step in _STEPS.items():
             yield f"counted an image {text}", since, partial(_followed, images, step)
+        merge = getattr(case.trainer.model.config.vision_config, "spatial_merge_size", 2)
+        by_patches = lambda own: merge * (own.max() - own[0, 0, 0] + 1)  # noqa: E731
+        yield (
+            "counted an image by its side in patches, not merged",
+            since,
+            partial(_followed, images, by_patches),
+        )
         for text, start in {"the images": images[-1][1], "the first prompt": runs[0][0]}.items():
             yield f"numbered tokens by their index after {text} (no rope delta)", [(start, length)], _by_index
         for parts, which in scopes(case):
             yield f"numbered the tokens of {which} by their index (no rope delta)", parts, _by_index
+    elif spans:
+        yield (
+            "counted an image as one position",
+            [(images[0][0], length)],
+            partial(_followed, images, lambda own: 1),
+        )
     for parts, which in scopes(case):
         yield f"restarted its positions in {which}", parts, _from_zero
     for number in range(1, len(runs)):
         text = f"restarted its positions after completion {number - 1}"
         yield text, [(runs[number - 1][1], length)], _from_zero
+    for start in bounds(case, length)[1:]:
+        yield f"restarted its positions from zero in the turn at token {start}", [(start, length)], _from_zero
+    yield from _moved(case, images)
+
+
+def _moved(
+    case: Case, images: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any]]]:
+    """Yield positions that are higher or lower from somewhere on."""
+    length = len(case.sample)
     # Padding between prompt and completion may be counted: by any number.
     for by in (1, -1, 2, -2, *range(3, 17), 32, 64):
         moved = lambda own, _, by=by: own.add_(by)  # noqa: E731
-        shift = f"positions {abs(by)} {'higher' if by > 0 else 'lower'}"
+        shift = f"positions shifted by {by:+d} ({abs(by)} {'higher' if by > 0 else 'lower'})"
         for parts, which in scopes(case):
             yield f"had {shift} from {which} on", [(parts[0][0], length)], moved
-        if spans and abs(by) < 3:
+        if images and abs(by) < 3:
             for span in case.suspects:
                 yield f"had {shift} after {described(span)}", [(span.stop, length)], moved
             yield f"had {shift} within images", images, moved
 
 
-def _with_positions(
+def with_positions(
     parts: Iterable[tuple[int, int]], change: Callable[[Any, int], Any], given: dict[str, Any]
 ) -> None:
+    """Change the positions of some parts of a model's inputs in place."""
     given["position_ids"] = ids = given["position_ids"].clone()
     for start, stop in parts:
         change(ids[..., start:stop], start)
@@ -97,9 +125,10 @@ def _from_zero(own: Any, _: int) -> None:
 
 def _followed(images: Sequence[tuple[int, int]], step: Callable[[Any], Any], ids: Any, offset: int) -> None:
     """Let the tokens after an image continue at a distance from its first token."""
+    first = ids.reshape(-1, ids.shape[-1])[0]
     for start, stop in ((start - offset, stop - offset) for start, stop in images):
         if stop < ids.shape[-1]:
-            ids[..., stop:] += ids[0, 0, start] + step(ids[..., start:stop]) - ids[0, 0, stop]
+            ids[..., stop:] += first[start] + step(ids[..., start:stop]) - first[stop].clone()
 
 
 _STEPS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -131,15 +160,20 @@ def grid(case: Case) -> Iterator[Trial]:
             yield Trial(statement, sample, image=span.position, since=span.start)
 
 
-def rotary(case: Case) -> Iterator[Trial]:
-    """Yield another base or scale of rotary frequencies."""
+def rotary_modules(model: Any) -> list[Any]:
+    """Return the modules of the language model that turn positions into rotations."""
     import torch
 
+    language = parts_of(model).get(LANGUAGE, model)
+    return [one for one in language.modules() if isinstance(getattr(one, "inv_freq", None), torch.Tensor)]
+
+
+def rotary(case: Case) -> Iterator[Trial]:
+    """Yield another base or scale of rotary frequencies."""
     config = case.trainer.model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     theta = given.get("rope_theta", getattr(config, "rope_theta", None)) or 1e4
-    language = parts_of(case.trainer.model).get(LANGUAGE, case.trainer.model)
-    held = [one for one in language.modules() if isinstance(getattr(one, "inv_freq", None), torch.Tensor)]
+    held = rotary_modules(case.trainer.model)
 
     def trial(statement: str, change: Callable[[Any], Any]) -> Trial:
         places = [(one, "inv_freq", change(one.inv_freq)) for one in held]
@@ -147,16 +181,92 @@ def rotary(case: Case) -> Iterator[Trial]:
 
     def based(base: float) -> Trial:
         return trial(
-            f"base was {base:.6g}, not {theta:g}", lambda own: own ** (math.log(base) / math.log(theta))
+            f"base (theta) was {base:.6g}, not {theta:g}",
+            lambda own: own ** (math.log(base) / math.log(theta)),
         )
 
     def scaled(factor: float) -> Trial:
         return trial(f"frequencies were {factor:.4g} of the trainer's", lambda own: own * factor)
 
+    if held:
+        yield from _turned(case, held)
     yield from (based(base) for base in (1e4, 5e5, 1e6, 5e6, 1e7))
     yield from (scaled(factor) for factor in (0.5, 0.25, 0.125, 2.0, 4.0))
     yield from _fitted(case, based, 1e3, 1e8) if held else ()
     yield from _fitted(case, scaled, 0.02, 50.0) if held else ()
+
+
+def _turned(case: Case, held: list[Any]) -> Iterator[Trial]:
+    """Yield rotations of another dtype, of another kind of scaling, and with axes on other frequencies."""
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for name, dtype in _other_dtypes(case.trainer.model).items():
+        if name != "float32":
+            places = [(one, "inv_freq", _through(dtype, one.inv_freq)) for one in held]
+            text = f"the sampler's rotary frequencies were rounded to {name}"
+            yield Trial(text, model=_change(replaced, places))
+            text = f"the sampler's rotations, cosines and sines of positions, were rounded to {name}"
+            yield Trial(text, model=_change(_giving, held, partial(_through, dtype)))
+    config = copy.deepcopy(case.trainer.model.config.get_text_config())
+    own = dict(getattr(config, "rope_parameters", None) or {})
+    for kind, factor in (
+        (kind, factor) for kind in ("yarn", "linear", "dynamic") for factor in (2.0, 4.0, 8.0)
+    ):
+        longest = int(config.max_position_embeddings / factor)
+        for original in dict.fromkeys((longest, config.max_position_embeddings)):
+            config.rope_parameters = {
+                **own,
+                "rope_type": kind,
+                "factor": factor,
+                "original_max_position_embeddings": original,
+            }
+            try:
+                frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue  # of a release that computes this kind otherwise
+            if frequencies.shape == held[0].inv_freq.shape:
+                places = [(one, "inv_freq", frequencies.to(one.inv_freq)) for one in held]
+                places += [
+                    (one, "attention_scaling", scaling) for one in held if hasattr(one, "attention_scaling")
+                ]
+                text = (
+                    f"the sampler scaled rotary frequencies by {kind} (factor {factor:g}, length {original})"
+                )
+                yield Trial(text, model=_change(replaced, places))
+    sections = [
+        one for one in held if hasattr(one, "recomposition_frequencies") and hasattr(one, "mrope_section")
+    ]
+    for text, order in _SECTIONS.items() if sections else ():
+        places = [
+            (one, "recomposition_frequencies", partial(_composed, order, one.mrope_section))
+            for one in sections
+        ]
+        since = min((span.start for span in case.sample.media_spans), default=0)
+        yield Trial(
+            f"the sampler gave the axes of positions {text}", model=_change(replaced, places), since=since
+        )
+
+
+def _composed(order: Callable[[int, list[int]], int], sections: list[int], frequencies: Any) -> Any:
+    """Return frequencies `(axes, 1, n, m)` with an axis for each: `(1, n, 2m)`."""
+    import torch
+
+    count = frequencies.shape[-1]
+    chosen = [frequencies[order(place, sections), ..., place] for place in range(count)]
+    return torch.cat(2 * [torch.stack(chosen, -1)], -1)
+
+
+_SECTIONS: Final[Mapping[str, Callable[[int, list[int]], int]]] = {
+    "contiguous sections of frequencies, one after another, not interleaved": lambda place, sections: int(
+        np.searchsorted(np.cumsum(sections), place, "right").clip(0, 2)
+    ),
+    "interleaved frequencies, not contiguous sections": lambda place, sections: (
+        place % 3 if place < 3 * sections[place % 3] else 0
+    ),
+    "the frequencies of time alone": lambda place, sections: 0,
+}
+"""The axis of each frequency, given the number of frequencies of each axis."""
 
 
 # --- changes of the model
@@ -243,6 +353,11 @@ def _tensors(module: Any, change: Callable[[Any], Any], *, buffers: bool = False
                     yield held, key, torch.nn.Parameter(new, requires_grad=False) if own else new
 
 
+def changed_weights(module: Any, change: Callable[[Any], Any]) -> ModelChange:
+    """Return a change of a model whose parameters in a module are changed."""
+    return lambda _: replaced([*_tensors(module, change)])
+
+
 def _change(make: Callable[..., AbstractContextManager[None]], *args: Any) -> ModelChange:
     """Return a change of a model that is already bound to its modules."""
     return lambda _: make(*args)
@@ -295,7 +410,7 @@ def attention(case: Case) -> Iterator[Trial]:
         blocks[span.start : span.stop, span.start : span.stop] = True
     if spans:
         yield trial("images saw themselves in both directions", blocks, spans[0].start, near)
-        yield trial("images saw themselves only backwards", causal, spans[0].start, near)
+        yield trial("images saw themselves only backwards (causal)", causal, spans[0].start, near)
     yield trial("tokens attended in both directions", torch.ones_like(causal), 0, near)
     if near is not None:
         yield trial("tokens attended without a window", causal)
@@ -382,16 +497,29 @@ def part_dtype(case: Case) -> Iterator[Trial]:
             change = _change(_giving, modules, partial(_through, dtype))
             text = f"the sampler's {part} were rounded to {name}"
             yield Trial(text, model=change, since=_since(case, part))
-        yield Trial(f"the sampler kept keys and values in {name}", model=_change(_cached_in, model, dtype))
+        yield Trial(
+            f"the sampler kept keys and values (KV cache) in {name}", model=_change(_cached_in, model, dtype)
+        )
+        language = parts_of(model).get(LANGUAGE, model)
+        projections = [one for key, one in language.named_modules() if key.endswith(("k_proj", "v_proj"))]
+        change = _change(_giving, projections, partial(_through, dtype))
+        yield Trial(
+            f"the sampler kept keys and values (KV cache) in {name}, before they were rotated", model=change
+        )
 
 
 def _through(dtype: Any, data: Any) -> Any:
     return data.to(dtype).to(data.dtype)
 
 
-@contextmanager
-def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
+def _cached_in(model: Any, dtype: Any) -> AbstractContextManager[None]:
     """Round keys and values of the language model as a cache of another dtype does, within the block."""
+    return _attending(model, lambda *pair: tuple(_through(dtype, one) for one in pair))
+
+
+@contextmanager
+def _attending(model: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iterator[None]:
+    """Change the keys and values `(1, heads, n, size)` of the language model's layers, within the block."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as KERNELS
 
     language = parts_of(model).get(LANGUAGE, model)
@@ -401,7 +529,7 @@ def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
     def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
         kernel = own or sys.modules[type(module).__module__].eager_attention_forward
         if id(module) in modules:
-            key, value = _through(dtype, key), _through(dtype, value)
+            key, value = change(key, value)
         return kernel(module, query, key, value, *args, **options)
 
     KERNELS[name] = attend
@@ -412,6 +540,57 @@ def _cached_in(model: Any, dtype: Any) -> Iterator[None]:
             del KERNELS[name]
         else:  # two of these blocks may be nested
             KERNELS[name] = own
+
+
+def left_out(case: Case) -> Iterator[Trial]:
+    """Yield the model without a layer, the layers from one on, a module beside them, or biases."""
+    model = case.trainer.model
+
+    def zero(data: Any) -> Any:
+        return data * 0
+
+    for part, layers in stacks(model).items():
+        # Without what attention and perceptron add, a layer hands on what it was given.
+        added = [
+            [one for one in layer.children() if any(p.ndim > 1 for p in one.parameters())] for layer in layers
+        ]
+        since = _since(case, part)
+        for number in range(len(layers)):
+            text = f"the sampler left out layer {number} of the {part}"
+            yield Trial(text, model=_change(_giving, added[number], zero), since=since)
+            if 0 < number < len(layers) - 1:
+                rest = [one for some in added[number:] for one in some]
+                text = f"the sampler left out the layers of the {part} from {number} on"
+                yield Trial(text, model=_change(_giving, rest, zero), since=since)
+    layers = [layer for some in stacks(model).values() for layer in some]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    whole = {id(module) for module in model.modules() if any(id(one) in inside for one in module.modules())}
+    for part, root in parts_of(model).items():
+        for name, module in root.named_modules():
+            if (
+                not name
+                or id(module) in whole
+                or name.count(".") > 1
+                or not any(True for _ in module.parameters())
+            ):
+                continue
+            text = f"the sampler left out {name.replace('_', ' ').split('.')[0]} ({name}) of the {part}"
+            yield Trial(text, model=_change(_giving, [module], zero), since=_since(case, part))
+        biases = [
+            (one._parameters, key, _zeros(value))
+            for one in root.modules()
+            for key, value in one._parameters.items()
+            if value is not None and key == "bias"
+        ]
+        if biases:
+            text = f"the sampler left out the biases of the {part}"
+            yield Trial(text, model=_change(replaced, biases), since=_since(case, part))
+
+
+def _zeros(value: Any) -> Any:
+    import torch
+
+    return torch.nn.Parameter(torch.zeros_like(value), requires_grad=False)
 
 
 # --- weights
@@ -429,8 +608,13 @@ def quantised(case: Case) -> Iterator[Trial]:
     changes |= {f"int{bits} by rows": partial(_in_integers, bits=bits, group=None) for bits in (8, 4)}
     changes |= {f"int4 by {group}": partial(_in_integers, bits=4, group=group) for group in (32, 64, 128)}
     # Engines leave the head out, and often vision.
-    body = torch.nn.ModuleList(part for name, part in parts_of(model).items() if name != "head")
-    for part, module in {"model": model, "model but its head": body, **parts_of(model)}.items():
+    parts = parts_of(model)
+    body = torch.nn.ModuleList(part for name, part in parts.items() if name != "head")
+    for part, module in {
+        "model": model,
+        "model but its head": body,
+        LANGUAGE: parts.get(LANGUAGE, model),
+    }.items():
         linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
             chosen = linear if name.startswith(("int", "float8 ")) else module
@@ -438,7 +622,7 @@ def quantised(case: Case) -> Iterator[Trial]:
             def make(chosen: Any = chosen, change: Any = change) -> AbstractContextManager[None]:
                 return replaced([*_tensors(chosen, change)])
 
-            text = f"the weights of the sampler's {part} were rounded to {name}"
+            text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
             yield Trial(text, model=_change(make), since=_since(case, part))
 
 
@@ -481,7 +665,7 @@ def other_weights(case: Case) -> Iterator[Trial]:
         changed = {k: v for k, v in known.items() if not torch.equal(v.to(named[k]), named[k])}
         text = f"the sampler had the weights of {name}"
         yield from [trial(text, changed)] if changed else ()
-        for part, keys in _groups(changed).items():
+        for part, keys in list(_groups(changed).items())[: _MAX_GROUPS // len(case.weights)]:
             yield trial(f"{text} in {part}", {key: changed[key] for key in keys})
             rest = {key: value for key, value in changed.items() if key not in keys}
             yield trial(f"{text} everywhere but in {part}", rest)
@@ -492,9 +676,79 @@ def other_weights(case: Case) -> Iterator[Trial]:
         and head.weight.shape == embedding.weight.shape
     ):
         tied = [(head.weight, "data", embedding.weight.data)]
-        yield Trial("the sampler's head was tied to its embedding", model=_change(replaced, tied))
+        yield Trial(
+            "the sampler's head was tied to its embedding (tie_word_embeddings)",
+            model=_change(replaced, tied),
+        )
     if (disable := getattr(model, "disable_adapter", None)) is not None:
-        yield Trial("the sampler's adapter was not merged: it had the base weights", model=_change(disable))
+        yield Trial(
+            "the sampler's adapter (LoRA) was not merged: it had the base weights", model=_change(disable)
+        )
+        merged = {key: one.detach().clone() for key, one in named.items()}
+        with disable():
+            base = {key: one.detach().clone() for key, one in named.items()}
+        moved = {key: value - base[key] for key, value in merged.items() if not torch.equal(value, base[key])}
+        for factor in (2.0, 0.5, 4.0, 0.25, 8.0, 16.0) if moved else ():
+            text = f"the sampler's adapter (LoRA) had {factor:g} times its scale"
+            yield trial(text, {key: base[key] + factor * delta for key, delta in moved.items()})
+
+
+def stale_prefix(case: Case) -> Iterator[Trial]:
+    """Yield prompts whose keys and values were cached under other weights."""
+    named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
+    for name, given in case.weights.items():
+        known = {
+            key: value for key, value in given.items() if key in named and value.shape == named[key].shape
+        }
+        places = [(named[key], "data", value.to(named[key])) for key, value in known.items()]
+        values = partial(_behind_prefix, case, places)
+        text = f"the sampler's prefix cache held keys and values of the weights of {name}"
+        yield Trial(text, values=values)
+
+
+def _behind_prefix(case: Case, places: list[Place]) -> Float32Array | None:
+    """Return log-probabilities of completions behind a prompt that was cached under other weights."""
+    trainer, sample, out = case.trainer, case.sample, list[Float32Array]()
+    for start, stop in case.runs:
+        own = np.zeros(len(sample), np.bool_)
+        own[start:stop] = True
+        one = trainer.attempt(
+            replace(sample, loss_mask=own), model=_change(_after, trainer.model, places, start - 1)
+        )
+        if one is None:
+            return None
+        out.append(one)
+    return np.concatenate(out)
+
+
+@contextmanager
+def _after(model: Any, places: list[Place], stop: int) -> Iterator[None]:
+    """Take keys and values before token `stop` from a forward under other weights, within the block."""
+    cached: list[tuple[Any, Any]] = []
+    left: Iterator[tuple[Any, Any]] | None = None
+
+    def keep(key: Any, value: Any) -> tuple[Any, Any]:
+        cached.append((key, value))
+        return key, value
+
+    def put(key: Any, value: Any) -> tuple[Any, Any]:
+        for own, old in zip((key, value), (key, value) if left is None else next(left), strict=True):
+            own[..., :stop, :] = old[..., :stop, :]
+        return key, value
+
+    def before(_: Any, args: Any, kwargs: Any) -> None:
+        nonlocal left
+        hook.remove()
+        with replaced(places), _attending(model, keep):
+            model(*args, **kwargs)
+        left = iter(cached)
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        with _attending(model, put):
+            yield
+    finally:
+        hook.remove()
 
 
 def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
@@ -507,7 +761,7 @@ def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
         place = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), None)
         for last in range(1, int(parts[place]) + 1) if place is not None else ():
             groups.setdefault(f"{'.'.join(parts[:place])} from {last} on", set()).add(key)
-    return dict(sorted(groups.items(), key=lambda entry: -len(entry[1]))[:128])
+    return dict(sorted(groups.items(), key=lambda entry: -len(entry[1])))
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
@@ -518,6 +772,8 @@ TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "dtype": whole_dtype,
     "dtype of a part": part_dtype,
     "quantised weights": quantised,
+    "left out": left_out,
     "weights": other_weights,
+    "stale prefix": stale_prefix,
 }
 """Changes to try, by row."""

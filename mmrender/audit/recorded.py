@@ -18,6 +18,13 @@ _MAX_SHIFT: Final = 4
 _MAX_FITTED: Final = 32
 _MAX_BANNED: Final = 6
 _CERTAIN: Final = -1e-6
+_REMARKABLE: Final = 50
+"""Integers from here on are no log-probabilities of sampled tokens."""
+_MAX_LATE: Final = 8
+_TELLING: Final = 8
+"""Tokens whose probabilities may show one set of allowed tokens."""
+_LIKE: Final = 0.8
+"""Correlation of probabilities that chance makes once in a hundred times."""
 
 
 class View(NamedTuple):
@@ -85,9 +92,10 @@ _FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "log-probabilities were recorded with the opposite sign": np.negative,
     "logarithms to the base 2 were recorded": lambda own: own / np.log(2),
     "logarithms to the base 10 were recorded": lambda own: own / np.log(10),
-    "running sums of log-probabilities were recorded": np.cumsum,
+    "running sums of log-probabilities (cumulative_logprob) were recorded": np.cumsum,
     "each token was given its completion's mean": lambda own: np.full_like(own, own.mean()),
     "each token was given its completion's sum": lambda own: np.full_like(own, own.sum()),
+    "log-probabilities were recorded in reverse order": lambda own: own[::-1],
 }
 
 
@@ -96,7 +104,7 @@ def _forms(view: View) -> Iterator[Recorded]:
         yield Recorded(text + " in {}", np.asarray(rule(view.trainer), np.float32))
     likeliest = view.logits.log_softmax(-1).amax(-1).cpu().numpy()
     yield Recorded(
-        "the likeliest token's log-probability was recorded, not the sampled one's, in {}", likeliest
+        "the likeliest (top-1) token's log-probability was recorded, not the sampled one's, in {}", likeliest
     )
     raw = view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
     yield Recorded("logits were recorded, which are not normalised, in {}", raw)
@@ -115,6 +123,8 @@ def _missing(view: View) -> Iterator[Recorded]:
     elif value == 0:  # a remarkable number by itself
         text += ": they are missing, or the sampler had one token to choose from"
         yield Recorded(text, expected, -1)
+    elif value.is_integer() and abs(value) >= _REMARKABLE:
+        yield Recorded(f"{text}: a placeholder for none", expected, -1)
     elif count > 1 and view.trainer[departing].max() < value - view.case.tolerance:
         yield Recorded(f"log-probabilities below {value:g} were recorded as that in {{}}", expected)
 
@@ -132,7 +142,9 @@ def _rounded(view: View) -> Iterator[Recorded]:
             )
             return
     for count in (0, 1, 2, 3):
-        yield Recorded(f"{count} decimals were recorded in {{}}", np.round(view.trainer, count))
+        yield Recorded(
+            f"log-probabilities were rounded to {count} decimals in {{}}", np.round(view.trainer, count)
+        )
     for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
         text = f"logits were rounded to {name} before their softmax in {{}}"
         yield Recorded(text, view.of(view.logits.to(dtype).float()))
@@ -142,7 +154,7 @@ def _shifted(view: View) -> Iterator[Recorded]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
     compared, case = view.case.compared, view.case
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
-        where = f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens"
+        where = f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens (shifted)"
         for values, rows, text in (
             (view.trainer, np.arange(len(view.rows)), f"the log-probabilities of {{}} are {where}"),
             (compared.trainer, view.rows, f"the log-probabilities are {where} from {{}} on"),
@@ -157,6 +169,22 @@ def _shifted(view: View) -> Iterator[Recorded]:
             yield Recorded(
                 text, np.where(inside, values[source.clip(0, len(values) - 1)], np.float32(np.nan))
             )
+
+
+def _late(view: View) -> Iterator[Recorded]:
+    """Yield numbers that are some places off from the first difference on, as after a repeated chunk."""
+    first, count = int(view.departing.argmax()), len(view.rows)
+    for by in (by for by in range(-_MAX_LATE, _MAX_LATE + 1) if by and first):
+        source = np.arange(count) - np.where(np.arange(count) >= first, by, 0)
+        inside = (source >= 0) & (source < count)
+        values = np.where(inside, view.trainer[source.clip(0, count - 1)], np.float32(np.nan))
+        what = "a chunk of them came twice" if by > 0 else "a chunk of them was lost"
+        where = (
+            f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens from token {first} on"
+        )
+        yield Recorded(
+            f"the log-probabilities are {where}, as if {what}, in {{}}", values.astype(np.float32), 1
+        )
 
 
 def _of_another(view: View) -> Iterator[Recorded]:
@@ -203,6 +231,11 @@ def _repetition(logits: Any, value: float, counts: Any) -> Any:
     return (logits / value).where(logits > 0, logits * value).where(counts > 0, logits)
 
 
+def _capped(logits: Any, value: float, _: Any) -> Any:
+    return value * (logits / value).tanh()
+
+
+_CAP: Final = (_Step("after logits were capped softly at", _capped, 0.5, 200.0),)
 _TEMPERATURE: Final = (_Step("at temperature", lambda logits, value, _: logits / value, 0.02, 50.0),)
 _PENALTIES: Final = tuple(
     _Step(f"after a {name} penalty{where} of", rule, low, 5.0, bool(where))
@@ -283,7 +316,8 @@ def _other_support(view: View) -> Iterator[Recorded]:
     yield Recorded(text, own - np.log(masses[:, size - 1]), 1)
     total = view.logits.logsumexp(-1).cpu().numpy()
     if (more := round(float(np.median((share - 1) * np.exp(total))))) > 0:
-        text = f"the sampler's distribution was over {more} tokens more, of logit 0, in {{}}"
+        what = f"{more} tokens more, of logit 0, as of a padded vocabulary,"
+        text = f"the sampler's distribution was over {what} in {{}}"
         yield Recorded(text, own + total - np.logaddexp(total, np.log(more)).astype(np.float32), 1)
     left, banned = 1 - share, list[int]()
     while len(banned) < _MAX_BANNED and np.abs(left).max() > 1e-5:
@@ -293,13 +327,41 @@ def _other_support(view: View) -> Iterator[Recorded]:
         banned.append(token)
         left = left - probabilities[:, token]
         kept = (1 - probabilities[:, banned].sum(1)).clip(1e-12)
-        text = f"token(s) {', '.join(map(str, banned))} could not be sampled in {{}}"
+        which = f"token(s) {', '.join(map(str, banned))}"
+        text = f"{which} were forbidden (logit_bias, bad_words) and could not be sampled in {{}}"
         yield Recorded(text, own - np.log(kept), len(banned))
     last = int(np.flatnonzero(view.departing)[-1]) + 1  # the first tokens only, as with min_tokens
     for token in banned[:1]:
         kept = np.where(np.arange(len(own)) < last, (1 - probabilities[:, token]).clip(1e-12), 1)
-        text = f"token {token} could not be sampled among the first {last} tokens of {{}}"
+        text = f"token {token} could not be sampled among the first {last} tokens (min_tokens) of {{}}"
         yield Recorded(text, (own - np.log(kept)).astype(np.float32), 2)
+
+
+def _biased(view: View) -> Iterator[Recorded]:
+    """Yield the distribution after a bias on one token, which all numbers that differ must allow.
+
+    With a bias `b` on a token of probability `p`, those of others are divided by `1 + p (e^b - 1)`.
+    """
+    if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
+        return
+    some = np.flatnonzero(view.departing)[:_MAX_FITTED]
+    tokens = view.tokens[some, 0].cpu().numpy()
+    probabilities = view.logits[some].double().softmax(-1).cpu().numpy()
+    growth = np.expm1(np.clip(view.trainer[some].astype(np.float64) - view.sampler[some], -30, 30))
+    others = np.ones(probabilities.shape, np.bool_)
+    others[np.arange(len(tokens)), tokens] = False  # a token's own number has the bias itself
+    weights = np.where(others, probabilities, 0)
+    slopes = (weights * growth[:, None]).sum(0) / np.square(weights).sum(0).clip(1e-30)
+    errors = np.square(np.where(others, growth[:, None] - weights * slopes, 0)).sum(0)
+    for token in np.argsort(errors)[:_MAX_BANNED].tolist():
+        if slopes[token] <= -1 or abs(slopes[token]) < 1e-4:
+            continue
+        bias = float(np.log1p(slopes[token]))
+        logits = view.logits.clone()
+        logits[:, token] += bias
+        yield Recorded(
+            f"token {token} had a bias of {bias:.3g} on its logit (logit_bias) in {{}}", view.of(logits), 2
+        )
 
 
 def _restricted(view: View) -> Iterator[Recorded]:
@@ -311,7 +373,7 @@ def _restricted(view: View) -> Iterator[Recorded]:
     sampler, departing = view.sampler, view.departing
     certain = int(np.sum(departing & (sampler >= _CERTAIN)))
     below = (sampler[departing] > view.trainer[departing]).all() and (sampler <= 0).all()
-    if below and certain >= max(2, departing.sum() / 2):
+    if below and (certain >= max(2, departing.sum() / 2) or _is_over_one_set(view)):
         text = (
             "the sampler was restricted to a grammar or a few tokens, and its numbers are of these: "
             f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain}, in {{}}"
@@ -319,17 +381,34 @@ def _restricted(view: View) -> Iterator[Recorded]:
         yield Recorded(text, np.where(departing, sampler, view.trainer))
 
 
+def _is_over_one_set(view: View) -> bool:
+    """Whether the numbers look like those over one set of allowed tokens.
+
+    Engines divide by the probability of the set. It holds all sampled tokens, so it is theirs at least, and
+    it is large where theirs is.
+    """
+    share = np.exp((view.trainer - view.sampler).astype(np.float64))
+    sampled = view.logits.softmax(-1)[:, view.tokens[:, 0].unique()].sum(-1).cpu().numpy()
+    fits = (sampled <= share * (1 + 1e-3) + view.case.tolerance).all() and view.departing.all()
+    if not fits or len(share) < _TELLING or np.ptp(share) == 0:
+        return False
+    return float(np.corrcoef(np.log(share), np.log(sampled))[0, 1]) > _LIKE
+
+
 READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "missing": _missing,
     "form": _forms,
     "rounded": _rounded,
     "shifted numbers": _shifted,
+    "chunk": _late,
     "another's numbers": _of_another,
     "scaled": _scaled,
     "temperature": partial(_stepped, _TEMPERATURE),
     "penalty": partial(_stepped, _PENALTIES),
     "truncation": _truncated,
     "vocabulary": _other_support,
+    "bias": _biased,
+    "soft cap": partial(_stepped, _CAP),
     "restricted": _restricted,
 }
 """Numbers to try for a completion, by row."""

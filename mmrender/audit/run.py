@@ -105,7 +105,7 @@ def audit(
     """Compare every sampled token, and find the stage and cause of differences.
 
     Samples that are faulty by themselves are reported first. Among further samples with differences, the
-    `explain` largest are explained: located by gradients, and run again with one thing changed at a time.
+    `explain` largest are explained: compared with simulated faults, and run again with one thing changed.
 
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
@@ -180,7 +180,7 @@ def audit(
             weights=weights or {},
             alternatives={name: built[index] for name, built in (alternatives or {}).items()},
         )
-        search = Search(case, noise, budget, causes[-1].cause if causes else "")
+        search = Search(case, noise, budget, causes[-1] if causes else None)
         finding = search.finding()
         if compared.largest <= alarm and not loud and not _is_fault(finding):
             break  # samples come by size of their differences, and those left are as small
@@ -240,14 +240,14 @@ def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
         if likely:
             best = max(likely, key=lambda key: digits[key])
             causes = [search.named([fits[best]]) for search, fits in zip(searches, held, strict=True)]
-        else:
-            evidence = {stage: sum(_evidence(search, stage) for search in searches) for stage in STAGES}
-            stage = max(STAGES, key=lambda stage: evidence[stage])
-            ordered = [sorted(one.places, key=lambda place: place.stage != stage) for one in searches]
-            causes = [
-                search.unknown(places) if places else finding
-                for search, places, finding in zip(searches, ordered, causes, strict=True)
-            ]
+            unknown = []
+    if unknown and len(causes) > 1:
+        known = [finding.stage for finding in causes if finding.cause != UNKNOWN]
+        evidence = {stage: sum(_evidence(search, stage) for search in searches) for stage in STAGES}
+        stage = known[0] if known else max(STAGES, key=lambda stage: evidence[stage])
+        for place in unknown:
+            ordered = sorted(searches[place].places, key=lambda one: one.stage != stage)
+            causes[place] = searches[place].unknown(ordered) if ordered else causes[place]
     shared = len({(finding.stage, finding.cause) for finding in causes}) == 1
     return [replace(finding, shared=shared) for finding in causes]
 

@@ -13,11 +13,13 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.audit.case import Case, Recorded, Trial
-from mmrender.audit.locate import MAX_TOKENS, Place, locate
+from mmrender.audit.case import Array, Case, Recorded, Trial
+from mmrender.audit.draws import Draw, draws, numbers
 from mmrender.audit.recorded import View, views
-from mmrender.audit.report import UNKNOWN, Finding, described
+from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
 from mmrender.audit.rows import ROWS, Row, finding_of
+from mmrender.audit.stage import MAX_TOKENS, Effect, Place, weigh
+from mmrender.caching import cached_property
 
 DEFAULT_BUDGET: Final = 1500
 """Forward passes for one sample at most."""
@@ -43,12 +45,23 @@ _AT_ONCE: Final = 16
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
-_HALF: Final = 0.8
+_HALF: Final = 0.95
 """Maximum share of the differences that the first of two causes leaves."""
-_PART: Final = 0.5
-"""Share of the differences that a change may leave and still point to its stage."""
+_NOUNS: Final[dict[Stage, str]] = {
+    "template": "prompt",
+    "tokens": "sampled tokens",
+    "pixels": "pixels",
+    "positions": "positions",
+    "model": "model",
+    "sampling": "distribution",
+    "recording": "recorded numbers",
+}
+_LIKELIEST: Final = 64
+"""Tokens of each distribution that random faults of sampling tell apart."""
 _FIRSTS: Final = 3
 """Changes that are tried as the first of two causes."""
+_READ: Final = 12
+"""The same, if the second needs no forward."""
 _FACTS: Final = {
     "template": "record the prompt ids that the server reports (return_token_ids), and compare them",
     "tokens": "record the sampled ids as the server reports them (return_token_ids)",
@@ -120,14 +133,17 @@ class Search:
         case: The sample, and all data that may help.
         noise: Differences by arithmetic alone.
         budget: Forward passes at most.
-        hint: Name of a row to try first, such as another sample's cause.
+        before: The finding about another sample, whose row is tried first, or whose stage if it has none.
     """
 
-    def __init__(self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET, hint: str = "") -> None:
+    def __init__(
+        self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET, before: Finding | None = None
+    ) -> None:
         self.case, self.noise, self.count = case, noise, 0
-        self._left, self._hint = budget, hint
+        self._left, self._before = budget, before
         self.fits: list[Fit] = []
         self.places: list[Place] = []
+        self._effects: list[Effect] = []
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
@@ -141,12 +157,16 @@ class Search:
         if self.fits:
             return self.named(self.fits)
         firsts: list[_Nearer] = []
-        fits = self._tried(case, [row for row in ROWS if row.name == self._hint], firsts)
+        fits = self._tried(
+            case, [row for row in ROWS if self._before is not None and row.name == self._before.cause], firsts
+        )
         if not any(map(self._is_certain, fits)):
-            self.places = locate(case, max(self.noise.exact, self.noise.rms))
+            self._simulate()
             # The likeliest stage first, and all others if no row of it explains the sample.
-            order = [one.stage for one in self.places]
+            order = [one.stage for one in self._weighed()]
             order += [row.stage for row in ROWS if row.trials is not None]
+            if self._before is not None and self._before.cause == UNKNOWN:
+                order = [self._before.stage, order[0]]  # where the other sample's cause was not found either
             for stage in dict.fromkeys(order):
                 fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
                 if any(map(self._is_certain, fits)):
@@ -155,24 +175,63 @@ class Search:
         likely = [fit for fit in fits if self._beyond_chance(fit)]
         if likely:
             return self.named(likely)
-        self.places = self._weighed(firsts)
+        self.places = self._weighed()
         return self._two(firsts) or self.unknown(self.places)
 
-    def _weighed(self, firsts: Sequence[_Nearer]) -> list[Place]:
-        """Return the places again, with the evidence of changes that explain much, though not all."""
+    @cached_property
+    def _chosen(self) -> Array:
+        """Indices of the tokens whose differences are weighed."""
         compared = self.case.compared
-        count = min(len(compared.positions), MAX_TOKENS)
-        found = {place.stage: place for place in self.places}
-        for share, row, trial in sorted(firsts, key=lambda entry: -entry[0]):
-            place = found.get(row.stage)
-            left = max(share * compared.rms, self.noise.exact, 1e-6)
-            own, white = max(count - trial.fitted, 0), 0.5 * np.log(2 * np.pi * np.e)
-            evidence = -float(count * (white + np.log(compared.rms)) + own * np.log(left / compared.rms))
-            evidence -= float(np.log(max(self.count, 1)))
-            if share < _PART and place is not None and evidence > place.evidence:
-                name = f"{row.stage} like {row.name!r}, which leaves {share:.0%}"
-                found[row.stage] = place._replace(evidence=evidence, name=name, image=trial.image)
-        return sorted(found.values(), key=lambda place: -place.evidence)
+        # A token of probability 1, such as the only one that a grammar allows, agrees whatever the model saw.
+        certain = (compared.sampler == 0) & ~compared.beyond(self.case.tolerance)
+        usable = np.flatnonzero(np.isfinite(compared.difference) & ~certain)
+        chosen: Array = usable[
+            np.unique(np.linspace(0, max(len(usable) - 1, 0), MAX_TOKENS).round().astype(int))[: len(usable)]
+        ]
+        return chosen
+
+    def _simulate(self) -> None:
+        """Run random faults of all stages."""
+        import torch
+
+        case, compared, chosen = self.case, self.case.compared, self._chosen
+        faults = [*draws(case)]
+        self.count += len(faults)
+        self._left -= len(faults)
+        for fault, varied in zip(faults, case.run([one.trial for one in faults]), strict=True):
+            self._add(case, fault, varied)
+        positions, ids = compared.positions[chosen], case.sample.token_ids
+        runs = {
+            number: (positions >= start) & (positions < stop)
+            for number, (start, stop) in enumerate(case.runs)
+        }
+        logits = case.trainer.logits_at(case.sample, positions).double().cpu()
+        # The likeliest tokens by themselves, and all others as one.
+        held = np.union1d(logits.topk(min(_LIKELIEST, logits.shape[1]), -1).indices.numpy(), ids[positions])
+        rest = logits.index_fill(1, torch.from_numpy(held), -np.inf).logsumexp(-1, keepdim=True)
+        few = torch.cat([logits[:, held], rest.clamp(min=-1e4)], -1).numpy()
+        counts = np.stack([np.bincount(ids[:at], minlength=logits.shape[1])[held] for at in positions])
+        counts = np.concatenate([counts, 0 * counts[:, :1]], 1)
+        self._effects += numbers(few, np.searchsorted(held, ids[positions]), runs, counts)
+
+    def _add(self, case: Case, fault: Draw, varied: Comparison | None) -> None:
+        """Keep the differences that a fault makes. Tokens before those that it must explain do not change."""
+        compared, trial = self.case.compared, fault.trial
+        if varied is None or trial.until is not None or case is not self.case or not len(self._chosen):
+            return
+        unchanged = compared.trainer[: len(compared.trainer) - len(varied.trainer)]
+        values = np.concatenate([unchanged, varied.trainer])
+        if len(values) == len(compared.trainer):
+            change = (compared.trainer - values)[self._chosen]
+            about = trial.image, fault.layer, trial.token
+            self._effects.append(Effect(fault.stage, fault.place, change, *about))
+
+    def _weighed(self) -> list[Place]:
+        """Return the stages, the likeliest first."""
+        if not len(self._chosen):
+            return [Place("recording", 0.0, "the recorded numbers")]
+        noise = max(self.noise.exact, self.noise.rms)
+        return weigh(self.case.compared.difference[self._chosen], self._effects, noise)
 
     def _may_be_loose(self, case: Case) -> bool:
         """Whether the sampler may have had another dtype, and more differs than that makes."""
@@ -259,6 +318,8 @@ class Search:
                 if varied is None or not len(varied.positions):
                     continue
                 firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial))
+                place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
+                self._add(case, Draw(row.stage, place, trial), varied)
                 limits = {False: case.tolerance, True: _LOOSE * self.noise.mixed}
                 explained = [
                     loose
@@ -277,29 +338,37 @@ class Search:
         return fits
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
-        """Return two causes in the best two stages that explain the sample together."""
+        """Return two causes that explain the sample together, in the best two stages or behind them."""
         case, stages = self.case, {place.stage for place in self.places[:2]}
         rows = [each for each in ROWS if each.stage in stages]
         usable = sorted((entry for entry in firsts if entry.share < _HALF), key=lambda entry: entry.share)
-        for _, row, trial in usable[:_FIRSTS]:
-            compared = case.run([trial])[0]
-            rest = None if compared is None else case.after(trial, compared)
+        rests: list[tuple[_Nearer, Case]] = []
+        for first in usable[:_READ]:
+            compared = case.run([first.trial])[0]
+            rest = None if compared is None else case.after(first.trial, compared)
             if rest is None:
                 continue
-            fits = self._recorded(rest) or [
-                fit for fit in self._tried(rest, rows, []) if self._beyond_chance(fit)
-            ]
+            rests.append((first, rest))
+            if fits := self._recorded(rest):
+                return self._both(first, fits)
+        for first, rest in rests[:_FIRSTS]:
+            fits = [fit for fit in self._tried(rest, rows, []) if self._beyond_chance(fit)]
             if fits:
-                second = self.named(fits)
-                return replace(
-                    second,
-                    stage=row.stage,
-                    cause=f"{row.name} and {second.cause}",
-                    statement=f"{trial.statement}, and {second.statement}",
-                    token=case.position,
-                    image=trial.image,
-                )
+                return self._both(first, fits)
         return None
+
+    def _both(self, first: _Nearer, fits: list[Fit]) -> Finding:
+        """Return the finding of two causes, at the stage that runs first."""
+        second = self.named(fits)
+        return replace(
+            second,
+            stage=min(first.row.stage, second.stage, key=STAGES.index),
+            cause=f"{first.row.name} and {second.cause}",
+            statement=f"{first.trial.statement}, and {second.statement}",
+            remedy=f"{first.row.remedy}. {second.remedy}",
+            token=self.case.position,
+            image=first.trial.image,
+        )
 
     def named(self, fits: list[Fit]) -> Finding:
         """Return the finding of the rows that leave the least."""
@@ -373,6 +442,7 @@ def _may_explain(case: Case, trial: Trial) -> bool:
     return (
         trial.sample is None
         or trial.inputs is not None
+        or trial.positions is not None
         or len(agreeing.positions) < _AGREEING
         or agreeing.rms > _FAINT * case.compared.largest
     )
@@ -399,6 +469,12 @@ def _appended(case: Case) -> Finding | None:
     if case.compared.sampler[beyond].any() or alone:
         return None
     if starts == set(places):
+        firsts = {int(case.sample.token_ids[place]) for place in places}
+        # A prompt ends in the same token each time, and a completion begins with any.
+        if len(starts) > 1 and len(firsts) > 1:
+            statement = "0 was recorded for the first token of each completion: it has no log-probability"
+            evidence = f"{len(places)} first tokens, and all other tokens agree"
+            return finding_of("missing", statement, evidence, case.sample, token=case.position)
         statement = (
             "the first token of each completion has no log-probability: the mask begins one token early"
         )

@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -72,7 +73,7 @@ class TrainerModel:
         return other
 
     def attempt(
-        self, sample: TrainingSample, *, inputs: InputChange | None = None, model: ModelChange | None = None
+        self, sample: TrainingSample, inputs: InputChange | None = None, *, model: ModelChange | None = None
     ) -> Float32Array | None:
         """Return `sampled_logprobs`, or None if the model refuses the sample or the change."""
         try:
@@ -108,10 +109,18 @@ class TrainerModel:
         other = self if inputs is None and model is None else self.changed(inputs=inputs, model=model)
         return limited_logprobs(other._rows(samples, [places])[0], sample, places)
 
-    def sampled_of_many(self, samples: Sequence[TrainingSample]) -> list[Float32Array | None]:
-        """Return `sampled_logprobs` of each sample, several in a batch; None if the model fails on one."""
+    def sampled_of_many(
+        self, samples: Sequence[TrainingSample], positions: Sequence[InputChange] = ()
+    ) -> list[Float32Array | None]:
+        """Return `sampled_logprobs` of each sample, several in a batch; None if the model fails on one.
+
+        Args:
+            samples: Of any length, or of one length if positions are changed.
+            positions: For each sample, a change of its row of `position_ids`.
+        """
         out: list[Float32Array | None] = []
         while len(out) < len(samples):
+            changes = positions[len(out) : len(out) + _SAMPLES_AT_ONCE]
             some = [samples[len(out)]]
             for sample in samples[len(out) + 1 : len(out) + _SAMPLES_AT_ONCE]:
                 if max(map(len, [*some, sample])) * (len(some) + 1) > _TOKENS_AT_ONCE:
@@ -119,10 +128,11 @@ class TrainerModel:
                 some.append(sample)
             places = [np.flatnonzero(sample.loss_mask) for sample in some]
             try:
-                rows = self._rows(some, places)
+                rows = self.changed(inputs=partial(_by_row, changes))._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
-                out += [self.attempt(sample) for sample in some]
+                alone: Sequence[InputChange | None] = changes or [None] * len(some)
+                out += [self.attempt(*entry) for entry in zip(some, alone, strict=False)]
         return out
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
@@ -207,6 +217,16 @@ class TrainerModel:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             where = sample.sample_id or "sample"
             raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
+
+
+def _by_row(changes: Sequence[InputChange], inputs: dict[str, Any]) -> None:
+    """Change the positions of each row of a batch by a change of its own."""
+    if changes:
+        inputs["position_ids"] = ids = inputs["position_ids"].clone()
+    for row, change in enumerate(changes[: ids.shape[-2]] if changes else ()):
+        own = {"position_ids": ids[..., row : row + 1, :]}
+        change(own)
+        ids[..., row : row + 1, :] = own["position_ids"]
 
 
 def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[Any]) -> Float32Array:

@@ -219,7 +219,7 @@ def test_a_folder_keeps_its_number_of_gateways(tmp_path):
 def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):
     tests = Path(__file__).resolve().parent.parent
     paths = [str(tests), str(tests.parent / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    small = ["--steps", "16", "--grid", "2", "--boards", "4", "--rollouts", "4", "--audit-every", "4"]
+    small = ["--steps", "16", "--grid", "2", "--boards", "4", "--rollouts", "4", "--audit-share", "0.1"]
     command = [sys.executable, str(tests / "learn_faults.py"), "--out", str(tmp_path / "run"), "--ray"]
     subprocess.run(
         [*command, "--server", "local", "--kills", "2", "--p", "1", "--", *small],

@@ -5,7 +5,7 @@ import pytest
 from planting import judge
 from plantings_dev import DEV
 
-NAMED = ("double-bos", "bilinear", "temperature-0.7", "one-step-behind")
+NAMED = ("double-bos", "bilinear", "temperature-0.7", "one-step-behind", "gap-before-completion")
 
 
 @pytest.fixture(scope="module")
@@ -13,8 +13,24 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("planted")
 
 
+def planting_of(name):
+    return next(one for one in DEV if one.name == name)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_a_planted_fault_is_named(name, folder):
-    planting = next(one for one in DEV if one.name == name)
-    outcome = judge(planting, "one", folder)
+    outcome = judge(planting_of(name), "one", folder)
     assert (outcome.verdict, outcome.stage_right, outcome.beside) == ("right", True, ""), outcome.cause
+
+
+@pytest.mark.parametrize("tolerance", [1e-5, 1e-1])
+def test_a_planted_fault_is_named_whatever_is_called_an_alarm(tolerance, folder):
+    planting = planting_of("temperature-0.7")
+    measured, given = (judge(planting, "one", folder, alarm) for alarm in (None, tolerance))
+    assert (given.verdict, given.cause) == ("right", measured.cause)
+
+
+def test_a_fault_without_a_row_is_located_whatever_is_called_an_alarm(folder):
+    outcome = judge(planting_of("brighter"), "one", folder, 1e-3)
+    assert (outcome.verdict, outcome.stage_right) == ("unknown", True), outcome.cause
+    assert outcome.cause.startswith("pixels, unknown: unknown, in the pixels"), outcome.cause

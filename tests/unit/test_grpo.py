@@ -37,7 +37,7 @@ SMALL = Config(
     until=2.0,
     held_out=8,
     evaluate_every=2,
-    audit_every=0,
+    audit_share=0,
     hidden_size=32,
     quiet=True,
 )
@@ -234,7 +234,7 @@ def test_a_run_is_stopped_by_an_interrupt_in_the_middle_of_a_step_and_goes_on(
         pytest.importorskip("openai")
     small = {"grid": 2, "boards": 4, "rollouts": 2, "held-out": 8, "evaluate-every": 1, "hidden-size": 32}
     sizes = [f"--{name}={value}" for name, value in small.items()]
-    command = ["grpo", "--out", str(tmp_path), "--audit-every=0", "--until=2", "--steps=3", *sizes, *flags]
+    command = ["grpo", "--out", str(tmp_path), "--audit-share=0", "--until=2", "--steps=3", *sizes, *flags]
     monkeypatch.setattr(sys, "argv", command)
     step, games = MarkedCell.step, count(1)
 
@@ -317,7 +317,7 @@ def test_a_folder_with_another_run_is_refused(whole):
 
 
 def test_an_audit_ends_a_run_with_its_finding(tmp_path):
-    config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_every=1, explain=0)
+    config = replace(SMALL, out=tmp_path, fault="stale", steps=1, audit_share=1.0, explain=0)
     assert "sampler and trainer differ before step 0" in error_of(SystemExit, asyncio.run, run(config))
 
 

@@ -36,7 +36,7 @@ def small(tmp_path_factory):
         boards=4,
         rollouts=4,
         held_out=8,
-        audit_every=1,
+        audit_share=1.0,
         explain=0,
         hidden_size=32,
         quiet=True,

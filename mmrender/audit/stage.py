@@ -1,0 +1,195 @@
+"""The stage at which sampler and trainer differ: the stage whose faults look most like the differences.
+
+Faults are simulated. Random faults of each stage run through the trainer's program (`draws`), and all rows
+that were tried are faults of their stage too. Each shows by how much it would change the log-probability of
+every token of the sample. The evidence of a stage is the likelihood of the observed differences among the
+differences of its faults, in two forms that are averaged:
+
+- a Gaussian for each place (an image, a layer, a prompt, ...) with the covariance of the faults there. Tokens
+  that they cannot reach, such as tokens before an image, have variance 0;
+- a mixture of all single faults, each with an error of its own, for a fault that resembles one of them.
+
+Both are averages, so a stage of many faults has no advantage over a stage of few. Prompts, tokens and
+positions change by whole steps, so their faults have the size that was simulated. Other faults may be of any
+size.
+
+A sampler draws from its own distribution q, so `log p - log q` has a mean of about minus half its variance at
+the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q's are free of that.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mmrender.audit.case import Array
+from mmrender.audit.report import STAGES, Stage
+
+MAX_TOKENS: Final = 64
+"""Tokens whose differences are weighed."""
+READ: Final = {"recording": -4.0, "sampling": -3.0}
+"""Nats by which faults without a row are rarer in stages whose rows are almost all there is."""
+SLACK: Final = 0.2
+"""Share of a token's variance that belongs to it alone."""
+FREE: Final = frozenset({"pixels", "model", "sampling", "recording"})
+"""Stages whose faults may be of any size."""
+SPREAD: Final = (0.7, 2.5)
+"""Minimum deviation of the logarithm of sizes: as simulated, and of any size."""
+ERRORS: Final = (0.15, 0.4, 0.7)
+"""Errors of single faults, as a share of their size."""
+SCALES: Final = (-1.0, 0.5, 0.7, 1.0, 1.4, 2.0)
+"""Sizes at which a single fault is compared."""
+CUT: Final = "the allowed tokens"
+"""Beginning of the places at which a distribution was cut."""
+SIGNED: Final = (CUT, "the vocabulary")
+"""Beginnings of the places of sampling whose faults are all to one side."""
+GRID: Final = 25
+
+
+class Effect(NamedTuple):
+    """The differences that one fault makes.
+
+    Attributes:
+        stage: Its stage.
+        place: Its place, for a statement.
+        change: The trainer's log-probability less the faulty one, of each compared token: float64 `(m,)`.
+        image: Index of the image that it is about.
+        layer: Name of the layer that it is in.
+        token: Index of the first token that it may change.
+    """
+
+    stage: Stage
+    place: str
+    change: Array
+    image: int | None = None
+    layer: str | None = None
+    token: int | None = None
+
+
+class Place(NamedTuple):
+    """A stage, its evidence in nats, and the likeliest place within it."""
+
+    stage: Stage
+    evidence: float
+    name: str
+    image: int | None = None
+    layer: str | None = None
+    token: int | None = None
+
+
+def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Place]:
+    """Return the stages with faults, the likeliest first.
+
+    Args:
+        difference: Trainer less sampler, `(m,)`, finite.
+        effects: Simulated faults.
+        noise: Root mean square of differences by arithmetic alone, in nats.
+    """
+    noise = max(noise, 1e-5)
+    d = difference.astype(np.float64)
+    groups: dict[tuple[Stage, str], list[Effect]] = {}
+    for effect in effects:
+        if np.isfinite(effect.change).all() and np.abs(effect.change).max(initial=0) > noise:
+            groups.setdefault((effect.stage, effect.place), []).append(effect)
+    wholes: dict[Stage, list[tuple[float, Effect]]] = {}
+    singles: dict[Stage, list[tuple[float, Effect]]] = {}
+    pooled: dict[Stage, list[Array]] = {}
+    for (stage, _), some in groups.items():
+        changes = np.stack([effect.change for effect in some]).astype(np.float64)
+        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, some[0]), some[0]))
+        pooled.setdefault(stage, []).append(changes)
+        each = _single(d, changes, noise)
+        singles.setdefault(stage, []).extend(zip(each.tolist(), some, strict=True))
+    alone = _Shape(0 * d, np.eye(len(d)), 0.0)
+    noisy = _averaged(d, alone, np.geomspace(1e-4, 30, GRID), np.zeros(GRID), noise)
+    wholes.setdefault("recording", []).append((noisy, Effect("recording", "the recorded numbers", d)))
+    few = Effect("recording", "a few recorded numbers", d)
+    wholes["recording"].append((_sparse(d, noise), few))
+    cut = Effect("sampling", f"{CUT} of all completions", d)
+    wholes.setdefault("sampling", []).append((_one_sided(d, noise), cut))
+    places = []
+    for stage in STAGES:
+        if stage not in wholes:
+            continue
+        parts = [wholes[stage], singles.get(stage, [])]
+        if len(pooled.get(stage, [])) > 1:
+            best_of = max(wholes[stage], key=lambda entry: entry[0])[1]
+            parts.append([(_gaussian(d, np.concatenate(pooled[stage]), noise, best_of), best_of)])
+        parts = [part for part in parts if part]
+        logs = [np.logaddexp.reduce([one for one, _ in part]) - np.log(len(part)) for part in parts]
+        evidence = float(np.logaddexp.reduce(logs) - np.log(len(parts))) + READ.get(stage, 0.0)
+        best = max((entry for part in parts for entry in part), key=lambda entry: entry[0])[1]
+        places.append(Place(stage, evidence, best.place, best.image, best.layer, best.token))
+    return sorted(places, key=lambda place: -place.evidence)
+
+
+def _gaussian(d: Array, changes: Array, noise: float, of: Effect) -> float:
+    """Return the log-likelihood of differences under the covariance of some faults, averaged over sizes."""
+    sizes = np.sqrt(np.square(changes).mean(1)).clip(1e-9)
+    shapes = changes / sizes[:, None]
+    # Numbers that were changed, and distributions that were cut, differ to one side.
+    signed = of.stage == "recording" or of.place.startswith(SIGNED)
+    centre = shapes.mean(0) if signed else np.zeros(len(d))
+    shared = (shapes - centre).T @ (shapes - centre) / len(shapes)
+    covariance = (1 - SLACK) * shared + SLACK * np.diag(np.diag(shared))
+    middle, spread = float(np.log(sizes).mean()), float(np.log(sizes).std())
+    spread = max(spread, SPREAD[of.stage in FREE])
+    grid = np.exp(middle + spread * np.linspace(-3, 3, GRID))
+    weights = -0.5 * np.linspace(-3, 3, GRID) ** 2
+    # A sampler's own numbers are the higher ones on average.
+    lower = 0.0 if signed or of.stage == "tokens" else 0.5
+    return _averaged(d, _Shape(centre, covariance, lower), grid, weights, noise)
+
+
+class _Shape(NamedTuple):
+    """A Gaussian of unit size, and the share of its variance that is taken off its mean."""
+
+    centre: Array
+    covariance: Array
+    lower: float
+
+
+def _averaged(d: Array, shape: _Shape, sizes: Array, weights: Array, noise: float) -> float:
+    """Return the log-likelihood under a Gaussian, averaged over weighted sizes."""
+    values, vectors = np.linalg.eigh(shape.covariance)
+    values = values.clip(0)
+    logs = []
+    for size in sizes:
+        taken = shape.lower * np.minimum(size**2 * np.diag(shape.covariance), 2.0)
+        variances = size**2 * values + noise**2
+        squares = np.square(vectors.T @ (d - size * shape.centre + taken))
+        logs.append(-0.5 * float((squares / variances + np.log(2 * np.pi * variances)).sum()))
+    total = np.asarray(logs) + weights
+    return float(np.logaddexp.reduce(total) - np.logaddexp.reduce(weights))
+
+
+def _sparse(d: Array, noise: float) -> float:
+    """Return the log-likelihood of differences of a few tokens, of any size, and none of all others."""
+    sizes = np.geomspace(1e-2, 30, GRID)[:, None]
+    none = -0.5 * (np.square(d / noise) + np.log(2 * np.pi * noise**2))
+    some = -0.5 * (np.square(d / sizes) + np.log(2 * np.pi * sizes**2))
+    each = [np.logaddexp(none + np.log(1 - share), some + np.log(share)).sum(1) for share in (0.03, 0.1, 0.3)]
+    return float(np.logaddexp.reduce(each, axis=None) - np.log(3 * GRID))
+
+
+def _one_sided(d: Array, noise: float) -> float:
+    """Return the log-likelihood of differences under cut distributions: exponential, and never above 0."""
+    if d.max() > 4 * noise:
+        return -np.inf
+    sizes = np.geomspace(1e-3, 10, GRID)
+    below = -d.clip(max=0)
+    return float(np.logaddexp.reduce(-below.sum() / sizes - len(d) * np.log(sizes)) - np.log(GRID))
+
+
+def _single(d: Array, changes: Array, noise: float) -> Array:
+    """Return the log-likelihood of differences around each of some faults: `(n,)`."""
+    size = np.square(changes).mean(1, keepdims=True)
+    spread = 0.5 * np.where(changes == 0, 0, size) + 0.5 * np.square(changes)
+    logs = []
+    for scale in SCALES:
+        for error in ERRORS:
+            variances = (error * scale) ** 2 * spread + noise**2
+            logs.append(
+                -0.5 * (np.square(d - scale * changes) / variances + np.log(2 * np.pi * variances)).sum(1)
+            )
+    return np.asarray(np.logaddexp.reduce(logs, 0) - np.log(len(logs)))
