@@ -191,12 +191,20 @@ class Fleet:
     async def control(self, call: Control, /, **arguments: Any) -> Results:
         """Make a control call on every engine that serves. Others owe it, if it can be made up for.
 
+        If it is cancelled, all owe it.
+
         Raises:
             EngineError: An engine refuses, or none obeys.
         """
         await self.release_held()
-        results = self.absent()
-        results |= await self.tell(self.healthy(), call, **arguments)
+        serving, results = self.healthy(), self.absent()
+        try:
+            results |= await self.tell(serving, call, **arguments)
+        except BaseException:
+            for each in serving if call in _OWED else ():
+                each.owe(call, arguments)
+                self.hold(each, f"its {call} was given up")
+            raise
         return self.settle(results, call, arguments)
 
     def absent(self) -> Results:
@@ -241,6 +249,8 @@ class Fleet:
     async def load(self, arguments: dict[str, Any]) -> Results:
         """Let all engines read weights. One that is down reads them before it serves again, not waited for.
 
+        If it is cancelled, each engine reads them before it gets requests.
+
         Raises:
             EngineError: None has read them.
         """
@@ -250,8 +260,7 @@ class Fleet:
         for each in down:
             each.stale = True
         looks = [self.begin_look(each) for each in down]
-        results = await self.tell(self.healthy(), "load_weights", **arguments)
-        self._mark_stale(results)
+        results = await self._update("load_weights", self.healthy(), arguments)
         if looks and not self.healthy():
             await asyncio.wait(looks)
         for each in down:
@@ -262,26 +271,35 @@ class Fleet:
     async def receive(self, request: Any) -> Results:
         """Let all engines receive weights at once. One that fails serves again after a later update.
 
+        If it is cancelled, none serves before a later update.
+
         Raises:
             EngineError: An engine is missing or fails.
         """
         await self.require_all()
         self.loaded = None  # what is transferred cannot be transferred again for one engine
-        results = await self.tell(self.replicas, "update_named_weights", request=request)
         self.version = request.get("weight_version")
-        for each in self.replicas:
-            each.stale = False
-        self._mark_stale(results)
+        results = await self._update("update_named_weights", self.replicas, {"request": request})
         for result in results.values():
             if result.error is not None:
                 raise result.error
         return results
 
-    def _mark_stale(self, results: Results) -> None:
+    async def _update(self, call: Control, replicas: Sequence[Replica], arguments: dict[str, Any]) -> Results:
+        """Update engines. Those that fail are stale and down."""
+        for each in replicas:
+            each.stale = True  # until it has answered, and if the call is cancelled
+        try:
+            results = await self.tell(replicas, call, **arguments)
+        except BaseException:
+            for each in replicas:
+                self.hold(each, "its weight update was given up")
+            raise
         for replica, result in results.items():
-            if result.error is not None:
-                replica.stale = True
+            replica.stale = result.error is not None
+            if replica.stale:
                 self.take_down(replica, f"it missed a weight update: {result.error}")
+        return results
 
     async def require_all(self) -> None:
         """Require that every engine serves, or answers for its health.
@@ -458,8 +476,11 @@ class Fleet:
         one = replica if replica in self.replicas else None
 
         async def ask() -> bool | None:
-            asked = self.replicas if one is None else [one]
+            asked = self.healthy() if one is None else [one]
             results = await self.tell(asked, "reports_pause", within=HEALTH_TIMEOUT)
+            for each, result in results.items():
+                if isinstance(result.error, EngineTimeoutError):
+                    self.take_down(each, str(result.error))  # so that nobody waits for it again
             reports = [result.value for result in results.values()]
             if any(report is True for report in reports):
                 return True

@@ -83,8 +83,7 @@ class ReplicaPool(Fleet):
             try:
                 return await self._attempt(ask, work, failed)
             except EngineError as error:
-                serves = work.last is not None and work.last.down is None
-                if serves and isinstance(error, EngineTimeoutError) and await self.until_resumed(work):
+                if isinstance(error, EngineTimeoutError) and await self.until_resumed(work):
                     failed.clear()
                     continue
                 attempts += 1
@@ -205,10 +204,13 @@ class ReplicaPool(Fleet):
         """Wait while another client pauses the engine that had the work's last request.
 
         Returns:
-            Whether it was paused. None if it does not say.
+            Whether it was paused. None if it does not say, or does not serve.
         """
-        waits, was_paused = itertools.count(2), False
-        while paused := await self.reports_pause(work.last):
+        waits, was_paused, paused = itertools.count(2), False, None
+        while work.last is not None and work.last.down is None:
+            paused = await self.reports_pause(work.last)
+            if not paused:
+                break
             if self.state == "closed" or self.is_aborted(work):
                 return True
             was_paused = True

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_cases import on_fake_clock, patient
+from engine_cases import on_fake_clock
+from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.interface import EngineResult, new_request
 from mmrender.testing.scripted_engine import ScriptedEngine, sampled
@@ -50,11 +51,13 @@ class Fleet:
 
     engines: list[Mortal] = field(default_factory=lambda: [Mortal(f"engine{number}") for number in range(3)])
     version: int = 0
+    updates: int = 0
     asked: list[tuple[int, list[int], asyncio.Task[Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        settings = patient(attempt_timeout=100, pause_timeout=DEADLINE, update_timeout=DEADLINE)
-        self.client = InferenceEngineClient(self.engines, **settings)
+        retries = RetryPolicy(attempts=60, wait_initial=0.01, wait_jitter=0.0)
+        timeouts = {"attempt_timeout": 100, "pause_timeout": DEADLINE, "update_timeout": DEADLINE}
+        self.client = InferenceEngineClient(self.engines, retries=retries, **timeouts)
 
     def ask(self, number: int) -> None:
         for seed in range(number):
@@ -76,12 +79,26 @@ class Fleet:
                 assert not self.client.is_paused
                 return
         results = await pausing
-        self.version += 1
-        results += await self.client.load_weights(f"step-{self.version}", weight_version=str(self.version))
+        results += await self.update()
         results += await self.client.resume_generation()
         assert asyncio.get_running_loop().time() - begun < 6 * DEADLINE
         assert all(isinstance(each, EngineResult) for each in results)
         assert [each.name for each in results] == [engine.name for engine in self.engines] * 3
+
+    async def update(self, cancelled_at: int | None = None) -> list[EngineResult]:
+        """Update the weights, or give it up after some turns: then engines have them before they get requests."""
+        self.updates += 1
+        call = self.client.load_weights(f"step-{self.updates}", weight_version=str(self.updates))
+        updating = asyncio.create_task(call)
+        if cancelled_at is None:
+            results, self.version = await updating, self.updates
+            return results
+        for _ in range(1 + cancelled_at):
+            await asyncio.sleep(0)
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        self.version = int(self.client._pool.version or self.version)  # it may not have begun
+        return []
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,19 @@ events = st.lists(
     st.builds(
         Event,
         st.sampled_from(
-            ["hang", "hang", "free", "die", "come back", "step", "step", "cancel", "ask", "wait"]
+            [
+                "hang",
+                "hang",
+                "free",
+                "die",
+                "come back",
+                "step",
+                "step",
+                "cancel",
+                "cancel update",
+                "ask",
+                "wait",
+            ]
         ),
         st.integers(1, 2),
         st.sampled_from(["abort", "keep", "wait"]),
@@ -123,6 +152,8 @@ async def happen(fleet: Fleet, event: Event) -> None:
         await fleet.step(event.mode, None)
     elif event.kind == "cancel":
         await fleet.step(event.mode, event.moment)
+    elif event.kind == "cancel update":
+        await fleet.update(event.moment)
     elif event.kind == "ask":
         fleet.ask(event.moment)
     await asyncio.sleep(event.seconds)

@@ -211,6 +211,20 @@ async def test_work_that_waits_for_another_clients_pause_can_be_ended():
 
 
 @on_fake_clock
+async def test_work_leaves_a_paused_engine_that_goes_down():
+    paused, well = AbortsWhilePaused("stalling"), ScriptedEngine("good")
+    await paused.pause_generation("abort")
+    client = InferenceEngineClient([paused, well])
+    work = asyncio.create_task(client.generate(batch([[1, 2]]) | {"session_ids": [session_at("stalling")]}))
+    await asyncio.sleep(100)
+    assert not work.done()
+    client._pool.take_down(client.replicas[0], "it was lost")
+    paused.alive = False
+    assert (await work)["response_ids"] == wholes([[1, 2]])
+    await client.teardown()
+
+
+@on_fake_clock
 async def test_a_dead_engine_is_ejected_and_comes_back():
     case = setup(count=2)
     prompts = [[2, n] for n in range(2, 12)]

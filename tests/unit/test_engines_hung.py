@@ -322,6 +322,40 @@ async def test_a_cancelled_pause_returns_at_once_and_every_server_is_resumed(hou
     await client.resume_generation()
 
 
+@pytest.mark.parametrize("call", ["load", "sleep", "wake", "reset"])
+@in_house
+async def test_servers_make_up_for_a_call_that_was_cancelled(house, call):
+    """Which of them had obeyed is not known."""
+    hung, *good = house.servers
+    client = house.client(pause_timeout=3600, update_timeout=3600)
+    hung.is_hung = True
+    calling = asyncio.create_task(CALLS[call](client))
+    path = {
+        "load": "/update_weight_version",
+        "sleep": "/sleep",
+        "wake": "/wake_up",
+        "reset": "/reset_prefix_cache",
+    }
+    await until(lambda: all(path[call] in server.paths for server in good))
+    begun = now()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert now() - begun < 3
+    for server in house.servers:
+        del server.paths[:]
+    responses = await ask_all(client)
+    for server in good:
+        assert GENERATE not in server.paths[: server.paths.index(path[call])]
+    hung.is_hung = False
+    await until(lambda: client.replicas[0].down is None)
+    responses += await ask_all(client)
+    assert GENERATE not in hung.paths[: hung.paths.index(path[call])]
+    assert {response.weight_versions[0].version for response in responses} == {
+        "v1" if call == "load" else "v0"
+    }
+
+
 @in_house
 async def test_a_cancelled_resumption_can_be_repeated(house):
     hung, *good = house.servers
