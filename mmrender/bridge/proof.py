@@ -37,8 +37,10 @@ from mmrender.template.text import plain
 _COMBINATIONS = 24
 """Number of histories that differ in several respects at once. Any two respects meet in a quarter of them."""
 _SHARE = 0.5
-_MEDIA_PROBES: tuple[MediaCounts, ...] = (*ONE_EACH, tuple(2 * count for count in ONE_EACH[0]))
-"""One medium of each modality, and two images."""
+_MEDIA_PROBES: tuple[MediaCounts, ...] = tuple(
+    tuple(number * count for count in counts) for counts in ONE_EACH for number in (1, 2)
+)
+"""One and two media of each modality."""
 
 NeedKind: TypeAlias = Literal[
     "other stop", "token in prompt", "token in turn", "no content", "roles", "reasoning", "other opening"

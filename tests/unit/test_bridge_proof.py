@@ -1,7 +1,9 @@
 """Templates that look back: each gives no bridge, with a reason that names what it looks at."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -267,6 +269,31 @@ def test_numbering_of_images_is_known_from_the_sidecar(tiny_model, sentence):
     assert "Picture 3: " in bridge.text
     assert renderer.bridge_to_next_turn(prompt.token_ids, completion, extension) is None
     assert renderer.why_not_bridged == sentence
+
+
+@pytest.mark.parametrize(
+    ("modality", "source"),
+    [("image", Image.new("RGB", (64, 64))), ("video", np.zeros((2, 64, 64, 3), np.uint8))],
+)
+def test_a_template_that_looks_at_several_media_counts_them(tiny_model, modality, source):
+    at = "{% if p.type == '@' %}{% set n.seen = n.seen + 1 %}<|vision_start|><|@_pad|><|vision_end|>".replace(
+        "@", modality
+    )
+    several = "{% set n = namespace(seen=0) %}" + template(
+        head=IF_USER.replace("@", "{{ '!' if n.seen > 1 }}")
+    )
+    renderer = load(tiny_model, re.sub(r"{% if p.type.*?end\|>", lambda _: at, several))
+    part = {"type": modality, modality: source}
+    for count in (1, 2, 3):
+        messages = [{"role": "user", "content": [part] * count}]
+        prompt = renderer.render(messages, add_generation_prompt=True)
+        completion = renderer.tokenizer.encode("Hello.<|im_end|>")
+        bridge = renderer.bridge_to_next_turn(
+            prompt.token_ids, completion, USER, previous_multi_modal_data=prompt.multi_modal_data
+        )
+        full = renderer.render_ids([*messages, HELLO, *USER], add_generation_prompt=True)
+        assert bridge is not None, renderer.why_not_bridged
+        assert bridge.token_ids == full
 
 
 def test_history_policy(tiny_model, sentence):
