@@ -356,11 +356,11 @@ class Fleet:
         return halted
 
     async def release_held(self) -> None:
-        """Wait until the engines of a pause that was given up are resumed, or lost."""
+        """Wait until the engines of a call that was given up serve again, no longer than for a short call."""
         self.enter()
         held = [each for each in self.replicas if each.down is not None and not each.lost]
-        if self.state == "open":
-            await asyncio.gather(*map(self.look_at, held))
+        if held and self.state in ("open", "paused"):
+            await asyncio.wait(map(self.begin_look, held), timeout=self.timeouts.pause)
 
     def watch_all(self) -> None:
         """Look at all engines that are down, now and from now on."""
@@ -405,7 +405,8 @@ class Fleet:
         except Exception as error:  # noqa: BLE001 - an engine may be the user's
             self.take_down(replica, str(error) or type(error).__name__)
             return False
-        if replica.down is not None and self.state == "open" and not (replica.stale or replica.owed):
+        is_open = self.state == "open" or (self.state == "paused" and replica.halted)
+        if replica.down is not None and is_open and not (replica.stale or replica.owed):
             _log.info("engine %s is back", replica.name)
             replica.down, replica.lost = None, False
         return replica.down is None

@@ -65,8 +65,10 @@ class Fleet:
             task = asyncio.create_task(self.client.complete(new_request(prompt, {"max_tokens": 12})))
             self.asked.append((self.version, prompt, task))
 
-    async def step(self, mode: Any, cancelled_at: int | None) -> None:
-        """Pause, update and resume; or cancel the pause after some turns of the event loop."""
+    async def step(
+        self, mode: Any, cancelled_at: int | None = None, update_cancelled_at: int | None = None
+    ) -> None:
+        """Pause, update and resume; or cancel the pause, or a first update, after some turns of the event loop."""
         begun = asyncio.get_running_loop().time()
         pausing = asyncio.create_task(self.client.pause_generation(mode))
         if cancelled_at is not None:
@@ -79,6 +81,8 @@ class Fleet:
                 assert not self.client.is_paused
                 return
         results = await pausing
+        if update_cancelled_at is not None:
+            await self.update(update_cancelled_at)
         results += await self.update()
         results += await self.client.resume_generation()
         assert asyncio.get_running_loop().time() - begun < 6 * DEADLINE
@@ -149,7 +153,9 @@ async def happen(fleet: Fleet, event: Event) -> None:
     elif event.kind == "come back" and not engine.alive:
         engine.alive, engine.version, engine.paused = True, "0", None  # from its first weights
     elif event.kind == "step":
-        await fleet.step(event.mode, None)
+        await fleet.step(event.mode)
+    elif event.kind == "step, update again":
+        await fleet.step(event.mode, None, event.moment)
     elif event.kind == "cancel":
         await fleet.step(event.mode, event.moment)
     elif event.kind == "cancel update":

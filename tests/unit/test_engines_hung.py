@@ -357,6 +357,26 @@ async def test_servers_make_up_for_a_call_that_was_cancelled(house, call):
 
 
 @in_house
+async def test_an_update_that_was_cancelled_amid_a_pause_can_be_repeated(house):
+    hung, *good = house.servers
+    client = house.client(pause_timeout=30, update_timeout=3600)
+    await client.pause_generation("abort")
+    hung.is_hung = True
+    updating = asyncio.create_task(client.load_weights("/step-1", weight_version="v1"))
+    await until(lambda: all(server.version == "v1" for server in good))
+    updating.cancel()
+    await asyncio.gather(updating, return_exceptions=True)
+    results = await client.load_weights("/step-2", weight_version="v2")
+    assert outcomes(results) == ["failed", "ok", "ok"]
+    assert outcomes(await client.resume_generation()) == ["failed", "ok", "ok"]
+    assert not any(server.is_paused for server in good)
+    await ask_all(client)
+    hung.is_hung = False
+    await until(lambda: client.replicas[0].down is None)
+    assert (hung.version, hung.is_paused) == ("v2", False)
+
+
+@in_house
 async def test_a_cancelled_resumption_can_be_repeated(house):
     hung, *good = house.servers
     client = house.client(pause_timeout=3600)
