@@ -104,7 +104,10 @@ class Bridge:
             stop = len(prompt) + len(completion)
             spans.append(TokenSpan(len(prompt), stop, -1, "completion", True))
         # Messages of the skeleton do not count.
-        spans += [span._replace(message=max(span.message - first, -1)) for span in encoded.spans]
+        spans += [
+            TokenSpan(start, stop, max(message - first, -1), kind, False)
+            for start, stop, message, kind, _ in encoded.spans
+        ]
         return self._rendering.rendered(request, layout.text, encoded.ids, sidecar, spans=tuple(spans))
 
     def _require_extension(
