@@ -57,7 +57,7 @@ from mmrender.trajectory.step import step_sample  # noqa: E402
 
 GROUP, TURNS, SHARED_IMAGES = 8, 16, 4
 IN_A_ROW = 4
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 128 << 20
 PLAIN_IPC, PLAIN_TCP = "plain form over ZeroMQ, ipc", "plain form over ZeroMQ, tcp"
 TRANSPORTS = {
     "ours over Unix socket": "unix",

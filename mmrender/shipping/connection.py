@@ -218,10 +218,14 @@ class Connection(asyncio.BufferedProtocol):
         # Writers wait for an empty buffer. With TLS a limit of 0 would never be reached.
         transport.set_write_buffer_limits(int(transport.get_extra_info("ssl_object") is not None), 0)
         sock: socket.socket = transport.get_extra_info("socket")
-        size = _LOCAL_SOCKET_BYTES if sock.family == socket.AF_UNIX else _SOCKET_BYTES
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        is_local = sock.family == socket.AF_UNIX
+        size = _LOCAL_SOCKET_BYTES if is_local else _SOCKET_BYTES
+        options = [(socket.SOL_SOCKET, socket.SO_SNDBUF, size), (socket.SOL_SOCKET, socket.SO_RCVBUF, size)]
+        # An answer must not wait for the other side to confirm the one before.
+        options += [] if is_local else [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
+        for level, option, value in options:
             with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, option, size)
+                sock.setsockopt(level, option, value)
         self._tick()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -356,6 +356,8 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             return None
         counts = self._count() if self._wait else self._counts
         counts = {file: max(count, place.counts.get(file, 0)) for file, count in counts.items()}
+        if counts == place.counts:
+            return None
         done = place.done | place.counts
         later = replace(place, counts=counts, done=done, position=0, item=0, follows=self._wait > 0)
         return later if rest.elements(later) else None

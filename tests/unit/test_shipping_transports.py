@@ -74,6 +74,16 @@ async def test_values_arrive_whole_and_in_order(pair):
     assert (await leftovers()) == []
 
 
+async def test_small_answers_do_not_wait_in_the_system(tmp_path):
+    """Else an answer waits 40 ms for the other side to confirm the one before."""
+    pair = Pair("tcp", tmp_path)
+    async with pair.receiver() as receiver, pair.sender(receiver) as sender:
+        (session,) = receiver._sessions
+        for connection in (session.connection, sender._connection):
+            sock = connection._transport.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_large_arrays_are_read_only_views_of_aligned_memory(pair):
     async with pair.receiver() as receiver, pair.sender(receiver) as sender:
         sent = np.arange(3_000_000, dtype=np.float32)
