@@ -259,12 +259,9 @@ class Rendering:
         if is_probe or not parts:
             return [None] * len(parts)
         videos = [entry.path for entry in parts if entry.part.modality == "video"]
-        hashes = earlier.mm_hashes
-        items = self.media.resolve(
-            parts, earlier_images=len(hashes.get("image", ())), earlier_videos=len(hashes.get("video", ()))
-        )
+        items = self.media.resolve(parts, earlier=earlier.mm_hashes)
         processor = self.media.processor.videos
-        many = videos and len(videos) + len(hashes.get("video", ())) > 1
+        many = videos and len(videos) + len(earlier.mm_hashes.get("video", ())) > 1
         if many and processor is not None and not processor.takes_several:
             raise MediaError(
                 "the model's processor takes one video in a prompt",

@@ -6,7 +6,7 @@ with known pixels is decoded and not processed.
 """
 
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -141,23 +141,22 @@ class MediaResolver:
             raise
 
     def resolve(
-        self, media: Sequence[RequestMedia], *, earlier_images: int = 0, earlier_videos: int = 0
+        self, media: Sequence[RequestMedia], *, earlier: Mapping[str, Sequence[str]] | None = None
     ) -> list[MediaItem]:
         """Return one item per media part, in order. Equal sources have the same item.
 
         Args:
             media: The parts.
-            earlier_images: Number of images of the conversation that `media` leaves out.
-            earlier_videos: Number of videos of the conversation that `media` leaves out.
+            earlier: Media of the conversation that `media` leaves out, as a sidecar's `mm_hashes`.
 
         Raises:
             MessageError: A part has no source; `where` is the part's path.
             MediaError: A part cannot be loaded or processed.
             ProcessorError: The model does not support this kind of medium.
         """
-        count = len(media) + earlier_images + earlier_videos
-        self.policy.check("max_items", count, where="messages")
-        num_images = earlier_images + sum(entry.part.modality == "image" for entry in media)
+        earlier = earlier or {}
+        self.policy.check("max_items", len(media) + sum(map(len, earlier.values())), where="messages")
+        num_images = len(earlier.get("image", ())) + sum(entry.part.modality == "image" for entry in media)
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:

@@ -126,7 +126,7 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns():
     given = parts(*[png((index, 0, 0)) for index in range(3)])
     assert len(images.resolve(given)) == 3
     with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 3, got 4"):
-        images.resolve(given[:1], earlier_images=1, earlier_videos=2)
+        images.resolve(given[:1], earlier={"image": ["1"], "video": ["2", "3"]})
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
@@ -135,7 +135,7 @@ def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
     alone = made.resolve(parts(png()))[0]
     together = made.resolve(parts(png(), png((5, 5, 5))))[0]
     assert alone.identity != together.identity
-    assert made.resolve(parts(png()), earlier_images=1)[0] is together
+    assert made.resolve(parts(png()), earlier={"image": ["1"]})[0] is together
 
 
 def test_fingerprints_see_all_that_pixels_are_made_of():
