@@ -359,12 +359,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         """
         pool = self._pool
         pool.enter()
-        is_foreign = pool.state == "open"
-        if is_foreign:
-            for each, report in (await pool.tell(pool.healthy(), "reports_pause")).items():
-                each.halted |= report.value is True
-            is_foreign = any(each.halted for each in pool.healthy())
-        if not is_foreign:
+        if pool.state != "open" or not await pool.adopt_pause():
             pool.move("paused", "resuming", "the client is not paused")
         try:
             halted = [each for each in pool.healthy() if each.halted]
@@ -373,16 +368,16 @@ class InferenceEngineClient(InferenceEngineInterface):
             if pool.state == "resuming":
                 pool.move("resuming", "paused")
             raise
+        errors = []
         for replica, result in results.items():
             if result.error is not None:
+                errors.append(result.error)
                 pool.take_down(replica, f"it did not resume: {result.error}")
-        if not is_foreign:
+        if pool.state == "resuming":
             pool.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
-        everyone = {each: EngineResult(each.name) for each in pool.replicas} | pool.absent() | results
         if not pool.healthy():
-            errors = [result.error for result in results.values() if result.error is not None]
             raise pool.unavailable() from (errors[0] if errors else None)
-        return self._listed(everyone)
+        return self._listed(pool.presence() | results)
 
     async def reports_pause(self) -> bool | None:
         """Return whether this client or an engine of it is paused, or None if an engine does not say."""
@@ -394,7 +389,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         pool.enter()
         pool.aborts += 1
         pool.changed.notify_all()
-        results = {each: EngineResult(each.name) for each in pool.replicas} | pool.absent()
+        results = pool.presence()
         return self._listed(results | await pool.end_calls(pool.timeouts.pause, look=0.0))
 
     async def check_health(self) -> list[EngineResult]:
@@ -409,7 +404,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         await asyncio.wait(map(pool.begin_look, pool.everyone), timeout=2 * HEALTH_TIMEOUT)
         if all(each.down is not None for each in pool.targets):
             raise pool.unavailable()
-        return self._listed({each: EngineResult(each.name) for each in pool.replicas} | pool.absent())
+        return self._listed(pool.presence())
 
     async def teardown(self, *, wait: float = 0.0) -> None:
         """Take no more work, let requests run for `wait` more seconds, end them, and close the engines."""

@@ -38,6 +38,8 @@ HEALTH_TIMEOUT: Final = 5.0
 """Seconds that an engine may take to answer for its health, its limit or a pause."""
 _FIRST_LOOK, _MAX_LOOK = 1.0, 15.0
 """Seconds before the first look at an engine that is down, doubled for each further one, and the maximum."""
+_PEERS: Final = 5
+"""Engines whose weights are compared with the weights of one that comes back."""
 _LONG: Final = frozenset(
     {"sleep", "wake_up", "load_weights", "update_named_weights", "init_weight_update_communicator"}
 )
@@ -210,6 +212,10 @@ class Fleet:
     def absent(self) -> Results:
         """Return the results of engines that get no calls."""
         return {each: _absence(each) for each in self.replicas if each.down is not None}
+
+    def presence(self) -> Results:
+        """Return results that say which engines serve."""
+        return {each: EngineResult(each.name) for each in self.replicas} | self.absent()
 
     def settle(self, results: Results, call: Control, arguments: dict[str, Any]) -> Results:
         """Take engines down that failed a call by a fault of their own.
@@ -442,15 +448,15 @@ class Fleet:
         return result.value
 
     async def _has_other_weights(self, replica: Replica) -> bool:
-        """Whether an engine has other weights than the last update's, or, without one, than another engine.
+        """Whether an engine has other weights than the last update's, or, without one, than most others.
 
         Raises:
             EngineStateError: It has, and the update cannot be repeated.
         """
-        peers = [] if self.loaded is not None or self.version is not None else self.healthy()[:1]
+        peers = [] if self.loaded is not None or self.version is not None else self.healthy()[:_PEERS]
         results = await self.tell([replica, *peers], "weight_version", within=HEALTH_TIMEOUT)
         version, *others = (result.value for result in results.values())
-        expected = next(iter(others), None) if peers else self.version
+        expected = Counter(others).most_common(1)[0][0] if others else self.version
         if self.loaded is not None:
             return version is None or version != expected
         if None not in (version, expected) and version != expected:
@@ -466,6 +472,13 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- pauses of other clients ---
+
+    async def adopt_pause(self) -> bool:
+        """Take over the pauses that engines report, such as of a client that is gone. Whether one does."""
+        reports = await self.tell(self.healthy(), "reports_pause", within=HEALTH_TIMEOUT)
+        for replica, report in reports.items():
+            replica.halted |= report.value is True
+        return any(each.halted for each in self.healthy())
 
     async def reports_pause(self, replica: Replica | None = None) -> bool | None:
         """Return whether any client has paused an engine, or None if no pause is known and one does not say.
