@@ -42,6 +42,7 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
+from mmrender.trajectory.delivery import MAX_NUMBER
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
 VERSION: Final = 5
@@ -57,8 +58,8 @@ LONG_BYTES: Final = 64 << 10
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Nonce = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Key = Annotated[bytes, Meta(min_length=1, max_length=DEFAULT_LIMITS.max_key_bytes)]
-Number = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Positive = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
+Positive = Annotated[int, Meta(ge=1, lt=MAX_NUMBER)]
 Text = Annotated[str, Meta(max_length=1000)]
 
 

@@ -3,6 +3,8 @@
 import re
 from typing import Final, NamedTuple
 
+MAX_NUMBER: Final = 1 << 62
+"""Bound on sequence numbers, which are below it."""
 _FORM: Final = re.compile(r"([0-9a-f]{32}):([1-9][0-9]{0,18})")
 
 
@@ -24,4 +26,4 @@ class DeliveryId(NamedTuple):
     def parse(cls, text: str) -> "DeliveryId | None":
         """Return the identity that a text names, or None if it has another form."""
         match = _FORM.fullmatch(text)
-        return None if match is None else cls(match[1], int(match[2]))
+        return None if match is None or int(match[2]) >= MAX_NUMBER else cls(match[1], int(match[2]))

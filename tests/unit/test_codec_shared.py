@@ -11,6 +11,7 @@ from codec_values import identical
 from kit import error_of
 from mmcodecs.errors import DecodeError, EncodeError
 from mmcodecs.shared import Shared
+from mmcodecs.wire import encode_keyed_frames
 
 PIXELS = np.arange(1000, dtype=np.float32)
 OTHER = np.arange(2000, dtype=np.float32)
@@ -116,3 +117,14 @@ def test_an_error_leaves_the_table_as_it_was() -> None:
     with pytest.raises(EncodeError):
         encoder.encode([Shared(OTHER, b"other"), object()])
     assert len(encoder.encode_frames([Shared(OTHER, b"other")])) == 2
+
+
+def test_frames_are_written_with_the_keys_of_their_arrays() -> None:
+    one, two, short = np.ones(1000, np.uint8), np.zeros(2000, np.float32), np.zeros(3, np.uint8)
+    value: Any = {"plain": one.copy(), "one": Shared(one, b"1"), "again": Shared(one.copy(), b"1")}
+    value |= {"two": [Shared(two, b"2")], "short": Shared(short, b"3"), "text": "x" * 5000}
+    frames, keys = encode_keyed_frames(value)
+    assert frames == mmcodecs.encode_frames(value)
+    assert [len(frame) for frame in frames[1:]] == [1000, 1000, 8000, 5000]
+    assert keys == [b"", b"", b"1", b"2", b""]
+    assert encode_keyed_frames(1)[1] == [b""]

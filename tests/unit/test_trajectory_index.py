@@ -1,5 +1,6 @@
 """The index beside a file of trajectories: it saves reading, and whatever is wrong with it changes nothing."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from mmcodecs.files import BLOCK, MappedFile
 from mmrender.errors import MissingDependencyError, TrajectoryError
 from mmrender.training import Descriptor, TrajectoryDataset
 from mmrender.trajectory import Trajectory, TrajectoryReader, TrajectoryWriter, save_trajectories
+from mmrender.trajectory.files import received_ids
 from mmrender.trajectory.stores import find_files
 from tree_cases import Call, calls, grown
 
@@ -107,6 +109,98 @@ def test_the_heads_of_records_in_the_index_are_not_read(
     assert touched.bytes[str(path)] == BLOCK  # the newest header
     assert [len(reader.descriptors(number) or []) for number in range(10)] == [1] * 10
     assert touched.bytes[str(path)] == BLOCK
+
+
+SENDERS = ("a" * 32, "0" * 32)
+IDS = st.lists(
+    st.none()
+    | st.sampled_from(
+        ["game-1", "x:1", f"{SENDERS[0]}:0", f"{SENDERS[0]}:01", f"{SENDERS[0]}:{2**62}", "é:7", ""]
+    )
+    | st.builds("{}:{}".format, st.sampled_from(SENDERS), st.integers(1, 2**62 - 1)),
+    max_size=12,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ids=IDS, cut=st.integers(0, 12), indexed=st.integers(0, 12))
+def test_an_index_says_which_ids_records_have(
+    tmp_path_factory: Any, ids: list[str | None], cut: int, indexed: int
+) -> None:
+    """Whatever their form, with an index of all records, of the first ones, or without; while the file grows."""
+    path = tmp_path_factory.mktemp("data") / "run"
+    TrajectoryWriter(path).close()
+    reader = TrajectoryReader(path)
+    assert reader.ids().texts() == []
+    old = index_of(path).read_bytes()
+    for start, stop in ((0, cut), (cut, len(ids))):
+        with TrajectoryWriter(path) as file:
+            for number, id in enumerate(ids[start:stop], start):
+                file.append(grown(PICTURES[0][0], str(number)), id=id)
+                assert TrajectoryReader(path).ids().texts() == ids[: number + 1]
+        old = index_of(path).read_bytes() if stop <= indexed else old
+        reader.refresh()
+        assert reader.ids().texts() == ids[:stop]
+    parts = [id.split(":") for id in ids if id is not None and re.fullmatch(r"[0-9a-f]{32}:[1-9]\d*", id)]
+    numbers = [(sender, int(number)) for sender, number in parts if int(number) < 2**62]
+    last = {sender: max(number for each, number in numbers if each == sender) for sender, _ in numbers}
+    index_of(path).write_bytes(old)
+    assert TrajectoryReader(path).ids().texts() == ids
+    assert received_ids(path) == [id for id in ids if id is not None]
+    assert TrajectoryReader(path).ids().last_numbers() == last
+    index_of(path).unlink()
+    assert TrajectoryReader(path).ids().texts() == ids
+
+
+def test_ids_of_a_file_that_was_replaced_are_its_own(tmp_path: Path) -> None:
+    for name, ids in (("run", "abc"), ("other", "xyz")):
+        with TrajectoryWriter(tmp_path / name) as file:
+            for number, id in enumerate(ids):
+                file.append(grown(PICTURES[0][0], f"{id}{number}"), id=id)
+    reader = TrajectoryReader(tmp_path / "run")
+    assert reader.ids().texts() == [*"abc"]
+    for suffix in ("", ".index"):
+        (tmp_path / f"other{suffix}").replace(tmp_path / f"run{suffix}")
+    assert TrajectoryReader(tmp_path / "run").ids().texts() == [*"xyz"]
+
+
+def test_the_newest_record_has_no_id_until_its_head_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with TrajectoryWriter(path) as file:
+        for number in range(3):
+            file.append(grown(PICTURES[0][0], str(number)), id=f"id-{number}")
+    blocks = [TrajectoryReader(path).block(number) for number in range(3)]
+    whole = path.read_bytes()
+    index_of(path).unlink()
+
+    def with_hole(number: int) -> TrajectoryReader:
+        start = blocks[number].start
+        path.write_bytes(whole[:start] + bytes(200) + whole[start + 200 :])
+        return TrajectoryReader(path, tail=False)
+
+    assert with_hole(1).ids().texts() == ["id-0", None, "id-2"]
+    reader = with_hole(2)
+    assert (len(reader), reader.ids().texts()) == (3, ["id-0", "id-1"])
+    path.write_bytes(whole)
+    reader.refresh()
+    assert reader.ids().texts() == ["id-0", "id-1", "id-2"]
+
+
+def test_copies_in_two_files_are_left_out_without_a_look_at_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, numbers in (("a", range(1, 9)), ("b", range(5, 13))):
+        with TrajectoryWriter(tmp_path / name) as file:
+            for number in numbers:
+                file.append(grown(PICTURES[0][0], str(number)), id=f"{SENDERS[0]}:{number}")
+    touched = Touched(monkeypatch)
+    dataset = TrajectoryDataset(tmp_path)
+    step = dataset.describe()
+    taken = [(one.file[-1], one.record) for one in step]
+    assert taken == [("a", record) for record in range(8)] + [("b", record) for record in range(4, 8)]
+    size = (tmp_path / "b").stat().st_size
+    assert touched.bytes[str(tmp_path / "b")] < size / 4  # the newest record, to see that it is whole
+    assert len(dataset.load(step, range(12))) == 12
 
 
 def same_records(path: Path, expected: list[list[Trajectory]]) -> bool:
