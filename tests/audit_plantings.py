@@ -141,6 +141,8 @@ def main() -> None:
             for one in getattr(module, options.table.upper())
             if not options.only or one.name in options.only
         ]
+        number, count = map(int, options.part.split("/"))
+        plantings = plantings[number - 1 :: count]
         modes = (options.mode,) if options.mode else ("one", "all")
         everything = []
         for tolerance in options.tolerance:

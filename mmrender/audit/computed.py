@@ -22,6 +22,7 @@ Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
 VISION: Final = "vision"
 LANGUAGE: Final = "language model"
+_MAX_FITTED: Final = 4
 _MAX_GROUPS: Final = 48
 """Parts of the model in which other weights are tried."""
 
@@ -93,7 +94,7 @@ def _moved(
     """Yield positions that are higher or lower from somewhere on."""
     length = len(case.sample)
     # Padding between prompt and completion may be counted: by any number.
-    for by in (1, -1, 2, -2, *range(3, 17), 32, 64):
+    for by in (*(sign * by for by in range(1, 25) for sign in (1, -1)), 32, 64):
         moved = lambda own, _, by=by: own.add_(by)  # noqa: E731
         shift = f"positions shifted by {by:+d} ({abs(by)} {'higher' if by > 0 else 'lower'})"
         for parts, which in scopes(case):
@@ -407,17 +408,20 @@ def attention(case: Case) -> Iterator[Trial]:
     near = None if own is None else distance < own
     blocks = causal.clone()
     for span in spans:
-        blocks[span.start : span.stop, span.start : span.stop] = True
+        own_tokens = span.start + torch.from_numpy(np.flatnonzero(span.range.is_embed))
+        blocks[own_tokens[:, None], own_tokens] = True
     if spans:
         yield trial("images saw themselves in both directions", blocks, spans[0].start, near)
         yield trial("images saw themselves only backwards (causal)", causal, spans[0].start, near)
     yield trial("tokens attended in both directions", torch.ones_like(causal), 0, near)
+    base = blocks if spans and case.trainer.family.image_blocks else causal
     if near is not None:
-        yield trial("tokens attended without a window", causal)
-        yield trial("tokens attended to the window in all layers", causal & near)
-    for window in dict.fromkeys(2**power for power in range(3, 16)):
+        yield trial("tokens attended without a window, which was ignored", base)
+        yield trial("tokens attended to the window in all layers", base & near)
+    beside = [] if own is None else [own + 1, own - 1]  # whether a window counts its own token
+    for window in dict.fromkeys([*beside, *(2**power for power in range(3, 16))]):
         if window < length:
-            yield trial(f"tokens attended to the last {window} only", causal & (distance < window))
+            yield trial(f"tokens attended to the last {window} only", base & (distance < window))
 
 
 @contextmanager
@@ -492,7 +496,11 @@ def part_dtype(case: Case) -> Iterator[Trial]:
     towers = [module for name, module in parts_of(model).items() if name.startswith(VISION)]
     # Of several in a row, the last one produces the features.
     features = {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}
-    for name, dtype in {**others, "float8_e4m3fn": torch.float8_e4m3fn}.items():
+    for name, dtype in {
+        **others,
+        "float8_e4m3fn": torch.float8_e4m3fn,
+        "float8_e5m2": torch.float8_e5m2,
+    }.items():
         for part, modules in features.items():
             change = _change(_giving, modules, partial(_through, dtype))
             text = f"the sampler's {part} were rounded to {name}"
@@ -587,6 +595,53 @@ def left_out(case: Case) -> Iterator[Trial]:
             yield Trial(text, model=_change(replaced, biases), since=_since(case, part))
 
 
+def settings(case: Case) -> Iterator[Trial]:
+    """Yield the model with other settings of its configuration."""
+    from transformers.activations import ACT2FN
+
+    model = case.trainer.model
+    for part, root in parts_of(model).items():
+        since = _since(case, part)
+        for kind in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu", "relu"):
+            places = [
+                (one, name, ACT2FN[kind])
+                for one in root.modules()
+                for name in ("act_fn", "activation_fn")
+                if hasattr(one, name)
+            ]
+            text = f"the sampler's activation function (hidden_act) was {kind} in its {part}"
+            yield from [Trial(text, model=_change(replaced, places), since=since)] if places else ()
+        norms: dict[str, list[Any]] = {}
+        for name, one in root.named_modules():
+            own = [*one.parameters()]
+            if own and all(value.ndim == 1 for value in own) and not [*one.children()]:
+                norms.setdefault(name.rpartition(".")[2], []).append(one)
+        for name, several in norms.items():
+            text = f"the sampler did not normalise in {name} of its {part}"
+            yield Trial(text, model=_change(_passing, several), since=since)
+    for one in model.modules():
+        if isinstance(indexes := getattr(one, "fullatt_block_indexes", None), list):
+            for kind, blocks in {"no windows": range(999), "windows in all layers": range(0)}.items():
+                places = [(one, "fullatt_block_indexes", blocks)]
+                change, since = _change(replaced, places), _since(case, VISION)
+                text = f"the sampler's vision had {kind} of attention, not windows but in layers {indexes}"
+                yield Trial(text, model=change, since=since)
+        if getattr(one, "scalar_embed_scale", 1.0) != 1.0:
+            places = [(one, "embed_scale", one.embed_scale * 0 + 1)]
+            yield Trial("the sampler's embeddings were not scaled", model=_change(replaced, places))
+
+
+@contextmanager
+def _passing(modules: Iterable[Any]) -> Iterator[None]:
+    """Let modules return their input, within the block."""
+    hooks = [module.register_forward_hook(lambda _, args, output: args[0]) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _zeros(value: Any) -> Any:
     import torch
 
@@ -669,6 +724,17 @@ def other_weights(case: Case) -> Iterator[Trial]:
             yield trial(f"{text} in {part}", {key: changed[key] for key in keys})
             rest = {key: value for key, value in changed.items() if key not in keys}
             yield trial(f"{text} everywhere but in {part}", rest)
+        steps = {key: value.to(named[key]) - named[key] for key, value in changed.items()}
+        scopes_of = {"all parts": {*changed}, **dict(list(_groups(changed).items())[:_MAX_FITTED])}
+        for part, keys in scopes_of.items() if changed else ():
+            text = f"times as much as those of {name} do in {part}: they are of another step"
+            some = {key: steps[key] for key in keys}
+
+            def moved(factor: float, text: str = text, some: Mapping[str, Any] = some) -> Trial:
+                towards = {key: named[key] + factor * step for key, step in some.items()}
+                return trial(f"the sampler's weights differed {factor:.3g} {text}", towards)
+
+            yield from _fitted(case, moved, 0.1, 10)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if (
         head is not None
@@ -773,6 +839,7 @@ TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "dtype of a part": part_dtype,
     "quantised weights": quantised,
     "left out": left_out,
+    "settings": settings,
     "weights": other_weights,
     "stale prefix": stale_prefix,
 }

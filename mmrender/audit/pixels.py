@@ -351,6 +351,12 @@ def _squared(image: Image.Image, level: int | None) -> Image.Image:
     return out
 
 
+def _without_second_frame(pixels: Array, _: tuple[int, ...], layout: PatchLayout) -> Array:
+    frames = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
+    frames[:, :, 1:] = 0
+    return frames
+
+
 def _transposed(image: Image.Image, turn: str) -> Image.Image:
     return image.transpose(Image.Transpose[turn])
 
@@ -398,6 +404,7 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
     "channels": {
         "colours read as BGR": _channels(lambda own: own[:, ::-1]),
+        "inverted colours": _channels(lambda own: -own),
         "no colours, only grey,": _images(lambda image: image.convert("L")),
         "no colours after resizing, only grey,": _planes(_grey),
     },
@@ -421,6 +428,7 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
     "blank image": {
         "zeros in place of pixels (blank)": _values(lambda own, _: np.zeros_like(own)),
+        "zeros in the second frame of each patch": _patches(_without_second_frame),
         "black": _normalised(_level(0.0)),
         "white": _normalised(_level(1.0)),
     },

@@ -21,10 +21,12 @@ _CERTAIN: Final = -1e-6
 _REMARKABLE: Final = 50
 """Integers from here on are no log-probabilities of sampled tokens."""
 _MAX_LATE: Final = 8
+_MAX_KEPT: Final = 64
+"""Tokens of a cut distribution, of more of which some set fits any number."""
 _TELLING: Final = 8
 """Tokens whose probabilities may show one set of allowed tokens."""
-_LIKE: Final = 0.8
-"""Correlation of probabilities that chance makes once in a hundred times."""
+_LIKE: Final = 0.6
+"""Correlation of probabilities that chance makes once in thirty times."""
 
 
 class View(NamedTuple):
@@ -190,6 +192,11 @@ def _late(view: View) -> Iterator[Recorded]:
 def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
     case = view.case
+    runs = [(case.compared.positions >= a) & (case.compared.positions < b) for a, b in case.runs]
+    for by in range(1, len(runs)):
+        others = np.concatenate([case.compared.trainer[run] for run in [*runs[by:], *runs[:by]]])
+        text = f"the log-probabilities of completions are in another order, from completion {by} on, in {{}}"
+        yield Recorded(text, others[view.rows])
     for peer in [case.compared, *case.peers]:
         name = peer.sample.sample_id or "another sample"
         of = "" if peer is case.compared else f" of {name}"
@@ -298,6 +305,8 @@ def _truncated(view: View) -> Iterator[Recorded]:
             rule = f"top_p between {float(before.max()):.4g} and {float(kept.min()):.4g}"
         elif float(after.max()) <= float(last.min()):
             rule = f"min_p between {float(after.max()):.4g} and {float(last.min()):.4g}"
+        elif int(size.max()) < _MAX_KEPT:
+            rule = f"several of top_k (up to {int(size.max()) + 1}), top_p and min_p"
         else:
             continue
         at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
@@ -309,6 +318,17 @@ def _other_support(view: View) -> Iterator[Recorded]:
     if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
         return
     own, probabilities = view.of(view.logits), view.logits.softmax(-1).cpu().numpy()
+    config = view.case.trainer.model.config
+    media = [
+        value
+        for name, value in vars(config).items()
+        if name.endswith(("_token_id", "_token_index")) and name[:3] not in ("bos", "eos", "pad")
+        if isinstance(value, int) and 0 <= value < probabilities.shape[1]
+    ]
+    if media:
+        kept = (1 - probabilities[:, sorted({*media})].sum(1)).clip(1e-12)
+        text = "the tokens of media were forbidden (logit_bias, bad_words) and could not be sampled in {}"
+        yield Recorded(text, (own - np.log(kept)).astype(np.float32))
     share = np.exp(own - view.sampler)  # the sampler's divisor as a share of the trainer's
     masses = probabilities.cumsum(-1)
     size = int(np.abs(np.log(masses) - np.log(share)[:, None]).max(0).argmin()) + 1

@@ -162,14 +162,12 @@ def _around_images(case: Case) -> Iterator[Trial]:
                         edits: list[Edit] = [(a, b, []) for a, b in chosen]
                         what = f"lacked {which}, {text}, when it sampled completion {last}"
                         yield _prompt_trial(case, what, edits, since)
-    for side, text in ((-1, "before"), (1, "after")):
+    for sides, text in (((-1,), "token before"), ((1,), "token after"), ((-1, 1), "tokens around")):
         for some in [spans, *([span] for span in spans if len(spans) > 1)]:
-            places = [span.start - 1 if side < 0 else span.stop for span in some]
+            places = [span.start - 1 if side < 0 else span.stop for span in some for side in sides]
             if all(0 <= at < len(sample) and not sample.loss_mask[at] for at in places):
                 which = "every image" if len(some) > 1 else described(some[0])
-                yield _prompt_trial(
-                    case, f"lacked the token {text} {which}", [(at, at + 1, []) for at in places]
-                )
+                yield _prompt_trial(case, f"lacked the {text} {which}", [(at, at + 1, []) for at in places])
 
 
 def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> Iterator[Trial]:
@@ -215,6 +213,11 @@ def _texts(case: Case) -> Iterator[Trial]:
             edits: list[Edit] = [(at - count, at, []) for at in scope]
             if all(at >= count and free[at - count : at].all() for at in scope) and _rising(edits):
                 yield _prompt_trial(case, f"lacked the last {count} token(s) {which}: cut short", edits)
+    blanks = {by_text[text] for text in ("\n", " ", "\n\n") if text in by_text}
+    for token in sorted({*blanks, int(ids[case.runs[0][0] - 1])}):
+        edits = [(at, at, [token]) for at in ends]
+        if edits:
+            yield _prompt_trial(case, f"had token {token} more at the end of each message", edits)
     closing = [max((at for at in ends if at < case.runs[n][0]), default=0) for n in case.departing_runs]
     for count in range(1, 9) if len(closing) > 1 else ():
         edits = [(at - count, at, []) for at in closing]
@@ -376,12 +379,18 @@ def _final_token(case: Case) -> Iterator[Trial]:
     stops = set(_configured(case, "eos_token_id", "pad_token_id"))
     for one in [case.compared, *case.peers[:64]]:
         stops.update(int(one.sample.token_ids[stop - 1]) for _, stop in sampled_runs(one.sample.loss_mask))
+    lasts = [stop - 1 for _, stop in case.runs]
+    for token in sorted(stops) if len(lasts) > 1 else ():
+        ids = case.sample.token_ids.copy()
+        ids[lasts] = token
+        text = f"the last token of each completion is another stop token: the sampler's was {token}"
+        yield Trial(text, replace(case.sample, token_ids=ids), token=lasts[0], since=lasts[0])
     for number in case.departing_runs:
         place = case.runs[number][1] - 1
         for token in _read_off(case, place, sorted(stops)):
             text = (
-                f"the last token of completion {number} is another: the sampler's number is that of token "
-                f"{token}, not of {int(case.sample.token_ids[place])}"
+                f"the last token of completion {number} is another stop token: the sampler's number is that "
+                f"of token {token}, not of {int(case.sample.token_ids[place])}"
             )
             yield Trial(text, with_sampled(case.sample, place, [token]), token=place, since=place)
 
