@@ -753,10 +753,10 @@ def other_weights(case: Case) -> Iterator[Trial]:
         merged = {key: one.detach().clone() for key, one in named.items()}
         with disable():
             base = {key: one.detach().clone() for key, one in named.items()}
-        moved = {key: value - base[key] for key, value in merged.items() if not torch.equal(value, base[key])}
-        for factor in (2.0, 0.5, 4.0, 0.25, 8.0, 16.0) if moved else ():
+        deltas = {key: one - base[key] for key, one in merged.items() if not torch.equal(one, base[key])}
+        for factor in (2.0, 0.5, 4.0, 0.25, 8.0, 16.0) if deltas else ():
             text = f"the sampler's adapter (LoRA) had {factor:g} times its scale"
-            yield trial(text, {key: base[key] + factor * delta for key, delta in moved.items()})
+            yield trial(text, {key: base[key] + factor * delta for key, delta in deltas.items()})
 
 
 def stale_prefix(case: Case) -> Iterator[Trial]:

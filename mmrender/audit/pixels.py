@@ -613,6 +613,10 @@ def _sized(case: Case, item: Any) -> Iterator[tuple[str, MediaItem]]:
                 seen.add(grid)
                 size = sides[1] * item.layout.patch, sides[0] * item.layout.patch
                 yield f"{share:.3g} of the trainer's pixels", _renewed(item, _levels(source, size))
+                small = _shrunk(share**0.5, Image.Resampling.BICUBIC)(source)
+                if small is not None:
+                    text = f"{share:.3g} of the trainer's pixels, of a smaller copy"
+                    yield text, _renewed(item, _levels(small, size))
     canvas = None if source is None else _canvas(case, item, source)
     if source is None or canvas is None or canvas.tile is None:
         return

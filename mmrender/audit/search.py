@@ -29,7 +29,7 @@ _CERTAIN: Final = 12.0
 """Digits beyond which no other row can fit by chance, among the thousand or so trials."""
 _CHANCE: Final = 1.3
 """Digits left after the number of trials is taken off (5 %)."""
-_EXACT: Final = 300.0
+_EXACT: Final = 3000.0
 """Minimum share, inverse, of the differences that such a row explains."""
 _AS_WELL: Final = 3.0
 """Maximum remainder of a rival, as a multiple of the best row's remainder."""
@@ -56,6 +56,8 @@ _NOUNS: Final[dict[Stage, str]] = {
     "sampling": "distribution",
     "recording": "recorded numbers",
 }
+_ORDERING: Final = 4
+"""A random fault in so many runs before the rows, and decides their order."""
 _LIKELIEST: Final = 64
 """Tokens of each distribution that random faults of sampling tell apart."""
 _FIRSTS: Final = 3
@@ -157,11 +159,14 @@ class Search:
         if self.fits:
             return self.named(self.fits)
         firsts: list[_Nearer] = []
+        faults: list[Draw] = []
         fits = self._tried(
             case, [row for row in ROWS if self._before is not None and row.name == self._before.cause], firsts
         )
         if not any(map(self._is_certain, fits)):
-            self._simulate()
+            faults = [*draws(case)]
+            self._simulate(faults[::_ORDERING])
+            self._read_off()
             # The likeliest stage first, and all others if no row of it explains the sample.
             order = [one.stage for one in self._weighed()]
             order += [row.stage for row in ROWS if row.trials is not None]
@@ -175,6 +180,7 @@ class Search:
         likely = [fit for fit in fits if self._beyond_chance(fit)]
         if likely:
             return self.named(likely)
+        self._simulate([fault for number, fault in enumerate(faults) if number % _ORDERING])
         self.places = self._weighed()
         return self._two(firsts) or self.unknown(self.places)
 
@@ -190,16 +196,20 @@ class Search:
         ]
         return chosen
 
-    def _simulate(self) -> None:
-        """Run random faults of all stages."""
+    def _simulate(self, faults: Sequence[Draw]) -> None:
+        """Run random faults."""
+        self.count += len(faults)
+        self._left -= len(faults)
+        for fault, varied in zip(faults, self.case.run([one.trial for one in faults]), strict=True):
+            self._add(self.case, fault, varied)
+
+    def _read_off(self) -> None:
+        """Make random faults that need no forward."""
         import torch
 
         case, compared, chosen = self.case, self.case.compared, self._chosen
-        faults = [*draws(case)]
-        self.count += len(faults)
-        self._left -= len(faults)
-        for fault, varied in zip(faults, case.run([one.trial for one in faults]), strict=True):
-            self._add(case, fault, varied)
+        if not len(chosen):
+            return
         positions, ids = compared.positions[chosen], case.sample.token_ids
         runs = {
             number: (positions >= start) & (positions < stop)
@@ -311,7 +321,7 @@ class Search:
             for trial in (row.trials(case) if row.trials is not None else ())
             if _may_explain(case, trial)
         )
-        while chosen := list(islice(trials, min(_AT_ONCE, self._left))):
+        while chosen := list(islice(trials, max(0, min(_AT_ONCE, self._left)))):
             self.count += len(chosen)
             self._left -= len(chosen)
             for (row, trial), varied in zip(chosen, case.run([trial for _, trial in chosen]), strict=True):

@@ -196,6 +196,7 @@ def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> I
 
 def _texts(case: Case) -> Iterator[Trial]:
     """Yield prompts whose text was cut or encoded in another way at its ends, or anywhere."""
+    yield from _history_again(case)
     sample, by_text = case.sample, _pieces(case)[0]
     texts, ids = _pieces(case)[1], sample.token_ids
     free = ~sample.loss_mask
@@ -253,12 +254,17 @@ def _history(case: Case) -> Iterator[Trial]:
     for text, edits in [*_turns_cut(case, runs), *_turns_left_out(case, runs)]:
         if _rising(edits):
             yield _prompt_trial(case, f"{text} when it sampled completion {number}", edits, since)
+
+
+def _history_again(case: Case) -> Iterator[Trial]:
+    """Yield an earlier completion encoded again, before the completions that differ."""
+    number = case.departing_runs[0]
     by_text, texts = _pieces(case)
-    start, stop = runs[-1]
-    for place in range(start, min(stop, start + _MAX_CUT)) if by_text else ():
+    start, stop = case.runs[number - 1]
+    for place in range(start, min(stop, start + _MAX_CUT)) if by_text and number else ():
         for old, new in _cuts(case.sample.token_ids[place:stop], by_text, texts):
             text = f"had the text of completion {number - 1} encoded again, {new} at {place},"
-            yield _prompt_trial(case, text, [(place, place + old, new)], since)
+            yield _prompt_trial(case, text, [(place, place + old, new)], stop)
 
 
 def _turns_cut(case: Case, runs: list[tuple[int, int]]) -> Iterator[tuple[str, list[Edit]]]:
