@@ -25,9 +25,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
+
+import numpy as np
 
 from mmrender.errors import BatchError, MMRenderError
 from mmrender.training.order import FORMAT, VERSION, Element, Pass, Place
@@ -231,7 +234,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             if samples and accept and not accept(samples):
                 continue
             if not is_described:
-                head = self._sound(file, record, self._reader(file).head)
+                head = self._sound(file, record, TrajectoryReader.head)
                 items = self._make(head) if head else ()
                 samples = [
                     Descriptor.of(one, record=record, item=item, file=file) for item, one in enumerate(items)
@@ -318,7 +321,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                     message = f"{where}: left out, torn or no longer there"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
                     items = []
-                else:
+                elif element.record < len(self._reader(element.file)):
                     place.last = element.file, element.record, self._checksum(element)
                 place.item = max(place.item, rest.items.get(element, 0))
                 if place.item > len(items):
@@ -370,7 +373,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             samples = self._described(file, record)
             if samples and not self._accept(samples):
                 return []
-        trajectories = self._sound(file, record, reader.__getitem__)
+        trajectories = self._sound(file, record, TrajectoryReader.__getitem__)
         if trajectories is None:
             reader.refresh()  # for the next call
         return list(self._make(trajectories)) if trajectories else trajectories
@@ -380,22 +383,45 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         samples = self._reader(file).descriptors(record, file=file)
         if samples is not None:
             return samples
-        head = self._sound(file, record, self._reader(file).head)
+        head = self._sound(file, record, TrajectoryReader.head)
         return None if head is None else describe(head, record, file)
 
     def _sound(
-        self, file: str, record: int, read: Callable[[int], list[Trajectory]]
+        self, file: str, record: int, read: Callable[[TrajectoryReader, int], list[Trajectory]]
     ) -> list[Trajectory] | None:
-        """Read a record: nothing of a damaged one, with a warning, and None if it is torn or not there."""
+        """Read a record, or a copy of it in another file if it is damaged.
+
+        Nothing of a damaged one without a copy, with a warning, and None if it is torn or not there.
+        """
         reader = self._reader(file)
         try:
-            return read(record) if record < len(reader) else None
+            return read(reader, record) if record < len(reader) else None
         except MMRenderError as error:
-            if not reader.holds(record) and record >= reader.settle():
+            copies = self._copies_of(file, record)
+            is_torn = not reader.holds(record) and record >= reader.settle()
+            if is_torn and self._wait:  # another record may take its place
+                return None
+            for other, number in copies:
+                with suppress(MMRenderError):
+                    return read(other, number)
+            if is_torn:
                 return None
             message = f"{reader}[{record}]: left out, damaged - got {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             return []
+
+    def _copies_of(self, file: str, record: int) -> list[tuple[TrajectoryReader, int]]:
+        """Return the records of other files that hold the same shipped message."""
+        ids = self._ids(file)
+        if record >= len(ids.rows) or not (number := ids.numbers[record]):
+            return []
+        copies, sender = [], ids.names[ids.rows[record]]
+        for other, reader in self._readers.items():
+            theirs = reader.ids()
+            if other != file and sender in theirs.names:
+                is_copy = (theirs.rows == theirs.names.index(sender)) & (theirs.numbers == number)
+                copies += [(reader, copy) for copy in np.flatnonzero(is_copy).tolist()]
+        return copies
 
     def _ids(self, file: str) -> RecordIds:
         return self._reader(file).ids()

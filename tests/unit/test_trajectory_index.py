@@ -203,6 +203,22 @@ def test_copies_in_two_files_are_left_out_without_a_look_at_records(
     assert len(dataset.load(step, range(12))) == 12
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("record", [3, 7])
+def test_a_copy_takes_the_place_of_a_damaged_or_torn_record(tmp_path: Path, record: int) -> None:
+    for name, numbers in (("a", range(1, 9)), ("b", range(4, 13))):
+        with TrajectoryWriter(tmp_path / name) as file:
+            for number in numbers:
+                file.append(grown(PICTURES[0][0], str(number)), id=f"{SENDERS[0]}:{number}")
+    path = tmp_path / "a"
+    stop, content = TrajectoryReader(path).block(record).stop, bytearray(path.read_bytes())
+    content[stop - 40 : stop] = bytes(40)
+    path.write_bytes(content)
+    for world in (1, 3):
+        taken = [one for rank in range(world) for one in TrajectoryDataset(tmp_path, rank=rank, world=world)]
+        assert sorted(one.sample_id for one in taken) == sorted(f"{number}/0" for number in range(1, 13))
+
+
 def same_records(path: Path, expected: list[list[Trajectory]]) -> bool:
     reader = TrajectoryReader(path)
     read = [[(one.trajectory_id, one.steps[0].prompt_ids.tolist()) for one in group] for group in reader]
