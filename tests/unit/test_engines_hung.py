@@ -1,6 +1,7 @@
 """Servers that hang, over real sockets: every control call has a deadline, and a hung server costs its own requests only.
 
-The event loop's clock jumps as long as only hung servers have requests, so no deadline depends on the machine's load.
+The event loop's clock stands while a server works and jumps while only hung ones have requests, so that no deadline
+depends on the machine's load.
 """
 
 import asyncio
@@ -26,12 +27,13 @@ UPDATE = {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[1]], "weight_versi
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock can be put forward."""
+    """An event loop whose clock moves by hand alone while it is stopped."""
 
     ahead = 0.0
+    stopped_at = None
 
     def time(self):
-        return super().time() + self.ahead
+        return (super().time() if self.stopped_at is None else self.stopped_at) + self.ahead
 
 
 class InFlight(ClientHooks):
@@ -54,7 +56,9 @@ class Server:
 
     def __init__(self):
         self.url = ""
-        self.is_hung = self.is_paused = False
+        self.is_paused = False
+        self.well = asyncio.Event()
+        self.well.set()
         self.version = "v0"
         self.paths = []
         self.resumed = asyncio.Event()
@@ -64,8 +68,7 @@ class Server:
     async def answer(self, request):
         body = await request.json() if await request.read() else {}
         self.paths.append(request.path)
-        while self.is_hung:
-            await asyncio.sleep(0.01)
+        await self.well.wait()
         if request.path == GENERATE:
             await self.gate.wait()
             while self.is_paused:
@@ -90,6 +93,14 @@ class Server:
     @property
     def requests(self):
         return self.paths.count(GENERATE)
+
+    @property
+    def is_hung(self):
+        return not self.well.is_set()
+
+    @is_hung.setter
+    def is_hung(self, hangs):
+        (self.well.clear if hangs else self.well.set)()
 
 
 class House:
@@ -121,8 +132,9 @@ class House:
     async def pace(self):
         """Put the clock forward while no server works: deadlines pass for those alone that hang or wait."""
         loop = asyncio.get_running_loop()
+        loop.stopped_at = loop.time()
         while True:
-            for _ in range(20):
+            for _ in range(20):  # always ready, so that the loop never waits for its clock
                 await asyncio.sleep(0)
             if not any(map(self.works, self.servers, self.flights)):
                 loop.ahead += 1.0
@@ -142,13 +154,14 @@ def in_house(test):
                 await test(house, *args, **options)
             finally:
                 for server in servers:  # so that nothing waits for it
-                    server.is_hung = server.is_paused = False
+                    server.is_hung, server.is_paused = False, False
                     server.gate.set()
                     server.resumed.set()
                 for client in house.clients:
                     await client.teardown()
                     for engine in client.engines:
                         await engine.transport.aclose()
+                asyncio.get_running_loop().stopped_at = None
                 pace.cancel()
                 await asyncio.gather(pace, return_exceptions=True)
         assert asyncio.all_tasks() == {asyncio.current_task()}
