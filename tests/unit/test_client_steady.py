@@ -80,8 +80,16 @@ async def turns(engine, image, count):
         await engine.sample(engine.prompt(attribution=image), {"max_tokens": 4})
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The time by which facts grow old. It stands unless a test moves it."""
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(server_facts, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
 @pytest.mark.parametrize("images", ["auto", "features", "hash_only"])
-async def test_turns_one_after_another_are_one_request_each(renderer, image, images):
+async def test_turns_one_after_another_are_one_request_each(renderer, image, images, clock):
     address = Address(image, {"1": "uint8"})
     async with serving(address.answer) as url:
         engine = engine_at(url, renderer, images)
@@ -95,7 +103,7 @@ async def test_turns_one_after_another_are_one_request_each(renderer, image, ima
         await engine.transport.aclose()
 
 
-async def test_turns_side_by_side_are_one_request_each(renderer, image):
+async def test_turns_side_by_side_are_one_request_each(renderer, image, clock):
     address = Address(image, {"1": "uint8"})
     async with serving(address.answer) as url:
         engine = engine_at(url, renderer)
@@ -106,7 +114,7 @@ async def test_turns_side_by_side_are_one_request_each(renderer, image):
         await engine.transport.aclose()
 
 
-async def test_a_second_client_of_the_process_knows_what_the_first_was_told(renderer, image):
+async def test_a_second_client_of_the_process_knows_what_the_first_was_told(renderer, image, clock):
     address = Address(image, {"1": "uint8"})
     async with serving(address.answer) as url:
         first, second = engine_at(url, renderer), engine_at(url, renderer)
@@ -118,7 +126,7 @@ async def test_a_second_client_of_the_process_knows_what_the_first_was_told(rend
             await engine.transport.aclose()
 
 
-async def test_another_process_at_the_url_is_asked_anew(renderer, image):
+async def test_another_process_at_the_url_is_asked_anew(renderer, image, clock):
     before, after = Address(image, {"1": "uint8"}), Address(image, {"2": "float32"})
     async with serving(before.answer) as url:
         engine = engine_at(url, renderer)
@@ -158,14 +166,6 @@ async def test_a_process_that_is_replaced_while_it_is_asked_is_noticed(renderer,
         await turns(engine, image, 2)
         await engine.transport.aclose()
     assert before.wrong == 0
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The time by which facts grow old."""
-    now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(server_facts, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    return now
 
 
 async def test_a_turn_that_takes_minutes_forgets_nothing(renderer, image, clock):
