@@ -309,6 +309,8 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
 
     def _items(self, place: Place) -> Iterator[Any]:
         rest = Pass(place.earlier, self._ids)
+        if self._wait and (place.position, place.item) == (0, 0):
+            place.counts = self._settled(rest, place, place.counts)
         while True:
             elements = rest.elements(place)
             while place.position < len(elements):
@@ -359,11 +361,27 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             return None
         counts = self._count() if self._wait else self._counts
         counts = {file: max(count, place.counts.get(file, 0)) for file, count in counts.items()}
+        done = place.done | place.counts
+        if self._wait:
+            counts = self._settled(rest, replace(place, done=done), counts)
         if counts == place.counts:
             return None
-        done = place.done | place.counts
         later = replace(place, counts=counts, done=done, position=0, item=0, follows=self._wait > 0)
         return later if rest.elements(later) else None
+
+    def _settled(self, rest: Pass, place: Place, counts: dict[str, int]) -> dict[str, int]:
+        """Return the numbers of records that may belong to a round, while files grow.
+
+        The newest record of a file, which the index lacks, counts for its reader alone, and if it is whole:
+        after the failure of a machine it may be torn, and another record takes its place.
+        """
+        settled = {}
+        for file, count in counts.items():
+            reader, newest = self._reader(file), count - 1
+            is_new = newest >= max(reader.indexed, place.done.get(file, 0)) and count == len(reader)
+            is_own = is_new and rest.reader_of(file, newest, place.readers) == place.reader
+            settled[file] = newest if is_new and not (is_own and reader.holds(newest)) else count
+        return settled
 
     def _items_of(self, element: Element) -> list[Any] | None:
         """Return the items of a record, none of a damaged one, or None if it is torn or not there."""

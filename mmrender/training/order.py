@@ -141,6 +141,10 @@ class Pass:
             elements = [elements[index] for index in np.argsort(np.concatenate(keys), kind="stable").tolist()]
         return [each for each in elements if each not in self._read] if self._read else elements
 
+    def reader_of(self, file: str, record: int, readers: int) -> int:
+        """Return the reader of a record among `readers`."""
+        return int(self._turns(file, record + 1)[record]) % readers
+
     def _numbers(self, place: Place, file: str) -> Numbers:
         """Return the records of a file in a reader's current round that no earlier round finished."""
         turns = self._turns(file, place.counts[file])

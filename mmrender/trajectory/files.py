@@ -169,6 +169,11 @@ class TrajectoryReader(mmcodecs.RecordReader):
             return None
         return self._index.descriptors(number, self.block(number), file)
 
+    @property
+    def indexed(self) -> int:
+        """Number of first records that the index has."""
+        return 0 if self._index is None else min(len(self._index.blocks), len(self))
+
     def ids(self) -> RecordIds:
         """Return the ids of records, from the index as far as it goes, and from the heads of later records.
 
@@ -178,7 +183,7 @@ class TrajectoryReader(mmcodecs.RecordReader):
         known, count = len(self._ids.rows), len(self)
         if known > count or (known and self.block(known - 1) != self._last_known):
             known, self._ids = 0, RecordIds.of([])  # the file was replaced
-        indexed = 0 if self._index is None else min(len(self._index.blocks), count)
+        indexed = self.indexed
         if self._index is not None and self._index.blocks[known:indexed] == self._blocks[known:indexed]:
             self._ids = RecordIds.joined([self._ids, self._index.ids(known, indexed)])
             known = max(known, indexed)

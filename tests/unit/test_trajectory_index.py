@@ -219,6 +219,33 @@ def test_a_copy_takes_the_place_of_a_damaged_or_torn_record(tmp_path: Path, reco
         assert sorted(one.sample_id for one in taken) == sorted(f"{number}/0" for number in range(1, 13))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_torn_record_holds_up_nobody_and_another_takes_its_place(tmp_path: Path, world: int) -> None:
+    """A machine fails while a record is written; its message is shipped to another file, and the file goes on."""
+    path = tmp_path / "a"
+    for name, numbers in (("a", range(1, 9)), ("b", range(8, 12))):
+        with TrajectoryWriter(tmp_path / name) as file:
+            for number in numbers:
+                file.append(grown(PICTURES[0][0], str(number)), id=f"{SENDERS[0]}:{number}")
+    index_of(path).unlink()
+    stop, content = TrajectoryReader(path).block(7).stop, bytearray(path.read_bytes())
+    content[stop - 40 : stop] = bytes(40)
+    path.write_bytes(content)
+    datasets = [TrajectoryDataset(tmp_path, rank=rank, world=world, wait=1e-9) for rank in range(world)]
+    first = [[one.sample_id for one in dataset] for dataset in datasets]
+    assert sorted(name for each in first for name in each) == sorted(f"{number}/0" for number in range(1, 12))
+    with TrajectoryWriter(path) as file:
+        for number in range(12, 15):
+            file.append(grown(PICTURES[0][0], str(number)), id=f"{SENDERS[0]}:{number}")
+    later = []
+    for rank, dataset in enumerate(datasets):
+        again = TrajectoryDataset(tmp_path, rank=rank, world=world, wait=1e-9)
+        again.load_state_dict(dataset.state_dict())
+        later += [one.sample_id for one in again]
+    assert sorted(later) == ["12/0", "13/0", "14/0"]
+
+
 def same_records(path: Path, expected: list[list[Trajectory]]) -> bool:
     reader = TrajectoryReader(path)
     read = [[(one.trajectory_id, one.steps[0].prompt_ids.tolist()) for one in group] for group in reader]
