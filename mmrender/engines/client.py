@@ -392,14 +392,19 @@ class InferenceEngineClient(InferenceEngineInterface):
         results = pool.presence()
         return self._listed(results | await pool.end_calls(pool.timeouts.pause, look=0.0))
 
-    async def check_health(self) -> list[EngineResult]:
+    async def check_health(self, *, every: bool = True) -> list[EngineResult]:
         """Ask all engines for their health, those that are down too.
+
+        `every=False` returns once one serves.
 
         Raises:
             EngineUnavailableError: No engine serves.
         """
         pool = self._pool
         pool.enter()
+        if not every:
+            await pool.until_one_serves(pool.targets)
+            return self._listed(pool.presence())
         # An engine that comes back may take long to read weights.
         await asyncio.wait(map(pool.begin_look, pool.everyone), timeout=2 * HEALTH_TIMEOUT)
         if all(each.down is not None for each in pool.targets):

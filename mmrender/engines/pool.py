@@ -125,12 +125,12 @@ class ReplicaPool(Fleet):
         # Behind a router one engine must serve, or it would pass requests on to paused or outdated ones.
         for needed in (self.replicas, work.order):
             if all(each.down is not None for each in needed):
-                await self._until_one_serves(needed)
+                await self.until_one_serves(needed)
         up = [each for each in work.order if each.down is None]
         return next((each for each in up if each not in failed), up[0])
 
-    async def _until_one_serves(self, needed: Sequence[Replica]) -> None:
-        """Look at engines that are all down, and return when the first of them serves.
+    async def until_one_serves(self, needed: Sequence[Replica]) -> None:
+        """Look at engines, and return when the first of them serves.
 
         Raises:
             EngineUnavailableError: None does.

@@ -345,7 +345,7 @@ class Gateway:
     async def check_health(self) -> None:
         """Return if an engine serves, and raise an `EngineError` if none does."""
         if self._client is not None:
-            await self._client.check_health()
+            await self._client.check_health(every=False)
 
     async def forward(
         self, url: str, path: str, headers: Mapping[str, str], body: bytes

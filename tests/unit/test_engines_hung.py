@@ -438,6 +438,20 @@ async def test_a_gateway_waits_for_the_pause_of_a_controller(house, renderers):
 
 
 @in_house
+async def test_a_gateways_health_waits_for_no_hung_server(house, renderers):
+    client = house.client()
+    async with Gateway(client, renderers("tiny"), model="m") as gateway:
+        house.servers[0].is_hung = True
+        begun = now()
+        await gateway.check_health()
+        assert now() - begun < 3
+        for server in house.servers:
+            server.is_hung = True
+        await raised_by(EngineUnavailableError, gateway.check_health())
+        assert now() - begun < 10
+
+
+@in_house
 async def test_a_new_controller_ends_the_pause_of_one_that_is_gone(house):
     gone, controller = house.client(), house.client()
     assert "the client is not paused" in str(
