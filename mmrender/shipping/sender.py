@@ -496,26 +496,31 @@ class Sender(End):
         while True:
             await self._changed.wait_until(lambda: bool(self._waiting) and not self._is_leaving)
             delivery = self._waiting.popleft()
+            num_bytes = delivery.data.num_bytes
             if delivery.done:
                 continue
-            data, frames = delivery.data, delivery._frames
-            if data.num_bytes > max_bytes:
-                problem = ShippingProtocolError(
-                    "the message is longer than the receiver takes",
-                    where=f"message {delivery.id!r} to {connection.peer}",
-                    expected=f"at most {max_bytes} bytes",
-                    got=str(data.num_bytes),
-                    remedy="Pass limits=Limits(max_bytes=...) to the receiver, or ship it in pieces",
-                )
-                self._fail(delivery, problem)
+            if num_bytes <= max_bytes:
+                await self._send_over(connection, delivery)
                 continue
-            self._stats.resent += delivery._carrier is not None
-            delivery._carrier = connection
-            self._want = None
-            await connection.send(data, [frames[number] for number in data.short])
-            if data.long:
-                wanted = await self._wanted(data, connection.peer)
-                await connection.send(Frames(data.seq), [frames[number] for number in wanted])
+            problem = ShippingProtocolError(
+                "the message is longer than the receiver takes",
+                where=f"message {delivery.id!r} to {connection.peer}",
+                expected=f"at most {max_bytes} bytes",
+                got=str(num_bytes),
+                remedy="Pass limits=Limits(max_bytes=...) to the receiver, or ship it in pieces",
+            )
+            self._fail(delivery, problem)
+
+    async def _send_over(self, connection: Connection, delivery: Delivery) -> None:
+        """Announce a message, and send the frames that the receiver wants."""
+        data, frames = delivery.data, delivery._frames
+        self._stats.resent += delivery._carrier is not None
+        delivery._carrier = connection
+        self._want = None
+        await connection.send(data, [frames[number] for number in data.short])
+        if data.long:
+            wanted = await self._wanted(data, connection.peer)
+            await connection.send(Frames(data.seq), [frames[number] for number in wanted])
 
     async def _wanted(self, data: Data, peer: str) -> list[int]:
         """Wait until the receiver has room for a message, and return the long frames that it wants."""

@@ -1,7 +1,10 @@
 """Several receivers and a list that changes: who ships where, and what a receiver keeps for its senders."""
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from contextlib import AsyncExitStack
 
@@ -389,3 +392,44 @@ async def test_memory_is_bounded_over_all_senders(tmp_path, monkeypatch):
         for sender in senders:
             await sender.flush(60)
     assert bound // 2 < max(totals) <= bound
+
+
+RESIDENT = """
+import asyncio, ctypes, gc, sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+import numpy as np
+from mmcodecs import Shared
+from mmrender.shipping import Receiver, Sender
+
+def read(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+async def peak(url, count):
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS")
+    async with Receiver(url, memory_bytes=32 << 20) as receiver, AsyncExitStack() as stack:
+        senders = [await stack.enter_async_context(Sender(url)) for _ in range(count)]
+        for number in range(384):
+            array = np.full(1 << 18, number % 251, np.uint8)
+            delivery = await senders[number % count].send(Shared(array, b"%d" % number))
+            assert (await receiver.receive(60)).value[-1] == number % 251
+            await delivery
+    return read("VmHWM") - before
+
+print(*(asyncio.run(peak(sys.argv[1], count)) for count in (1, 1, 8, 64)))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs the peak of the resident set")
+def test_resident_memory_does_not_grow_with_the_number_of_senders(tmp_path):
+    """96 MiB of images of one, 8 and 64 senders, of which a receiver keeps 32; the first run warms up."""
+    command = [sys.executable, "-c", RESIDENT, url(tmp_path, "a")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    peaks = [int(each) for each in done.stdout.split()[1:]]
+    assert max(peaks) < 60 << 20
+    assert max(peaks) - min(peaks) < 16 << 20
