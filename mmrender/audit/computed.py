@@ -22,7 +22,7 @@ Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
 VISION: Final = "vision"
 LANGUAGE: Final = "language model"
-_MAX_FITTED: Final = 4
+_MAX_FITTED: Final = 3
 _MAX_GROUPS: Final = 48
 """Parts of the model in which other weights are tried."""
 
@@ -364,8 +364,10 @@ def _change(make: Callable[..., AbstractContextManager[None]], *args: Any) -> Mo
     return lambda _: make(*args)
 
 
-def _fitted(case: Case, make: Callable[[float], Trial], low: float, high: float) -> Iterator[Trial]:
-    """Yield the trial with the number that a search finds."""
+def _fitted(
+    case: Case, make: Callable[[float], Trial], low: float, high: float, start: float | None = None
+) -> Iterator[Trial]:
+    """Yield the trial with the number that a search finds, if `start` brings the numbers nearer."""
     if not np.isfinite(case.compared.sampler).all():
         return
 
@@ -374,6 +376,8 @@ def _fitted(case: Case, make: Callable[[float], Trial], low: float, high: float)
         return np.inf if found is None else float(np.abs(found - case.compared.sampler).mean())
 
     enough = 0.7 * float(np.abs(case.compared.difference).mean())
+    if start is not None and loss(start) > 1.3 * enough:
+        return
     yield make(minimum(loss, low, high, points=12, enough=enough))._replace(fitted=1)
 
 
@@ -734,7 +738,7 @@ def other_weights(case: Case) -> Iterator[Trial]:
                 towards = {key: named[key] + factor * step for key, step in some.items()}
                 return trial(f"the sampler's weights differed {factor:.3g} {text}", towards)
 
-            yield from _fitted(case, moved, 0.1, 10)
+            yield from _fitted(case, moved, 0.1, 10, start=1.0)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if (
         head is not None

@@ -168,9 +168,7 @@ def _planes(change: Callable[[Array], Array]) -> ItemChange:
     return make
 
 
-def _images(
-    change: Callable[[Image.Image], Image.Image | None], *, stored: bool = False, method: Any = None
-) -> ItemChange:
+def _images(change: Callable[[Image.Image], Image.Image | None], *, stored: bool = False) -> ItemChange:
     """Return a change of the image before it was resized, as it is `stored`, or upright and opaque."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
@@ -184,7 +182,7 @@ def _images(
             and image.size == upright.size[::-1] != upright.size
         ):
             canvas = Canvas(canvas.size[::-1])
-        return _renewed(item, canvas.frames(image.convert("RGB"), method))
+        return _renewed(item, canvas.frames(image.convert("RGB")))
 
     return make
 

@@ -21,6 +21,8 @@ _CERTAIN: Final = -1e-6
 _REMARKABLE: Final = 50
 """Integers from here on are no log-probabilities of sampled tokens."""
 _MAX_LATE: Final = 8
+_CLOSE: Final = 0.01
+"""Tolerance in nats, above which cuts of another size for each token fit by chance."""
 _MAX_KEPT: Final = 64
 """Tokens of a cut distribution, of more of which some set fits any number."""
 _TELLING: Final = 8
@@ -132,9 +134,7 @@ def _missing(view: View) -> Iterator[Recorded]:
 
 
 def _rounded(view: View) -> Iterator[Recorded]:
-    """Yield numbers, or logits, that have the digits of a shorter dtype or of few decimals only."""
-    import torch
-
+    """Yield numbers that have the digits of a shorter dtype or of few decimals only."""
     bits = np.ascontiguousarray(view.sampler).view(np.uint32)
     for name, zero, unit in (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11)):
         bound = 8 * unit * np.maximum(1, np.abs(view.trainer)) + view.case.tolerance
@@ -147,6 +147,11 @@ def _rounded(view: View) -> Iterator[Recorded]:
         yield Recorded(
             f"log-probabilities were rounded to {count} decimals in {{}}", np.round(view.trainer, count)
         )
+
+
+def _of_rounded_logits(view: View) -> Iterator[Recorded]:
+    import torch
+
     for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
         text = f"logits were rounded to {name} before their softmax in {{}}"
         yield Recorded(text, view.of(view.logits.to(dtype).float()))
@@ -305,7 +310,7 @@ def _truncated(view: View) -> Iterator[Recorded]:
             rule = f"top_p between {float(before.max()):.4g} and {float(kept.min()):.4g}"
         elif float(after.max()) <= float(last.min()):
             rule = f"min_p between {float(after.max()):.4g} and {float(last.min()):.4g}"
-        elif int(size.max()) < _MAX_KEPT:
+        elif int(size.max()) < _MAX_KEPT and view.case.tolerance < _CLOSE:
             rule = f"several of top_k (up to {int(size.max()) + 1}), top_p and min_p"
         else:
             continue
@@ -419,6 +424,7 @@ READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "missing": _missing,
     "form": _forms,
     "rounded": _rounded,
+    "logits dtype": _of_rounded_logits,
     "shifted numbers": _shifted,
     "chunk": _late,
     "another's numbers": _of_another,

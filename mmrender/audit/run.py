@@ -190,7 +190,7 @@ def audit(
         causes.append(finding)
     everywhere = [one.beyond(noise.tolerance).any() for one in comparisons if len(one.positions)]
     if len(everywhere) > 1 and all(everywhere):
-        causes = _shared(searches, causes)
+        found, causes = _over_all(searches, found, causes)
     return AuditReport(tuple(comparisons), (*found, *causes), tuple(unread), alarm, left_out, notes, decode)
 
 
@@ -228,6 +228,16 @@ def _dropout(comparisons: Sequence[Comparison], trainer: TrainerModel) -> list[F
     return [replace(finding_of("dropout", statement, evidence, sample), shared=True)]
 
 
+def _over_all(
+    searches: Sequence[Search], found: list[Finding], causes: list[Finding]
+) -> tuple[list[Finding], list[Finding]]:
+    """Return both kinds of findings, of samples that all differ."""
+    causes = _shared(searches, causes)
+    if all(one.shared and one.cause != UNKNOWN for one in causes):
+        found = [one for one in found if one.cause != "values"]  # the numbers have this form everywhere
+    return found, causes
+
+
 def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
     """Decide over all samples: every sample differs, so the cause or at least the stage is one."""
     unknown = [place for place, finding in enumerate(causes) if finding.cause == UNKNOWN]
@@ -248,6 +258,13 @@ def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
         for place in unknown:
             ordered = sorted(searches[place].places, key=lambda one: one.stage != stage)
             causes[place] = searches[place].unknown(ordered) if ordered else causes[place]
+    elif len({finding.statement for finding in causes}) > 1:
+        # Several changes explain some samples each: the change that explains all is the cause.
+        for finding in dict.fromkeys(causes):
+            same = [search.stated(finding) for search in searches]
+            if None not in same:
+                causes = [one for one in same if one is not None]
+                break
     shared = len({(finding.stage, finding.cause) for finding in causes}) == 1
     return [replace(finding, shared=shared) for finding in causes]
 
@@ -274,7 +291,7 @@ def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
 def _is_fault(finding: Finding) -> bool:
     """Whether a difference as small as between dtypes has another cause."""
     named = {*finding.cause.split(" or ")} - {UNKNOWN}
-    return bool(named) and not named & {"dtype", "rounded"}
+    return bool(named) and not named & {"dtype", "logits dtype"}
 
 
 def items_of(samples: Sequence[TrainingSample]) -> list[MediaItem]:

@@ -330,22 +330,37 @@ class Search:
                 firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial))
                 place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
                 self._add(case, Draw(row.stage, place, trial), varied)
-                limits = {False: case.tolerance, True: _LOOSE * self.noise.mixed}
-                explained = [
-                    loose
-                    for loose in ((False, True) if self._may_be_loose(case) else (False,))
-                    if varied.largest <= limits[loose]
-                    and not self._is_likeness(case.compared.rms, varied.rms, loose=loose)
-                ]
-                if explained:
-                    departing = min(int(case.compared.beyond(case.tolerance).sum()), len(varied.positions))
-                    floor = max(varied.rms, case.tolerance / 10)
-                    each = float(np.log10(max(case.compared.rms / floor, 1.0)))
-                    digits = each * (departing - trial.fitted)
-                    fits.append(Fit(row, trial, varied.largest, varied.rms, len(varied.positions), digits))
+                fit = self._fit(case, row, trial, varied)
+                fits += [] if fit is None else [fit]
             if any(map(self._is_certain, fits)):
                 break
         return fits
+
+    def _fit(self, case: Case, row: Row, trial: Trial, varied: Comparison) -> Fit | None:
+        """Return the fit of a change that explains the sample; None if it does not."""
+        limits = {False: case.tolerance, True: _LOOSE * self.noise.mixed}
+        explains = any(
+            varied.largest <= limits[loose]
+            and not self._is_likeness(case.compared.rms, varied.rms, loose=loose)
+            for loose in ((False, True) if self._may_be_loose(case) else (False,))
+        )
+        if not explains:
+            return None
+        departing = min(int(case.compared.beyond(case.tolerance).sum()), len(varied.positions))
+        each = float(np.log10(max(case.compared.rms / max(varied.rms, case.tolerance / 10), 1.0)))
+        digits = each * (departing - trial.fitted)
+        return Fit(row, trial, varied.largest, varied.rms, len(varied.positions), digits)
+
+    def stated(self, finding: Finding) -> Finding | None:
+        """Return the finding of another sample's row and statement, if they explain this sample too."""
+        row = next((row for row in ROWS if row.name == finding.cause and row.trials is not None), None)
+        trials = () if row is None or row.trials is None else row.trials(self.case)
+        trial = next((trial for trial in trials if trial.statement == finding.statement), None)
+        varied = None if trial is None else self.case.run([trial])[0]
+        if row is None or trial is None or varied is None or not len(varied.positions):
+            return None
+        fit = self._fit(self.case, row, trial, varied)
+        return None if fit is None or not self._beyond_chance(fit) else self.named([fit])
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
         """Return two causes that explain the sample together, in the best two stages or behind them."""
