@@ -1,6 +1,6 @@
 """Memory of a receiver over its number of senders, and throughput of two receivers over one.
 
-    python benchmarks/bench_receivers.py [--senders 1 8 64] [--messages 192] [--rounds 3] [--json FILE]
+    python benchmarks/bench_receivers.py [--senders 1 8 64] [--messages 320] [--rounds 3] [--json FILE]
 
 A receiver is a process with a `Recorder` at its defaults, except that it does not wait for the disk. Senders
 are in two processes. Each message is a trajectory of 8 turns with an image of 640 x 960 pixels each (1.84 MB
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--senders", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument(
-        "--messages", type=int, default=192, help="in all, a multiple of each number of senders"
+        "--messages", type=int, default=320, help="in all, a multiple of each number of senders"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
