@@ -3,6 +3,7 @@
 python tests/audit_plantings.py dev                        # both modes of each planting of a table
 python tests/audit_plantings.py dev --only bgr --mode one --reports
 python tests/audit_plantings.py dev --tolerance 1e-5 1e-3  # wrong names by tolerance
+python tests/audit_plantings.py third --check              # how far each fault moves the recorded numbers
 python tests/audit_plantings.py healthy                    # 300 rollouts without a fault
 """
 
@@ -13,18 +14,35 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import numpy as np
 import torch
 
 from audit_cases import decode
 from mmrender.audit import TrainerModel, audit
 from mmrender.trajectory.sample import TrainingSample
-from planting import COUNT, HEALTHY, SMALL, Outcome, audited, judge, kept, planted, roll, world_of
+from planting import (
+    COUNT,
+    FAULTY,
+    HEALTHY,
+    SMALL,
+    Outcome,
+    Planting,
+    audited,
+    judge,
+    kept,
+    noise,
+    planted,
+    planted_departures,
+    roll,
+    world_of,
+)
 
 KINDS = {
     "float32": (torch.float32, torch.float32),
@@ -76,6 +94,36 @@ def healthy(folder: Path, count: int, draw: bool = False) -> list[dict[str, obje
     return out
 
 
+def floor(family: str, folder: Path) -> float:
+    """Departures that a planting must exceed, in nats."""
+    return max(SMALL, 10 * noise(family, folder))
+
+
+def check(plantings: Sequence[Planting], folder: Path) -> list[str]:
+    """Print how far each fault, and each of two, moves the recorded numbers; return those that move too little."""
+    weak = []
+    print(f"{'planting':34} {'family':11} {'floor':>8} {'largest':>8} {'median':>8} {'tokens':>7} samples")
+    for planting in plantings:
+        halves = [
+            replace(planting, name=f"{planting.name}-{number}", fault=fault)
+            for number, fault in enumerate(planting.halves, 1)
+        ]
+        for one in (planting, *halves):
+            least = floor(one.family, folder)
+            moved = planted_departures(one, folder)
+            share = float((np.concatenate(moved) > least).mean())
+            count = sum(float(sample.max()) > least for sample in moved)
+            own = moved[FAULTY]
+            print(
+                f"{one.name:34} {one.family:11} {least:8.2g} {own.max():8.2g} {np.median(own):8.2g} {share:7.0%} "
+                f"{count} of {COUNT}",
+                flush=True,
+            )
+            if not own.max() > least:
+                weak.append(one.name)
+    return weak
+
+
 def table(outcomes: list[Outcome]) -> str:
     rows = [
         "| planting | family | mode | nats | stage: true | reported | cause | said |",
@@ -91,18 +139,25 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(rows)
 
 
-def figures(outcomes: list[Outcome], exotic: set[str]) -> str:
+def figures(outcomes: list[Outcome], plantings: Sequence[Planting]) -> str:
     """Counts over the plantings that are not small."""
     counted = [one for one in outcomes if not one.largest < SMALL]
-    known = [one for one in counted if one.name not in exotic]
+    exotic = {one.name for one in plantings if one.exotic}
+    pairs = {one.name for one in plantings if one.halves}
+    known = [one for one in counted if one.name not in exotic | pairs]
     rest = [one for one in counted if one.name in exotic]
+    double = [one for one in counted if one.name in pairs]
     verdicts = Counter(one.verdict for one in known)
+    remedies = Counter(one.remedied for one in known if one.remedied is not None)
     lines = [
         f"{len(counted)} counted, {len(outcomes) - len(counted)} below {SMALL:g} nats",
         f"stage right: {sum(one.stage_right for one in counted)} of {len(counted)}",
         f"cause of those that have one: {dict(verdicts)}, of {len(known)}",
+        f"remedy of those named: {remedies[True]} right, of {remedies.total()} that the table has",
         f"exotic, of {len(rest)}: {dict(Counter(one.verdict for one in rest))} ('unknown' is right)",
     ]
+    if double:
+        lines.append(f"two causes, of {len(double)}: {dict(Counter(one.verdict for one in double))}")
     return "\n".join(lines)
 
 
@@ -110,13 +165,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("dev", "held", "healthy"))
+    parser.add_argument("table", choices=("dev", "held", "third", "healthy"))
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME")
     parser.add_argument("--mode", choices=("one", "all"))
     parser.add_argument("--tolerance", nargs="*", type=float, default=[None])
     parser.add_argument("--count", type=int, default=300, help="healthy rollouts")
     parser.add_argument(
         "--draw", action="store_true", help="draw the rollouts and audit nothing, with PLANTINGS_KEPT"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="audit nothing; exit with 1 if a fault moves too little"
     )
     parser.add_argument("--reports", action="store_true", help="print whole reports")
     parser.add_argument(
@@ -143,6 +201,10 @@ def main() -> None:
         ]
         number, count = map(int, options.part.split("/"))
         plantings = plantings[number - 1 :: count]
+        if options.check:
+            weak = check(plantings, folder)
+            print(f"{len(weak)} of {len(plantings)} move too little: {', '.join(weak) or 'none'}")
+            sys.exit(bool(weak))
         modes = (options.mode,) if options.mode else ("one", "all")
         everything = []
         for tolerance in options.tolerance:
@@ -175,7 +237,7 @@ def main() -> None:
                     if options.json:
                         options.json.write_text(json.dumps(everything, indent=1))
             print(f"\ntolerance {tolerance}\n{table(outcomes)}\n")
-            print(figures(outcomes, {one.name for one in plantings if one.exotic}))
+            print(figures(outcomes, plantings))
 
 
 if __name__ == "__main__":

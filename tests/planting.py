@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from audit_cases import ANSWER, BOS, OPENER, STOP, Row, decode, picture, recorded
+from audit_cases import ANSWER, BOS, OPENER, STOP, Row, decode, picture, recorded, scored
 from mmrender.audit import AuditReport, TrainerModel, audit
 from mmrender.audit.report import Finding
 from mmrender.training import collate
@@ -313,6 +313,11 @@ class Planting:
         right: Statements that name the cause, as a regular expression. A question mark before it says that no
             audit is expected to name the cause: then only the stage counts, and another name is wrong.
         fault: It.
+        cause: The cause in plain words, or `"unknown"` if no audit is expected to name it.
+        wrong: Statements that name another cause, even if they match `right`.
+        remedy: Remedies that are right.
+        second: Statements that name the second cause, if there are two.
+        halves: The faults of two causes, each by itself.
     """
 
     name: str
@@ -322,15 +327,26 @@ class Planting:
     source: str
     right: str
     fault: Fault
+    cause: str = ""
+    wrong: str = ""
+    remedy: str = ""
+    second: str = ""
+    halves: tuple[Fault, ...] = ()
 
     @property
     def exotic(self) -> bool:
         return self.right.startswith("?")
 
     def named_by(self, statement: str) -> bool:
-        """Whether a statement names the cause."""
-        pattern = self.right.removeprefix("?")
-        return bool(pattern) and re.search(pattern, statement) is not None
+        """Whether a statement names the cause, or one of two."""
+        if self.wrong and re.search(self.wrong, statement):
+            return False
+        return any(re.search(pattern, statement) for pattern in self.patterns)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """For each cause, statements that name it."""
+        return tuple(filter(None, (self.right.removeprefix("?"), self.second)))
 
 
 def names_cause(finding: Finding) -> bool:
@@ -352,6 +368,8 @@ class Outcome:
     cause: str
     largest: float
     beside: str = ""
+    remedied: bool | None = None
+    """Whether a remedy is right, if the cause is named and the table has a remedy."""
 
 
 KEPT = os.environ.get("PLANTINGS_KEPT", "")
@@ -414,7 +432,8 @@ def audited(planting: Planting, mode: str, folder: Path, tolerance: float | None
 def judge(planting: Planting, mode: str, folder: Path, tolerance: float | None = None) -> Outcome:
     """Audit a planting and compare the report with the truth.
 
-    A cause is right if a finding states it and none states another. Findings about healthy samples are wrong.
+    A cause is right if a finding states it and none states another. Of two causes one alone is half. Findings about
+    healthy samples are wrong.
     """
     report = audited(planting, mode, folder, tolerance)
     samples = planted(planting, mode, folder)[1]
@@ -433,7 +452,8 @@ def judge(planting: Planting, mode: str, folder: Path, tolerance: float | None =
     elif beside or (named and not all(hits)):
         verdict = "wrong"
     elif named:
-        verdict = "right"
+        whole = all(any(re.search(each, one.statement) for one in named) for each in planting.patterns)
+        verdict = "right" if whole else "half"
     else:
         verdict = "unknown"
     said = dict.fromkeys(f"{one.stage}, {one.cause}: {one.statement}" for one in own)
@@ -450,4 +470,30 @@ def judge(planting: Planting, mode: str, folder: Path, tolerance: float | None =
         " || ".join([*said, *unread[:1]]) or "nothing",
         largest,
         " || ".join(str(one) for one in beside),
+        any(re.search(planting.remedy, str(one.remedy)) for one in named)
+        if named and planting.remedy
+        else None,
     )
+
+
+def departures(model: Any, tiny: TinyFamily, samples: Sequence[TrainingSample]) -> list[Any]:
+    """For each sample, how far its recorded numbers are from the trainer's: nats, float32 `(sampled tokens,)`."""
+    out = []
+    for sample in samples:
+        own = scored(model, tiny, sample).logprobs
+        out.append(np.abs(own - sample.logprobs)[sample.loss_mask])
+    return out
+
+
+def planted_departures(planting: Planting, folder: Path) -> list[Any]:
+    """Departures of all samples with the fault."""
+    model, samples, _ = planted(planting, "all", folder)
+    return departures(model, grown(planting.family, folder), samples)
+
+
+@cache
+def noise(family: str, folder: Path) -> float:
+    """The largest departure without a fault, in nats: of decoding step by step."""
+    tiny = grown(family, folder)
+    samples, _ = healthy_rollouts(family, folder)
+    return float(max(one.max() for one in departures(tiny.model, tiny, samples)))

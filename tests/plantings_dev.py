@@ -226,24 +226,27 @@ def kept_steps(world: World, _: Any) -> dict[str, Any]:
     }
 
 
-def adapted(model: Any) -> Any:
+def of_language_model(name: str) -> bool:
+    """Whether a parameter is a query's or value's of the language model."""
+    return (
+        ("q_proj.weight" in name or "v_proj.weight" in name) and "visi" not in name and "visual" not in name
+    )
+
+
+def adapted(model: Any, targets: Callable[[str], bool] = of_language_model) -> Any:
     """The model with a merged adapter, which `disable_adapter` takes out, as of PEFT."""
     generator = torch.Generator().manual_seed(5)
     deltas = {}
     for name, parameter in model.named_parameters():
-        if (
-            ("q_proj.weight" in name or "v_proj.weight" in name)
-            and "visi" not in name
-            and "visual" not in name
-        ):
+        if targets(name):
             down = torch.randn(4, parameter.shape[1], generator=generator)
             up = torch.randn(parameter.shape[0], 4, generator=generator)
             deltas[name] = up @ down * 0.02
 
-    def apply(to: Any, factor: float) -> None:
+    def apply(to: Any, factor: float, only: str = "") -> None:
         with torch.no_grad():
             for name, parameter in to.named_parameters():
-                if name in deltas:
+                if name in deltas and only in name:
                     parameter.add_(deltas[name], alpha=factor)
 
     @contextmanager
@@ -314,9 +317,9 @@ def nucleus(logits: Any, share: float) -> Any:
     return out
 
 
-def repetition(penalty: float) -> Callable[[Any, Context], Any]:
+def repetition(penalty: float, prompt: bool = True) -> Callable[[Any, Context], Any]:
     def rule(logits: Any, ctx: Context) -> Any:
-        seen = torch.tensor(sorted({*ctx.prompt, *ctx.drawn}))
+        seen = sorted({*(ctx.prompt if prompt else ()), *ctx.drawn})
         own = logits[seen]
         logits[seen] = torch.where(own > 0, own / penalty, own * penalty)
         return logits

@@ -242,14 +242,19 @@ def zeroed(*parts: str) -> Callable[[Any], Any]:
     return edit
 
 
-def cache_in_fp8(model: Any) -> Any:
-    def hook(_: Any, __: Any, output: Any) -> Any:
-        return output.to(torch.float8_e4m3fn).to(output.dtype)
+def cache_as(dtype: Any) -> Callable[[Any], Any]:
+    """Keys and values of the language model in another dtype."""
 
-    for name, module in model.named_modules():
-        if name.endswith(("k_proj", "v_proj")) and "vis" not in name:
-            module.register_forward_hook(hook)
-    return model
+    def hook(_: Any, __: Any, output: Any) -> Any:
+        return output.to(dtype).to(output.dtype)
+
+    def edit(model: Any) -> Any:
+        for name, module in model.named_modules():
+            if name.endswith(("k_proj", "v_proj")) and "vis" not in name:
+                module.register_forward_hook(hook)
+        return model
+
+    return edit
 
 
 def adapter_twice(model: Any) -> Any:
@@ -431,7 +436,7 @@ HELD = (
     Planting("vision-not-updated", "qwen2_5_vl", "model", "The sampler's vision tower was of step 41, all else of the trainer's step.", "InternLM/xtuner#1410", r"(?i)visi|visual|tower|encoder", Fault(sampler=earlier("visual.", size=0.05), options=kept_steps)),
     Planting("weights-of-unknown-step", "internvl", "model", "The sampler had earlier weights that were not kept.", "NVIDIA-NeMo/RL#4018", r"?(?i)(other|earlier|older|stale|different).*weights|weights.*(other|earlier|older|stale|differ)", Fault(sampler=lambda model: trained_further(model, 0.05, 30))),
     Planting("adapter-twice", "glm4v", "model", "The sampler applied the adapter with twice its scale.", "LoRA alpha over rank", r"?(?i)(adapter|lora).*(twice|scale|double|2)", Fault(trainer=adapted, sampler=adapter_twice)),
-    Planting("cache-in-fp8", "gemma3", "model", "The sampler's keys and values were rounded to fp8.", VLLM + "54035", r"(?i)(kv|cache|keys).*|fp8|float8", Fault(sampler=cache_in_fp8)),
+    Planting("cache-in-fp8", "gemma3", "model", "The sampler's keys and values were rounded to fp8.", VLLM + "54035", r"(?i)(kv|cache|keys).*|fp8|float8", Fault(sampler=cache_as(torch.float8_e4m3fn))),
     Planting("deepstack-missing", "qwen3_vl", "model", "The sampler left out the deepstack features of images.", VLLM + "43617", r"(?i)deepstack|deep", Fault(sampler=zeroed("deepstack_merger_list.0.linear_fc2"))),
     Planting("window-ignored", "gemma3", "model", "The sampler's layers with a sliding window saw everything.", VLLM + "49202", r"(?i)window|sliding", Fault(sampler=without_window)),
     Planting("embedding-as-head", "glm4v", "model", "The sampler used the token embedding as its output head.", VLLM + "51665", r"(?i)tied|tie|embed.*head|head.*embed", Fault(sampler=embedding_as_head)),

@@ -1,0 +1,39 @@
+"""The third table of planted faults: its words agree with each other, and its check can tell a fault from none."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from planting import HEALTHY, SMALL, STAGES, departures, roll, world_of
+from plantings_dev import DEV
+from plantings_held import HELD
+from plantings_third import THIRD
+
+
+def test_plantings_are_new_and_spread():
+    names = Counter(one.name for one in (*DEV, *HELD, *THIRD))
+    assert [name for name, count in names.items() if count > 1] == []
+    assert {part for one in THIRD for part in one.stage.split("|")} == set(STAGES)
+    single = Counter(one.stage.split("|")[0] for one in THIRD if not one.halves)
+    assert single.total() == 60
+    assert min(single.values()) >= 8
+    assert len({one.family for one in THIRD}) >= 4
+
+
+@pytest.mark.parametrize("one", THIRD, ids=lambda one: one.name)
+def test_the_words_of_a_planting_accept_its_own_cause(one):
+    assert one.exotic == (one.cause == "unknown")
+    if not one.exotic:
+        assert one.named_by(one.cause)
+        assert all(re.search(pattern, one.cause) for pattern in one.patterns)
+
+
+def test_departures_tell_a_fault_from_none(tmp_path):
+    world = world_of("glm4v", tmp_path, HEALTHY)
+    negated = next(one for one in THIRD if one.name == "negated")
+    samples = [roll(world, 0, HEALTHY), roll(world, 0, negated.fault)]
+    none, fault = departures(world.model, world.tiny, samples)
+    assert none.max() < SMALL / 10
+    assert fault.min() > SMALL
+    assert len(none) == samples[0].loss_mask.sum()
