@@ -742,9 +742,9 @@ def other_weights(case: Case) -> Iterator[Trial]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, given in case.weights.items() if head is not None and head.weight is embedding.weight else ():
         # A head that is tied to the embedding may be loaded apart from it.
-        keys = [key for key, own in named.items() if own is head.weight and key in given]
-        for part, text in ((head, "head"), (embedding, "embedding")) if keys else ():
-            other = torch.nn.Parameter(given[keys[0]].to(head.weight), requires_grad=False)
+        tied_to = [key for key, own in named.items() if own is head.weight and key in given]
+        for part, text in ((head, "head"), (embedding, "embedding")) if tied_to else ():
+            other = torch.nn.Parameter(given[tied_to[0]].to(head.weight), requires_grad=False)
             places = [(part._parameters, "weight", other)]
             statement = f"the sampler had the weights of {name} in its {text} alone, which was not tied"
             yield Trial(statement, model=_change(replaced, places))

@@ -121,11 +121,12 @@ class Fit(NamedTuple):
 
 
 class _Nearer(NamedTuple):
-    """A trial that ran, and the share of the differences that it left."""
+    """A trial that ran, the share of the differences that it left, and these at the weighed tokens."""
 
     share: float
     row: Row
     trial: Trial
+    left: Array | None = None
 
 
 class Search:
@@ -146,6 +147,7 @@ class Search:
         self.fits: list[Fit] = []
         self.places: list[Place] = []
         self._effects: list[Effect] = []
+        self._slopes: Array = np.zeros((0, 3))
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
@@ -220,6 +222,11 @@ class Search:
         held = np.union1d(logits.topk(min(_LIKELIEST, logits.shape[1]), -1).indices.numpy(), ids[positions])
         rest = logits.index_fill(1, torch.from_numpy(held), -np.inf).logsumexp(-1, keepdim=True)
         few = torch.cat([logits[:, held], rest.clamp(min=-1e4)], -1).numpy()
+        log = logits.log_softmax(-1)
+        own = compared.trainer[chosen].astype(np.float64)
+        entropy = -(log.exp() * log).sum(-1).numpy()
+        # How numbers change with the inverse temperature, a factor and an offset.
+        self._slopes = np.stack([own + entropy, own, np.ones(len(own))], 1)
         counts = np.stack([np.bincount(ids[:at], minlength=logits.shape[1])[held] for at in positions])
         counts = np.concatenate([counts, 0 * counts[:, :1]], 1)
         self._effects += numbers(few, np.searchsorted(held, ids[positions]), runs, counts)
@@ -327,7 +334,9 @@ class Search:
             for (row, trial), varied in zip(chosen, case.run([trial for _, trial in chosen]), strict=True):
                 if varied is None or not len(varied.positions):
                     continue
-                firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial))
+                whole = case is self.case and len(varied.positions) == len(case.compared.positions)
+                left = varied.difference[self._chosen] if whole else None
+                firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial, left))
                 place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
                 self._add(case, Draw(row.stage, place, trial), varied)
                 fit = self._fit(case, row, trial, varied)
@@ -363,10 +372,10 @@ class Search:
         return None if fit is None or not self._beyond_chance(fit) else self.named([fit])
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
-        """Return two causes that explain the sample together, in the best two stages or behind them."""
+        """Return two causes that explain the sample together."""
         case, stages = self.case, {place.stage for place in self.places[:2]}
         rows = [each for each in ROWS if each.stage in stages]
-        usable = sorted((entry for entry in firsts if entry.share < _HALF), key=lambda entry: entry.share)
+        usable = self._ranked(firsts) if len(self._slopes) else []
         rests: list[tuple[_Nearer, Case]] = []
         for first in usable[:_READ]:
             compared = case.run([first.trial])[0]
@@ -381,6 +390,20 @@ class Search:
             if fits:
                 return self._both(first, fits)
         return None
+
+    def _ranked(self, firsts: Sequence[_Nearer]) -> list[_Nearer]:
+        """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
+        basis = np.linalg.qr(self._slopes)[0]
+        before = self.case.compared.difference[self._chosen]
+        every = float(np.linalg.norm(before - basis @ (basis.T @ before)))
+        ranked: list[tuple[float, _Nearer]] = []
+        for first in firsts:
+            share = first.share
+            if first.left is not None and np.isfinite(first.left).all() and every > 0:
+                rest = float(np.linalg.norm(first.left - basis @ (basis.T @ first.left)))
+                share = min(share, rest / every)
+            ranked += [(share, first)] if share < _HALF else []
+        return [first for _, first in sorted(ranked, key=lambda entry: entry[0])]
 
     def _both(self, first: _Nearer, fits: list[Fit]) -> Finding:
         """Return the finding of two causes, at the stage that runs first."""

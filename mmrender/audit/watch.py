@@ -44,7 +44,8 @@ class Watch:
         The weights must be the weights that sampled, so this comes before the update.
         """
         began = self._clock()
-        left = self._share * (began - self._began) - self._spent
+        # Half of it is kept for a call that takes longer than the last one.
+        left = (self._share * (began - self._began) - self._spent) / 2
         if not samples or (self._noise is not None and left < self._rate * min(map(len, samples))):
             return None
         chosen: list[TrainingSample] = []
