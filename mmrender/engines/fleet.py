@@ -435,11 +435,16 @@ class Fleet:
             loaded = self.loaded
             await tell("load_weights", **loaded)
             replica.stale = self.loaded is not loaded  # there may have been another update meanwhile
+        with contextlib.suppress(EngineError):  # asked now, so that no request waits for it
+            replica.limit = await bounded(replica.engine.max_prompt_len(), HEALTH_TIMEOUT, replica.name)
+        if self.loaded is not None and replica.lost and not replica.halted:
+            # Another client that updated weights, and is gone, may have paused it.
+            (report,) = (await self.tell([replica], "reports_pause", within=HEALTH_TIMEOUT)).values()
+            replica.halted |= report.value is True
+        # At the end, so that a pause that is over by now is not missed.
         if self.state == "open" and replica.halted:
             with contextlib.suppress(EngineUnsupportedError):
                 await tell("resume_generation")
-        with contextlib.suppress(EngineError):  # asked now, so that no request waits for it
-            replica.limit = await bounded(replica.engine.max_prompt_len(), HEALTH_TIMEOUT, replica.name)
 
     async def _tell_alone(self, replica: Replica, call: Control, /, **arguments: Any) -> Any:
         (result,) = (await self.tell([replica], call, **arguments)).values()

@@ -464,6 +464,48 @@ async def test_a_new_controller_ends_the_pause_of_one_that_is_gone(house):
 
 
 @in_house
+async def test_a_server_that_answers_again_at_the_end_of_a_pause_is_resumed(house):
+    hung, *_ = house.servers
+    client = house.client(pause_timeout=30, update_timeout=30)
+    assert outcomes(await client.pause_generation("abort")) == ["ok"] * 3
+    hung.is_hung = True
+    update = await client.load_weights("/step-1", weight_version="v1")
+    assert outcomes(update) == ["timed out", "ok", "ok"]
+    limit = client.engines[0].max_prompt_len
+    answers = []
+
+    async def resumed_meanwhile():
+        answers.append(await limit())
+        if client.is_paused:
+            await client.resume_generation()
+        return answers[-1]
+
+    client.engines[0].max_prompt_len = resumed_meanwhile
+    hung.is_hung = False
+    await until(lambda: not client.is_paused and client.replicas[0].down is None)
+    assert answers
+    assert (hung.version, hung.is_paused) == ("v1", False)
+    await ask_all(client)
+
+
+@in_house
+async def test_a_new_controller_ends_the_pause_of_a_server_that_hung_when_it_came(house):
+    hung, *_ = house.servers
+    gone, controller = house.client(), house.client(pause_timeout=30)
+    assert outcomes(await gone.pause_generation("abort")) == ["ok"] * 3
+    await gone.teardown()
+    hung.is_hung = True
+    assert outcomes(await controller.check_health()) == ["failed", "ok", "ok"]
+    assert outcomes(await controller.pause_generation("abort")) == ["failed", "ok", "ok"]
+    assert outcomes(await controller.load_weights("/step-1", weight_version="v1")) == ["failed", "ok", "ok"]
+    assert outcomes(await controller.resume_generation()) == ["failed", "ok", "ok"]
+    hung.is_hung = False
+    await until(lambda: controller.replicas[0].down is None)
+    assert (hung.version, hung.is_paused) == ("v1", False)
+    await ask_all(controller)
+
+
+@in_house
 async def test_a_worker_uses_no_server_whose_weights_others_have_left_behind(house):
     """It knows of no update: its controller is another process."""
     late, *others = house.servers
