@@ -53,6 +53,11 @@ class Recorder:
         """The address, with the port that was chosen."""
         return self._receiver.url
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether it still takes messages. If not, writing has failed, and `close` raises the error."""
+        return self._thread.is_alive()
+
     def __enter__(self) -> Self:
         try:
             self._receiver.open()

@@ -191,7 +191,16 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                 self._loaded = []
             self._begun[info.id] = 1
         self._place, self._loaded = self._start(), []
-        return self._items(self._place)
+        return self._items(self._place, self._items_of)
+
+    def follow(self) -> Iterator[Descriptor]:
+        """Yield the sizes of the samples of a pass, in its order, without reading their records.
+
+        For the rank that plans the steps over files that grow: it waits as a pass does, and a state is the
+        place after the last descriptor. Other ranks `load` the samples that it assigns to them.
+        """
+        self._place, self._loaded = self._start(), []
+        return self._items(self._place, lambda element: self._descriptors_of(element, self._accept))
 
     def describe(self, records: Iterable[int] | None = None) -> list[Descriptor]:
         """Return the sizes of the samples of records, for a plan.
@@ -229,17 +238,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                     got=str(record),
                     remedy="Wait for the record to be appended, or describe fewer",
                 )
-            is_described = self._make is samples_of
-            samples = self._described(file, record) if is_described or accept else None
-            if samples and accept and not accept(samples):
-                continue
-            if not is_described:
-                head = self._sound(file, record, TrajectoryReader.head)
-                items = self._make(head) if head else ()
-                samples = [
-                    Descriptor.of(one, record=record, item=item, file=file) for item, one in enumerate(items)
-                ]
-            descriptors += samples or []
+            descriptors += self._descriptors_of(Element(file, record, 0), accept) or []
         return descriptors
 
     def load(self, step: Sequence[Descriptor], indices: Iterable[int]) -> dict[int, Any]:
@@ -259,6 +258,8 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         for index, descriptor in descriptors.items():
             file, record, place = descriptor.file, descriptor.record, descriptor.item
             if (file, record) not in records:
+                if record >= len(self._reader(file)):  # another rank has planned, and seen a longer file
+                    self._reader(file).refresh()
                 records[file, record] = [*self._make(self._reader(file)[record])]
             items = records[file, record]
             item = items[place] if place < len(items) else None
@@ -307,7 +308,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             reader, readers, first.epoch, self._seed, self._weights, first.follows, counts, earlier=earlier
         )
 
-    def _items(self, place: Place) -> Iterator[Any]:
+    def _items(self, place: Place, items_of: Callable[[Element], list[Any] | None]) -> Iterator[Any]:
         rest = Pass(place.earlier, self._ids)
         if self._wait and (place.position, place.item) == (0, 0):
             place.counts = self._settled(rest, place, place.counts)
@@ -316,7 +317,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             while place.position < len(elements):
                 element = elements[place.position]
                 where = f"{self._reader(element.file)}[{element.record}]"
-                items = self._wait_for(partial(self._items_of, element))
+                items = self._wait_for(partial(items_of, element))
                 if items is None and self._wait:
                     return
                 if items is None:
@@ -395,6 +396,27 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         if trajectories is None:
             reader.refresh()  # for the next call
         return list(self._make(trajectories)) if trajectories else trajectories
+
+    def _descriptors_of(
+        self, element: Element, accept: Callable[[Sequence[Descriptor]], bool] | None
+    ) -> list[Descriptor] | None:
+        """Return the sizes of a record's items, none of a damaged one, or None if it is torn or not there."""
+        file, record, _ = element
+        is_described = self._make is samples_of
+        samples = self._described(file, record) if is_described or accept else []
+        if samples is None:
+            self._reader(file).refresh()  # for the next call
+        elif samples and accept and not accept(samples):
+            return []
+        elif not is_described:
+            head = self._sound(file, record, TrajectoryReader.head)
+            if head is None:
+                return None
+            items = self._make(head) if head else ()
+            samples = [
+                Descriptor.of(one, record=record, item=item, file=file) for item, one in enumerate(items)
+            ]
+        return samples
 
     def _described(self, file: str, record: int) -> list[Descriptor] | None:
         """Return the descriptors of the samples of a record, none of a damaged one, as `_items_of`."""

@@ -84,6 +84,50 @@ def test_samples_that_cannot_be_made_are_not_described(tmp_path: Path) -> None:
         TrajectoryDataset(tmp_path / "run").describe()
 
 
+def test_a_rank_follows_files_that_grow_and_others_load_what_it_plans(tmp_path: Path) -> None:
+    groups = trees([[call[0]] for call in PICTURES])
+    save_trajectories(tmp_path / "b", groups[:2])
+    planner, other = (TrajectoryDataset(tmp_path, wait=wait) for wait in (60.0, 0.0))
+    sizes = planner.follow()
+    step = [next(sizes) for _ in range(2)]
+    state = planner.state_dict()
+    save_trajectories(tmp_path / "a", groups[2:5])  # neither dataset has seen this file
+    save_trajectories(tmp_path / "b", groups[5:])
+    step += [next(sizes) for _ in range(7)]
+    assert sorted((one.file, one.record) for one in step) == [
+        *[("0/a", number) for number in range(3)],
+        *[("0/b", number) for number in range(6)],
+    ]
+    assert step[2:] == [one for one in TrajectoryDataset(tmp_path).describe() if one not in step[:2]]
+    names = [sample.sample_id for _, sample in sorted(other.load(step, range(9)).items())]
+    assert sorted(names) == [f"{number}.0/0" for number in range(9)]
+    resumed = TrajectoryDataset(tmp_path, wait=60.0)
+    resumed.load_state_dict(state)
+    following = resumed.follow()
+    assert [next(following) for _ in range(7)] == step[2:]
+
+
+def test_following_reads_no_record_and_asks_what_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with TrajectoryWriter(path) as file:
+        for group in trees(PICTURES):
+            file.append(group)
+    asked: list[int] = []
+
+    def accept(samples: Any) -> bool:
+        asked.append(samples[0].record)
+        return samples[0].record % 2 == 0
+
+    dataset = TrajectoryDataset(path, accept=accept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrajectoryReader, "__getitem__", lambda *_: pytest.fail("a record was read"))
+        patch.setattr(TrajectoryReader, "head", lambda *_: pytest.fail("a head was read"))
+        assert [one.record for one in dataset.follow()] == [0, 2, 4, 6, 8]
+    assert asked == [*range(9)]
+    items = TrajectoryDataset(path, make=lambda trajectories: [tree.samples()[0] for tree in trajectories])
+    assert [*items.follow()] == items.describe()
+
+
 class Touched:
     """The bytes of files that were asked for, by path."""
 
