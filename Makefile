@@ -9,6 +9,7 @@ BENCH_JSON ?= bench.json
 OUT ?= runs/learn
 SEED ?= 0
 KILLS ?= 10
+MINUTES ?= 30
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fleet fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -184,7 +185,7 @@ learn-agent: OUT = runs/learn-agent
 learn-agent: $(MAIN_STAMP) ## the same with an agent that calls a gateway by the client of OpenAI
 	PYTHONPATH=examples $(BIN)/python -m grpo --agent --out $(OUT) --seed $(SEED) $(LEARN)
 
-learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM in two processes, which are killed KILLS times
+learn-vllm: $(MAIN_STAMP) $(if $(filter $(CURDIR)/.venv-vllm,$(MMRENDER_VLLM_ENV)),.venv-vllm) ## the same against a real vLLM, as a fleet whose processes are killed KILLS times
 	PYTHONPATH=examples:tests OMP_NUM_THREADS=1 $(BIN)/python tests/learn_faults.py --out $(OUT) --kills $(KILLS) --seed $(SEED) \
 		-- --steps 45 $(LEARN)
 
@@ -196,6 +197,9 @@ soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat
 
 faults: $(MAIN_STAMP) ## kill FAULTS senders and receivers over each link; nothing may be lost, doubled or unreadable
 	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --kills $(FAULTS)
+
+fleet: $(MAIN_STAMP) ## 1,000 environments, 64 engines, 4 receivers and 16 ranks for MINUTES, with 20 kills; FLEET="--flag" changes it
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/fleet_faults.py --minutes $(MINUTES) --seed $(SEED) $(FLEET)
 
 fuzz: $(MAIN_STAMP) ## mutate FUZZ_MESSAGES codec messages, then run the property tests with fresh seeds
 	$(BIN)/python tests/codec_fuzz.py --messages $(FUZZ_MESSAGES)

@@ -148,6 +148,10 @@ class PoolClosedError(PoolError):
     """The pool was closed."""
 
 
+class FleetError(MMRenderError, RuntimeError):
+    """A process of a fleet has failed, or cannot be placed."""
+
+
 class EngineError(MMRenderError, RuntimeError):
     """An inference server or the connection to it failed."""
 

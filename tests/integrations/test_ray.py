@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import json
 import os
 import pickle
 import signal
@@ -24,12 +25,15 @@ from PIL import Image
 from starlette.requests import Request
 
 import mmrender
+from fleet_cases import ask, die_twice, fail, forever, serve
 from integrations.ray_cases import SHARDS, STARTS, conversations, gated_model, rendered, train_on
-from kit import free_port
+from kit import error_of, free_port
 from mmrender import Renderer, Trajectory, build_training_sample
-from mmrender.errors import InputError
+from mmrender.errors import FleetError, InputError
 from mmrender.gateway import GatewaySettings
+from mmrender.integrations.fleet import Fleet, Role
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
+from mmrender.integrations.ray_fleet import RayFleet
 from mmrender.trajectory.files import load_trajectories, received_ids
 
 with warnings.catch_warnings():  # Serve's models use what pydantic has deprecated
@@ -216,13 +220,50 @@ def test_a_folder_keeps_its_number_of_gateways(tmp_path):
         gateway_deployment("http://engine", "MODEL", out=tmp_path, gateways=0)
 
 
+def test_actors_of_a_fleet_that_die_are_started_again_and_servers_end_last(cluster, tmp_path):
+    half = {"num_cpus": 0.5}
+    roles = {
+        "server": Role(serve, 2, serves=True, options=half),
+        "mortal": Role(die_twice, 2, options=half, placement="PACK"),
+        "asker": Role(ask, options=half),
+    }
+    with RayFleet(Fleet(tmp_path, roles)) as fleet:
+        fleet.run()
+        assert set(fleet.pids()) == {("server", 0), ("server", 1)}
+    assert [(tmp_path / f"lives-{number}").read_text() for number in (0, 1)] == ["xxx", "xxx"]
+    assert json.loads((tmp_path / "asked").read_text()) == ["address of 0", "address of 1"]
+    assert all((tmp_path / f"ended-{number}").exists() for number in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("role", "got"),
+    [(Role(fail), "ValueError: no luck in process 0 of 1"), (Role(serve, serves=True), "it returned")],
+)
+def test_an_error_of_an_actor_ends_the_fleet(cluster, tmp_path, role, got):
+    with RayFleet(Fleet(tmp_path, {"one": role, "other": Role(forever)})) as fleet:
+        if role.serves:
+            fleet.actors["one", 0].end.remote()  # before the others
+        error = error_of(FleetError, fleet.run)
+    assert str(error) == f"one 0: a process has failed - got {got}"
+
+
+def test_a_fleet_on_two_nodes_that_is_killed_trains_on_each_answered_turn_once(tmp_path):
+    tests = Path(__file__).resolve().parent.parent
+    sizes = "--workers 2 --environments 6 --engines 4 --mortal 1 --slow 1 --hung 1 --receivers 2 --ranks 2"
+    deadlines = "--control-s 2 --attempt-s 2 --slow-s 0.3"
+    command = [sys.executable, str(tests / "fleet_faults.py"), "--ray", "2", "--steps", "2", "--kills", "4"]
+    figures = tmp_path / "figures.json"
+    subprocess.run([*command, *sizes.split(), *deadlines.split(), "--json", str(figures)], check=True)
+    assert json.loads(figures.read_text())["kills"] == {"worker": 1, "receiver": 1, "trainer": 1, "engine": 1}
+
+
 def test_the_example_that_learns_survives_the_death_of_its_actors(tmp_path):
     tests = Path(__file__).resolve().parent.parent
     paths = [str(tests), str(tests.parent / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     small = ["--steps", "16", "--grid", "2", "--boards", "4", "--rollouts", "4", "--audit-share", "0.1"]
     command = [sys.executable, str(tests / "learn_faults.py"), "--out", str(tmp_path / "run"), "--ray"]
     subprocess.run(
-        [*command, "--server", "local", "--kills", "2", "--p", "1", "--", *small],
+        [*command, "--server", "local", "--kills", "3", "--p", "1", "--", *small, "--workers", "2"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         check=True,
     )
