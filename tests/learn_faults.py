@@ -1,10 +1,10 @@
-"""Train in two processes, kill worker and trainer again and again, and see that each game is trained on once.
+"""Train as a fleet of processes, kill each kind again and again, and see that each game is trained on once.
 
     python tests/learn_faults.py --out RUN [--kills 10] [--server local] [--ray] [-- flags of grpo.processes]
 
 Without `--server local` a vLLM is started, from the environment that MMRENDER_VLLM_ENV names; its weights are
-read anew before each step. Both processes die by SIGKILL at random moments, and are started again: by this
-program, or with `--ray` by Ray, whose actors they are then. Checked at the end, by the lines that the trainer
+read anew before each step. Processes die by SIGKILL at random moments, and are started again: by the fleet
+on this machine, or with `--ray` by Ray. Checked at the end, by the lines that the trainer
 wrote:
 
 - each step was taken once, on every game of it and no other, none twice, all sampled by the weights of that step;
@@ -19,7 +19,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,75 +27,12 @@ from typing import Any
 import numpy as np
 
 from grpo.config import Config, build, parse
-from grpo.processes import actors
+from grpo.processes import fleet_on
 from grpo.worker import games_of
 from integration.engine_server import start_vllm
 
-ROLES = ("trainer", "worker")
+ROLES = ("trainer", "worker", "receiver")
 PERMUTATIONS = 100_000
-
-
-class Processes:
-    """Worker and trainer, started again when they die."""
-
-    def __init__(self, out: Path, flags: list[str]) -> None:
-        self._out, self._flags = out, flags
-        self.running = {role: self._start(role) for role in ROLES}
-
-    def _start(self, role: str) -> subprocess.Popen[bytes]:
-        with (self._out / f"{role}.log").open("ab") as log:
-            command = [sys.executable, "-m", "grpo.processes", role, *self._flags]
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def kill(self, role: str) -> None:
-        """Kill one, and start it again."""
-        self.running[role].send_signal(signal.SIGKILL)
-        self.running[role].wait()
-        self.running[role] = self._start(role)
-
-    def run(self) -> bool:
-        """Whether one still runs.
-
-        Raises:
-            SystemExit: One ended by itself, and not because it was done.
-        """
-        ended = {role: process.poll() for role, process in self.running.items()}
-        for role, code in ended.items():
-            if code not in (None, 0):
-                raise SystemExit(f"{role} ended by itself: see {self._out / role}.log")
-        return None in ended.values()
-
-    def end(self) -> None:
-        """Kill what runs."""
-        for process in self.running.values():
-            process.kill()
-            process.wait()
-
-
-class Actors:
-    """Worker and trainer as actors of Ray, which starts them again when they die."""
-
-    def __init__(self, config: Config) -> None:
-        import ray
-
-        self._ray = ray
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        self._actors = actors(config)
-        self._left = [actor.run.remote() for actor in self._actors.values()]
-
-    def kill(self, role: str) -> None:
-        """Kill one; Ray starts it again, and calls again what it ran."""
-        os.kill(self._ray.get(self._actors[role].pid.remote()), signal.SIGKILL)
-
-    def run(self) -> bool:
-        """Whether one still runs; raises what one raised."""
-        done, self._left = self._ray.wait(self._left, num_returns=len(self._left), timeout=0)
-        self._ray.get(done)
-        return bool(self._left)
-
-    def end(self) -> None:
-        """End the cluster."""
-        self._ray.shutdown()
 
 
 def steps_of(out: Path) -> list[dict[str, Any]]:
@@ -106,29 +42,28 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "reward" in row]
 
 
-def drive(config: Config, processes: Processes | Actors, kills: int, seed: int) -> list[tuple[str, int]]:
+def drive(config: Config, fleet: Any, kills: int, seed: int) -> list[tuple[str, int]]:
     """Run to the end with so many kills, spread over the run; return who was killed at which step."""
     dice, killed = random.Random(seed), []
     # Of each kind as many, in any order, each at a moment of its own within a step.
-    roles = [ROLES[number % 2] for number in range(kills)]
+    roles = [ROLES[number % len(ROLES)] for number in range(kills)]
     dice.shuffle(roles)
     at = [1 + number * (config.steps - 2) // max(1, kills) for number in range(kills)]
     seen, since, length = 0, time.monotonic(), 0.0
-    try:
-        while processes.run():
-            now, steps = time.monotonic(), len(steps_of(config.out))
-            if steps > seen:
-                # Steps may be so short that a longer wait outlasts the run.
-                seen, since, length = steps, now, (now - since) / (steps - seen) if seen else 0.0
-            if len(killed) < kills and steps >= at[len(killed)]:
-                time.sleep(dice.random() * min(2, length))
-                role = roles[len(killed)]
-                processes.kill(role)
+    while fleet.poll(0.05):
+        now, steps = time.monotonic(), len(steps_of(config.out))
+        if steps > seen:
+            # Steps may be so short that a longer wait outlasts the run.
+            seen, since, length = steps, now, (now - since) / (steps - seen) if seen else 0.0
+        if len(killed) < kills and steps >= at[len(killed)]:
+            time.sleep(dice.random() * min(2, length))
+            role = roles[len(killed)]
+            pids = fleet.pids()
+            if chosen := sorted(name for name in pids if name[0] == role):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[dice.choice(chosen)], signal.SIGKILL)
                 killed.append((role, len(steps_of(config.out))))
                 print("killed the", role, "after step", killed[-1][1], flush=True)
-            time.sleep(0.05)
-    finally:
-        processes.end()
     return killed
 
 
@@ -209,8 +144,13 @@ def main() -> None:
             url = server.base_url
         flags += ["--server", url]
         config, start = parse(flags), time.monotonic()
-        processes = Actors(config) if options.ray else Processes(config.out, flags)
-        killed = drive(config, processes, options.kills, options.seed)
+        if options.ray:
+            import ray
+
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+            stack.callback(ray.shutdown)
+        fleet = stack.enter_context(fleet_on("ray" if options.ray else "local", config))
+        killed = drive(config, fleet, options.kills, options.seed)
     figures = check(config, killed, options.kills, options.p)
     print(json.dumps({**figures, "seconds": round(time.monotonic() - start)}))
 

@@ -47,7 +47,9 @@ class Config:
         patch_size: Side of a patch, in pixels.
         fault: A fault between sampler and trainer: shifted, stale, retokenized or parsed.
         agent: Play by an agent that calls a gateway over HTTP with the client of OpenAI.
-        server: URL of the vLLM server of `grpo.processes`.
+        server: URL of the vLLM server of `grpo.processes`, or `local` for a model in each worker.
+        workers: Worker processes of `grpo.processes`.
+        receivers: Processes of `grpo.processes` that receive games.
         quiet: Show nothing while the run goes on.
     """
 
@@ -83,6 +85,8 @@ class Config:
     fault: str = ""
     agent: bool = False
     server: str = "http://127.0.0.1:8000"
+    workers: int = 1
+    receivers: int = 1
     quiet: bool = False
 
 
@@ -110,7 +114,18 @@ MAX_GRID: Final = 5
 """Rows and columns of the largest board, whose cells have the letters A to Y."""
 
 
-_FREE: Final = {"out", "steps", "until", "audit_share", "explain", "fault", "server", "quiet"}
+_FREE: Final = {
+    "out",
+    "steps",
+    "until",
+    "audit_share",
+    "explain",
+    "fault",
+    "server",
+    "workers",
+    "receivers",
+    "quiet",
+}
 """Settings that may be others when a run goes on."""
 
 

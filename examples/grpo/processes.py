@@ -1,24 +1,23 @@
-"""Train in two processes: a worker that plays against a server, and a trainer that it ships to.
+"""Train as a fleet of processes: workers that play, receivers of their games, and a trainer.
 
 Usage, while a vLLM with `--enable-scale-out` and `VLLM_SERVER_DEV_MODE=1` serves RUN/model as `tiny`:
 
-    python -m grpo.processes trainer --out RUN --boards 8 --rollouts 4
-    python -m grpo.processes worker --out RUN --boards 8 --rollouts 4 --server http://127.0.0.1:8000
+    python -m grpo.processes local --out RUN --boards 8 --rollouts 4 --server http://127.0.0.1:8000
 
-or `python -m grpo.processes ray` with the same flags for both, as actors of Ray. With `--server local` the
-worker samples from a model of its own, which reads the same files of weights.
+or `python -m grpo.processes ray` with the same flags, as actors of Ray. With `--server local` each worker
+samples from a model of its own, which reads the same files of weights.
 
-The trainer writes weights and names them in RUN/latest.json; the worker reads them into the paused server,
-plays the games of that step, and ships them. Either may be killed and started again at any time. A step is
-trained on its games once: games are known by step, board and number; those of another step, or that came
-before, are left out; and they are acknowledged when the weights that they made are on disk.
+The trainer writes weights, reads them into the paused server, and names them in RUN/latest.json. Workers play
+the games of that step, and ship them to receivers, which write them to files. A process that is killed is
+started again. A step is trained on its games once. Games are known by step, board and number. Games of
+another step, or that came before, are left out. The place in the files is part of the trainer's checkpoint.
 """
 
 import asyncio
 import json
-import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,15 +26,18 @@ from safetensors.torch import load_file, save_file
 from grpo.config import Config, build, parse
 from grpo.report import Report
 from grpo.trainer import Trainer
-from grpo.worker import Worker, counts_of, needs_warm_up, warm_up
+from grpo.worker import Worker, counts_of, games_of, needs_warm_up, warm_up
 from mmrender import Renderer
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
+from mmrender.integrations.fleet import Fleet, LocalFleet, Process, Role, receivers
 from mmrender.model.weights import load_model
-from mmrender.shipping import Receiver, Sender
+from mmrender.shipping import Sender
 
+_WAIT_SECONDS: Final = 3600.0
+"""Seconds that a game may take, with all that is started again meanwhile."""
 _KEPT = 2
 """Steps whose weights stay on disk: the one that a server may be reading, and the one before."""
 
@@ -45,54 +47,72 @@ def address_of(config: Config) -> str:
     return f"unix://{config.out.resolve()}/trainer.sock"
 
 
-async def train(config: Config) -> None:
-    """Train on what comes, step by step."""
-    directory = build(config)
+def fleet_of(config: Config) -> Fleet:
+    """Describe the run: the same on this machine and on Ray."""
+    build(config)
+    roles = {
+        "worker": Role(partial(play, config), config.workers),
+        "receiver": receivers(config.receivers),
+        "trainer": Role(partial(train, config)),
+    }
+    return Fleet(config.out, roles)
+
+
+async def train(config: Config, process: Process) -> None:
+    """Train on the games of each step."""
+    directory = config.out / "model"
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")
     trainer, checkpoint = Trainer(config, model, renderer.tokenizer), config.out / "checkpoint.pt"
+    dataset = process.dataset(
+        wait=_WAIT_SECONDS, make=list
+    )  # trajectories, since advantages need whole groups
     if checkpoint.exists():
         trainer.load(checkpoint)
+    if trainer.reading is not None:
+        dataset.load_state_dict(trainer.reading)
     report = Report(config, trainer.step, trainer.updates)
     if config.warm_up and trainer.step == 0:
         worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
         while needs_warm_up(config, trainer, await worker.held_out()):
             report.add({"step": 0, "rollouts": 0, **warm_up(config, trainer, renderer)})
             trainer.save(checkpoint)
+    server = None if config.server == "local" else server_of(config, renderer)
+    recorded = iter(dataset)
     count = config.boards * config.rollouts
-    async with Receiver(address_of(config), ack="explicit", window_messages=2 * count) as receiver:
-        publish(config, trainer)
-        while trainer.step < config.steps:
-            games: dict[tuple[int, int], Any] = {}
-            left_out = 0
-            while len(games) < count:
-                message = await receiver.receive()
-                extra = message.value.extra
-                key = extra["group"], extra["game"]
-                if extra["step"] != trainer.step or key in games:
-                    left_out += 1
-                    message.ack()
-                else:
-                    games[key] = message
-            trajectories = [games[key].value for key in sorted(games)]
-            versions = {
-                span.version for one in trajectories for step in one.steps for span in step.weight_versions
-            }
-            if config.audit_share:
-                trainer.audit(trajectories[:: config.rollouts])
-            seen = trainer.update(trajectories)
-            seen |= {"left_out": left_out, **counts_of(trajectories)}
-            named = {"weights": sorted(versions), "games": sorted(games)}
-            # A line without its checkpoint is dropped when the run goes on.
-            report.add({"step": trainer.step, "rollouts": trainer.step * count, **seen, **named})
-            trainer.save(checkpoint)
-            for message in games.values():
-                message.ack()
-            publish(config, trainer)
+    while True:
+        await publish(config, trainer, server)
+        if trainer.step >= config.steps:
+            break
+        games: dict[tuple[int, int], Any] = {}
+        left_out = 0
+        while len(games) < count:
+            trajectory = next(recorded)
+            extra = trajectory.extra
+            key = extra["group"], extra["game"]
+            if extra["step"] != trainer.step or key in games:
+                left_out += 1
+            else:
+                games[key] = trajectory
+        trajectories = [games[key] for key in sorted(games)]
+        versions = {
+            span.version for one in trajectories for step in one.steps for span in step.weight_versions
+        }
+        if config.audit_share:
+            trainer.audit(trajectories[:: config.rollouts])
+        seen = trainer.update(trajectories)
+        seen |= {"left_out": left_out, **counts_of(trajectories)}
+        named = {"weights": sorted(versions), "games": sorted(games)}
+        # A line without its checkpoint is dropped when the run goes on.
+        report.add({"step": trainer.step, "rollouts": trainer.step * count, **seen, **named})
+        trainer.reading = dataset.state_dict()
+        trainer.save(checkpoint)
+    if server is not None:
+        await server.teardown()
 
 
-def publish(config: Config, trainer: Trainer) -> None:
-    """Write the weights as a model directory, and name them."""
+async def publish(config: Config, trainer: Trainer, server: InferenceEngineClient | None) -> None:
+    """Write the weights as a model directory, read them into the paused server, and name them."""
     folder = config.out / "weights" / str(trainer.step)
     if not folder.exists():  # else a server may be reading them
         written = config.out / "weights.new"
@@ -101,6 +121,10 @@ def publish(config: Config, trainer: Trainer) -> None:
         save_file(trainer.model.state_dict(), written / "model.safetensors", metadata={"format": "pt"})
         folder.parent.mkdir(exist_ok=True)
         written.rename(folder)
+    if server is not None:
+        await server.pause_generation("wait")
+        await server.load_weights(str(folder.resolve()), weight_version=f"step-{trainer.step}")
+        await server.resume_generation()
     latest = config.out / "latest.json"
     latest.with_suffix(".new").write_text(json.dumps({"step": trainer.step, "path": str(folder.resolve())}))
     latest.with_suffix(".new").replace(latest)
@@ -121,97 +145,65 @@ class LocalModel:
         await asyncio.to_thread(self.backend.update_weights, weights.items(), weight_version)
 
 
-async def play(config: Config) -> None:
-    """Play the games of each step, and ship them."""
-    directory = build(config)
+def server_of(config: Config, renderer: Renderer) -> InferenceEngineClient:
+    """Return a client of the server."""
+    engine = HTTPEngine(VLLMBackend(), HTTPTransport(config.server), model="tiny")
+    return InferenceEngineClient([engine], renderer=renderer)
+
+
+async def play(config: Config, process: Process) -> None:
+    """Play this worker's games of each step, and ship them."""
+    directory = config.out / "model"
     renderer = Renderer.from_pretrained(directory)
-    server: Any
-    if config.server == "local":
-        server = LocalModel(directory)
-        worker = Worker(config, renderer, backend=server.backend)
+    model = LocalModel(directory) if config.server == "local" else None
+    if model is None:
+        worker = Worker(config, renderer, server_of(config, renderer), model="tiny")
     else:
-        engine = HTTPEngine(VLLMBackend(), HTTPTransport(config.server), model="tiny")
-        server = InferenceEngineClient([engine], renderer=renderer)
-        worker = Worker(config, renderer, server, model="tiny")
+        worker = Worker(config, renderer, backend=model.backend)
     played, latest = -1, config.out / "latest.json"
-    while not latest.exists():  # then the trainer listens before it names weights
-        await asyncio.sleep(0.1)
-    sender = Sender(address_of(config))
+    sender = Sender(process.receivers)
     try:
         await sender.connect(timeout=None)
         while True:
-            named = json.loads(latest.read_text())
+            named = json.loads(latest.read_text()) if latest.exists() else {"step": played}
             if named["step"] >= config.steps:
                 break
             if named["step"] == played:
                 await asyncio.sleep(0.05)
                 continue
-            await load(server, named["path"], f"step-{named['step']}")
-            async for trajectory in worker.stream(named["step"]):
+            if model is not None:
+                await model.load_weights(named["path"], weight_version=f"step-{named['step']}")
+            games = games_of(config, named["step"])[process.number :: process.count]
+            async for trajectory in worker.stream(named["step"], games):
                 await sender.send(trajectory)
             played = named["step"]
     finally:
-        # What the trainer wanted, it has acknowledged before it named the last weights.
+        # The games that the trainer wanted are in the files before it names the last weights.
         await sender.aclose(timeout=0)
 
 
-async def load(server: Any, path: str, version: str) -> None:
-    """Read weights into a server that is paused meanwhile, or into a model of this process."""
-    if isinstance(server, LocalModel):
-        await server.load_weights(path, weight_version=version)
-        return
-    await server.pause_generation("wait")
-    await server.load_weights(path, weight_version=version)
-    await server.resume_generation()
+def fleet_on(engine: str, config: Config) -> Any:
+    """Return what runs the fleet: `local` processes, or actors on `ray`, whose cluster was joined."""
+    if engine == "local":
+        return LocalFleet(fleet_of(config))
+    from mmrender.integrations.ray_fleet import RayFleet
+
+    return RayFleet(fleet_of(config))
 
 
-ROLES: Final = {"trainer": train, "worker": play}
+def main() -> None:
+    """Run the fleet to its end. On Ray, `RAY_ADDRESS` names the cluster; without it, this machine is one."""
+    engine, *flags = sys.argv[1:] or ["--help"]
+    if engine not in ("local", "ray"):
+        parse(["--help"], program="grpo.processes local|ray")
+    config = parse(flags, program=f"grpo.processes {engine}")
+    if engine == "ray":
+        import ray
 
-
-class Process:
-    """One of the two, as an actor of Ray."""
-
-    def __init__(self, role: str, config: Config) -> None:
-        self._role, self._config = role, config
-
-    def run(self) -> None:
-        """Run to the end."""
-        asyncio.run(ROLES[self._role](self._config))
-
-    def pid(self) -> int:
-        """The process that runs it now."""
-        return os.getpid()
-
-
-def actors(config: Config) -> dict[str, Any]:
-    """Start both as actors of Ray, which starts them again when they die.
-
-    They share a socket and the folder of the run, so both run on this machine.
-    """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Process).options(
-        scheduling_strategy=here, max_restarts=-1, max_task_retries=-1, max_concurrency=2
-    )
-    return {role: actor.remote(role, config) for role in ROLES}
-
-
-def on_ray(config: Config) -> None:
-    """Run both to the end on the cluster that `RAY_ADDRESS` names, or on one of this machine."""
-    import ray
-
-    ray.init()
-    ray.get([actor.run.remote() for actor in actors(config).values()])
+        ray.init()
+    with fleet_on(engine, config) as fleet:
+        fleet.run()
 
 
 if __name__ == "__main__":
-    role, *flags = sys.argv[1:] or ["--help"]
-    if role not in (*ROLES, "ray"):
-        parse(["--help"], program="grpo.processes trainer|worker|ray")
-    config = parse(flags, program=f"grpo.processes {role}")
-    if role == "ray":
-        on_ray(config)
-    else:
-        asyncio.run(ROLES[role](config))
+    main()

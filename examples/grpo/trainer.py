@@ -43,12 +43,14 @@ class Trainer:
     Attributes:
         step: Updates on sampled games so far.
         updates: Updates on recorded games so far.
+        reading: Place in the files of games after the last step, as of `TrajectoryDataset.state_dict`.
         model: The model.
         family: How it is given a batch.
     """
 
     def __init__(self, config: Config, model: Any, tokenizer: Tokenizer) -> None:
         self.step = self.updates = 0
+        self.reading: Any = None
         self.model = model
         self.family = ModelFamily.from_config(model.config)
         self._config = config
@@ -131,6 +133,7 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "updates": self.updates,
+            "reading": self.reading,
         }
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -140,7 +143,7 @@ class Trainer:
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.step, self.updates = state["step"], state["updates"]
+        self.step, self.updates, self.reading = state["step"], state["updates"], state.get("reading")
 
 
 def reward_of(trajectory: Trajectory) -> float:

@@ -88,10 +88,13 @@ class Worker:
             for answers in (config.answers, 1)
         )
 
-    async def stream(self, step: int) -> AsyncGenerator[Trajectory, None]:
-        """Play the boards of a step, each as often as a group has games; yield each game when it ends."""
+    async def stream(
+        self, step: int, games: list[tuple[int, int]] | None = None
+    ) -> AsyncGenerator[Trajectory, None]:
+        """Play games of a step, by default all of them; yield each game when it ends."""
         sampling = {"temperature": 1.0, "seed": self._config.seed + step}
-        async for trajectory in self._play(self._trained, games_of(self._config, step), sampling):
+        games = games_of(self._config, step) if games is None else games
+        async for trajectory in self._play(self._trained, games, sampling):
             trajectory.extra["step"] = step
             trajectory.trajectory_id = f"step {step}, board {trajectory.extra['name']}"
             yield trajectory
