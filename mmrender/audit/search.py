@@ -373,8 +373,7 @@ class Search:
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
         """Return two causes that explain the sample together."""
-        case, stages = self.case, {place.stage for place in self.places[:2]}
-        rows = [each for each in ROWS if each.stage in stages]
+        case = self.case
         usable = self._ranked(firsts) if len(self._slopes) else []
         rests: list[tuple[_Nearer, Case]] = []
         for first in usable[:_READ]:
@@ -386,7 +385,13 @@ class Search:
             if fits := self._recorded(rest):
                 return self._both(first, fits)
         for first, rest in rests[:_FIRSTS]:
-            fits = [fit for fit in self._tried(rest, rows, []) if self._beyond_chance(fit)]
+            second = Search(rest, self.noise, self._left)
+            second._simulate([*draws(rest)][::_ORDERING])
+            second._read_off()
+            stages = {place.stage for place in second._weighed()[:2]}
+            rows = [row for row in ROWS if row.stage in stages]
+            fits = [fit for fit in second._tried(rest, rows, []) if second._beyond_chance(fit)]
+            self.count, self._left = self.count + second.count, second._left
             if fits:
                 return self._both(first, fits)
         return None
