@@ -3,8 +3,9 @@
     python tools/scale_page.py [--check]
 
 `benchmarks/bench_scale.py --json docs/scale.json`, `benchmarks/bench_receivers.py --json
-docs/scale-receivers.json`, `benchmarks/bench_reading.py --json docs/scale-reading.json` and
-`benchmarks/bench_engines.py --part hung --json docs/scale-engines.json` measure. The text between the marks
+docs/scale-receivers.json`, `benchmarks/bench_reading.py --json docs/scale-reading.json`,
+`benchmarks/bench_engines.py --part hung --json docs/scale-engines.json` and `tests/fleet_faults.py --json
+docs/scale-fleet.json` measure. The text between the marks
 of the page is replaced; `--check` writes nothing and exits with 1 if the page is not what it would write.
 """
 
@@ -25,6 +26,8 @@ BEGIN_RECEIVERS = "<!-- receivers, written by tools/scale_page.py -->\n"
 BEGIN_READING = "<!-- reading, written by tools/scale_page.py -->\n"
 HUNG = DOCS / "scale-engines.json"
 BEGIN_ENGINES = "<!-- engines, written by tools/scale_page.py -->\n"
+KILLED = DOCS / "scale-fleet.json"
+BEGIN_FLEET = "<!-- fleet, written by tools/scale_page.py -->\n"
 
 ENVIRONMENTS, TURN_SECONDS = 1000, 10.0
 WORKERS, ENGINES, ENGINES_A_HOST = 8, 64, 8
@@ -226,6 +229,44 @@ def engines(figures: dict[str, Any]) -> str:
     )
 
 
+def killed_fleet(figures: dict[str, Any]) -> str:
+    """Tables of a fleet that was killed: what was trained on, the longest waits, and resident memory."""
+    machine, sizes, left = figures["machine"], figures["sizes"], figures["left"]
+    kills = ", ".join(f"{count} of {role}s" for role, count in sorted(figures["kills"].items()))
+    behind = {int(steps): count for steps, count in figures["steps_behind"].items()}
+    trained = f"{figures['steps']}, {figures['games']:,}, {figures['turns']:,}"
+    waits = ", ".join(f"{figures['slowest_s'][name]:.1f}" for name in ("pause", "load", "resume"))
+    control, attempt, turn = sizes["control_s"], sizes["attempt_s"], figures["slowest_turn_s"]
+    played, asked = left.get("played again", 0), left.get("asked again", 0)
+    older = sum(count for steps, count in behind.items() if steps > 1)
+    counts = {
+        "steps, games, turns trained on, each once": trained,
+        "answers to games that were played again, since a worker died": played,
+        "answers to turns that were asked again, since they came late or not at all": asked,
+        "answers by the weights of the step before": f"{behind.get(1, 0) / sum(behind.values()):.0%}",
+        "answers by older weights": f"{older:,}",
+        f"longest pause, update, resumption, deadline {control:g} s each": f"{waits} s",
+        f"longest turn, deadline {attempt:g} s at one engine": f"{turn:.1f} s",
+    }
+    return "\n".join(
+        [
+            f"{sizes['environments']:,} environments in {sizes['workers']} workers, {sizes['engines']} stub "
+            f"engines of which {sizes['hung']} hang, {sizes['mortal']} die and {sizes['slow']} are slow, "
+            f"{sizes['receivers']} receivers and {sizes['ranks']} ranks, for {figures['seconds'] / 60:.0f} "
+            f"minutes. Processes killed: {kills}. On {machine['cpu']}, {machine['cores']} cores with a load "
+            f"of {figures['load']:.0f}, Python {machine['python']}:\n",
+            "| | |",
+            "|---|--:|",
+            *[f"| {name} | {value} |" for name, value in counts.items()],
+            "",
+            "| resident memory of the largest process, MB | after a quarter | half | end |",
+            "|---|--:|--:|--:|",
+            *[f"| {name} | {' | '.join(map(str, row))} |" for name, row in figures["memory_mb"].items()],
+            "",
+        ]
+    )
+
+
 def main() -> int:
     """Write the page, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -236,6 +277,7 @@ def main() -> int:
     expected = with_text(expected, reading(json.loads(READING.read_text("utf-8"))), BEGIN_READING)
     expected = with_text(expected, receivers(json.loads(RECEIVERS.read_text("utf-8"))), BEGIN_RECEIVERS)
     expected = with_text(expected, engines(json.loads(HUNG.read_text("utf-8"))), BEGIN_ENGINES)
+    expected = with_text(expected, killed_fleet(json.loads(KILLED.read_text("utf-8"))), BEGIN_FLEET)
     if not options.check:
         PAGE.write_text(expected, "utf-8")
         return 0
