@@ -75,11 +75,12 @@ class Sizes:
 
     def fleet(self) -> Fleet:
         """The fleet."""
+        spread = {"scheduling_strategy": "SPREAD"}  # on Ray, so that a machine that is lost has some of each
         roles = {
-            "engine": Role(Bound(serve, self), 1 + self.mortal, serves=True),
-            "receiver": receivers(self.receivers, memory_bytes=16 << 20),
-            "worker": Role(Bound(play, self), self.workers),
-            "trainer": Role(Bound(train, self), self.ranks),
+            "engine": Role(Bound(serve, self), 1 + self.mortal, serves=True, options=spread),
+            "receiver": receivers(self.receivers, role={"options": spread}, memory_bytes=16 << 20),
+            "worker": Role(Bound(play, self), self.workers, options=spread),
+            "trainer": Role(Bound(train, self), self.ranks, options=spread),
         }
         return Fleet(self.folder, roles)
 
