@@ -65,7 +65,9 @@ def _prompts(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
             lost = int(rng.geometric(0.4)) - 1
             while not free[start : start + lost].all() or start + lost > stop:
                 lost -= 1
-            new = rng.choice(known, int(rng.geometric(0.4)) - (lost > 0)).tolist()
+            # A few tokens, or a text such as a system prompt.
+            added = int(rng.geometric(0.4)) - (lost > 0) if rng.random() < 0.7 else int(rng.integers(5, 15))
+            new = rng.choice(known, added).tolist()
             changed = edited(sample, [(start, start + lost, new)])
             yield Draw("template", f"the prompt before completion {number}", Trial("", changed, since=start))
     for span in sample.media_spans:

@@ -278,7 +278,7 @@ class Search:
 
     def _read(self, case: Case, tolerance: float) -> list[Fit]:
         held, fits = views(case), list[Fit]()
-        for row in ROWS:
+        for row in sorted(ROWS, key=lambda row: row.name == "restricted"):
             if row.readings is None or (row.name == "restricted" and fits):
                 continue
             best: dict[int, tuple[float, Recorded]] = {}
