@@ -99,13 +99,14 @@ _FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "running sums of log-probabilities (cumulative_logprob) were recorded": np.cumsum,
     "each token was given its completion's mean": lambda own: np.full_like(own, own.mean()),
     "each token was given its completion's sum": lambda own: np.full_like(own, own.sum()),
-    "log-probabilities were recorded in reverse order": lambda own: own[::-1],
 }
 
 
 def _forms(view: View) -> Iterator[Recorded]:
     for text, rule in _FORMS.items():
         yield Recorded(text + " in {}", np.asarray(rule(view.trainer), np.float32))
+    if len(view.trainer) > 2:  # two in reverse order are also shifted by one place
+        yield Recorded("log-probabilities were recorded in reverse order in {}", view.trainer[::-1])
     likeliest = view.logits.log_softmax(-1).amax(-1).cpu().numpy()
     yield Recorded(
         "the likeliest (top-1) token's log-probability was recorded, not the sampled one's, in {}", likeliest

@@ -382,7 +382,7 @@ class Search:
             if rest is None:
                 continue
             rests.append((first, rest))
-            if fits := self._recorded(rest):
+            if fits := [fit for fit in self._recorded(rest) if self._is_pair(first, fit)]:
                 return self._both(first, fits)
         for first, rest in rests[:_FIRSTS]:
             second = Search(rest, self.noise, self._left)
@@ -392,9 +392,17 @@ class Search:
             rows = [row for row in ROWS if row.stage in stages]
             fits = [fit for fit in second._tried(rest, rows, []) if second._beyond_chance(fit)]
             self.count, self._left = self.count + second.count, second._left
-            if fits:
+            if fits := [fit for fit in fits if self._is_pair(first, fit)]:
                 return self._both(first, fits)
         return None
+
+    def _is_pair(self, first: _Nearer, fit: Fit) -> bool:
+        """Whether two causes agree with more numbers than the best of all tried pairs would by chance."""
+        compared, tolerance = self.case.compared, self.case.tolerance
+        each = float(np.log10(max(compared.rms / max(fit.rms, tolerance / 10), 1.0)))
+        fitted = sum(one.trial.fitted + (one.row.name == "final token") for one in (first, fit))
+        digits = each * (int(compared.beyond(tolerance).sum()) - fitted)
+        return digits - float(np.log10(max(self.count, 1))) > _CHANCE
 
     def _ranked(self, firsts: Sequence[_Nearer]) -> list[_Nearer]:
         """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
