@@ -400,14 +400,14 @@ def _main(fleet: Fleet, name: Name, pipe: Connection, log: Path) -> None:
     os.dup2(output, 2)
     process = fleet.process(name, AddressFiles(fleet.folder))
 
-    def heed() -> None:
+    def wait_for_end() -> None:
         try:
             pipe.recv()
         except (EOFError, OSError):
             os._exit(1)  # the parent has died
         process.ended.set()
 
-    threading.Thread(target=heed, name="mmrender-fleet", daemon=True).start()
+    threading.Thread(target=wait_for_end, name="mmrender-fleet", daemon=True).start()
     try:
         call(fleet.roles[name[0]], process)
     except BaseException as error:
