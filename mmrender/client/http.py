@@ -221,13 +221,6 @@ class _Connector(aiohttp.TCPConnector):
         return Connections(self._number, self._made, is_open)
 
 
-class _Identity:
-    """The identity of a server, by which facts about it are kept."""
-
-
-_servers: weakref.WeakValueDictionary[tuple[object, ...], _Identity] = weakref.WeakValueDictionary()
-"""By configuration. What is known of a server is known to all transports of one configuration."""
-
 _Session: TypeAlias = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
 """A session, and the generator that closes it at its end."""
 
@@ -251,7 +244,6 @@ class HTTPTransport:
         self.config = TransportConfig(config) if isinstance(config, str) else config
         self.hooks = tuple(hooks)
         self.base_url = self.config.base_url
-        self.server = _servers.setdefault(self.config.key, _Identity())
         self._sessions: dict[asyncio.AbstractEventLoop, _Session] = {}
         # Sessions outlive a dropped transport until their loops have closed them, as that takes an `await`.
         weakref.finalize(self, _close_sessions, self._sessions).atexit = False

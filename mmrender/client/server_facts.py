@@ -1,10 +1,10 @@
 """Facts about a server, kept between calls: its prompt limit, the pixels it takes, the images it has.
 
-Each is asked once in a process, and kept as long as a transport to the server. A server may come back with
-other flags at the same URL, so facts are dropped when it may be lost (see `is_lost`), and after a minute
-without a call or a connection that stays open. Facts that would be silently wrong at another server are kept
-for one process of it, which the server's metrics identify. Which process answers is asked again when a
-connection has been made or none is open, and after a minute.
+Each is asked once and kept with the transport. A server may come back with other flags at the same URL, so
+facts are dropped when it may be lost (see `is_lost`), and after a minute without a call or a connection that
+stays open. Facts that would be silently wrong at another server are kept for one process, which the server's
+metrics identify. Which process answers is asked again when a connection has been made or none is open, and
+after a minute.
 """
 
 import time
@@ -90,28 +90,22 @@ class ServerFacts:
         return self.processes.get_or_compute(name, lambda: ServerFacts(name))
 
 
-_facts: WeakKeyDictionary[object, ServerFacts] = WeakKeyDictionary()
-
-
-def _server_of(transport: Transport) -> object:
-    """Return the server of a transport, which several transports may share, or the transport itself."""
-    return getattr(transport, "server", transport)
+_facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
 
 
 def facts_of(transport: Transport) -> ServerFacts:
     """Return the facts about the server of a transport."""
     now, connections = time.monotonic(), _connections_of(transport)
-    server = _server_of(transport)
-    facts = _facts.get(server)
+    facts = _facts.get(transport)
     if facts is None or facts.is_old(now, connections):
-        facts = _facts[server] = ServerFacts()
+        facts = _facts[transport] = ServerFacts()
     facts.used_at, facts.used_over = now, connections
     return facts
 
 
 def forget(transport: Transport) -> None:
     """Drop the facts about a server."""
-    _facts.pop(_server_of(transport), None)
+    _facts.pop(transport, None)
 
 
 async def _shared(transport: Transport, key: Hashable, ask: Callable[[], Awaitable[Any]]) -> Any:

@@ -114,18 +114,6 @@ async def test_turns_side_by_side_are_one_request_each(renderer, image, clock):
         await engine.transport.aclose()
 
 
-async def test_a_second_client_of_the_process_knows_what_the_first_was_told(renderer, image, clock):
-    address = Address(image, {"1": "uint8"})
-    async with serving(address.answer) as url:
-        first, second = engine_at(url, renderer), engine_at(url, renderer)
-        await turns(first, image, 2)
-        address.questions()
-        await turns(second, image, 5)
-        assert address.questions() == {"/metrics/": 1}  # for its connection
-        for engine in (first, second):
-            await engine.transport.aclose()
-
-
 async def test_another_process_at_the_url_is_asked_anew(renderer, image, clock):
     before, after = Address(image, {"1": "uint8"}), Address(image, {"2": "float32"})
     async with serving(before.answer) as url:
