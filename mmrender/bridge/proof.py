@@ -217,7 +217,10 @@ class TailProver:
                 for variation in list(chosen):
                     fewer = [other for other in chosen if other is not variation]
                     chosen = fewer if self._changes_tail(fewer) else chosen
-                needs = self._differences(self._changed(chosen))
+                varied = self._changed(chosen)
+                # Each respect is necessary, so a turn that is not reasoning alone has the usual tail.
+                alone = _is_reasoning_alone(varied)
+                needs = (Need("reasoning", ("alone",)),) if alone else self._differences(varied)
                 objections.append(Objection(_depends_on(chosen), needs))
                 combinable = [variation for variation in combinable if variation not in chosen]
         return tuple(objections)
@@ -337,6 +340,13 @@ class TailProver:
 def _depends_on(chosen: Iterable[Variation]) -> str:
     names = " together with ".join(dict.fromkeys(variation.looks_at for variation in chosen))
     return f"the template's text for this extension depends on {names}"
+
+
+def _is_reasoning_alone(history: ExtendedHistory) -> bool:
+    try:
+        return history.reasoning == "alone"
+    except (TemplateError, NotBridged):
+        return False
 
 
 def _is_decided(objection: Objection, endings: Iterable[tuple[set[Role], int | None, str | None]]) -> bool:
