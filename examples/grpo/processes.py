@@ -32,7 +32,7 @@ from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
-from mmrender.integrations.fleet import Fleet, LocalFleet, Process, Role, receivers
+from mmrender.integrations.fleet import Fleet, LocalFleet, Process, Role, RunningFleet, receivers
 from mmrender.model.weights import load_model
 from mmrender.shipping import Sender
 
@@ -182,7 +182,7 @@ async def play(config: Config, process: Process) -> None:
         await sender.aclose(timeout=0)
 
 
-def fleet_on(engine: str, config: Config) -> Any:
+def fleet_on(engine: str, config: Config) -> RunningFleet:
     """Return what runs the fleet: `local` processes, or actors on `ray`, whose cluster was joined."""
     if engine == "local":
         return LocalFleet(fleet_of(config))

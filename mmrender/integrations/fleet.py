@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,9 +34,9 @@ RECEIVER: Final = "receiver"
 """The role whose addresses `Process.receivers` returns, and whose files `Process.dataset` reads."""
 _RESTART_SECONDS: Final = 1.0
 """Seconds from a start of a process to the next one, at least."""
-_CLOSE_SECONDS: Final = 10.0
+CLOSE_SECONDS: Final = 10.0
 """Seconds that processes have to end in good order."""
-_POLL_SECONDS: Final = 0.5
+POLL_SECONDS: Final = 0.5
 """Seconds between two looks at processes."""
 _TAKE_OVER_SECONDS: Final = 60.0
 """Seconds that a process on a lost machine may outlive its replacement's start."""
@@ -223,10 +224,10 @@ def record(
     """
     until = time.monotonic() + _TAKE_OVER_SECONDS
     while (recorder := _open(process, url, ssl and ssl(), options, until)) is None:
-        process.wait(_POLL_SECONDS)
+        process.wait(POLL_SECONDS)
     with recorder:
         process.publish(recorder.url)
-        while recorder.is_recording and not process.wait(_POLL_SECONDS):
+        while recorder.is_recording and not process.wait(POLL_SECONDS):
             pass
 
 
@@ -260,6 +261,51 @@ def call(role: Role, process: Process) -> None:
         asyncio.run(result)
 
 
+class RunningFleet(ABC):
+    """The processes of a fleet, which run in a `with` block."""
+
+    fleet: Fleet
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start all processes."""
+
+    @abstractmethod
+    def pids(self) -> dict[Name, int]:
+        """Return the ids of the processes that run."""
+
+    @abstractmethod
+    def poll(self, timeout: float = POLL_SECONDS) -> bool:
+        """Return whether a process that does not serve still runs.
+
+        Args:
+            timeout: Seconds to wait for a process to end.
+
+        Raises:
+            FleetError: A process raised an error, died too often, or served and ended before the others.
+        """
+
+    def run(self) -> None:
+        """Run until all processes that do not serve have returned. Raises as `poll`."""
+        while self.poll():
+            pass
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes: those that serve in good order, the others at once. Idempotent."""
+
+
 # --- on this machine ---
 
 
@@ -273,7 +319,7 @@ class _Child:
     restarts: int
 
 
-class LocalFleet:
+class LocalFleet(RunningFleet):
     """Runs a fleet as processes of this machine.
 
     The processes end with this one, however it ends. Their output is appended to files in `logs`.
@@ -291,17 +337,6 @@ class LocalFleet:
         self._context.set_forkserver_preload(["__main__", *{function.__module__ for function in functions}])
         self._children: dict[Name, _Child] = {}
 
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def start(self) -> None:
         """Start all processes."""
         (self.fleet.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -313,7 +348,7 @@ class LocalFleet:
         """Return the ids of the processes that run."""
         return {name: child.process.pid for name, child in self._children.items() if child.process.is_alive()}
 
-    def poll(self, timeout: float = _POLL_SECONDS) -> bool:
+    def poll(self, timeout: float = POLL_SECONDS) -> bool:
         """Start again the processes that have died, and return whether one that does not serve still runs.
 
         Args:
@@ -339,11 +374,6 @@ class LocalFleet:
                 self._start(name, child.restarts + 1)
         return any(not self.fleet.roles[role].serves for role, _ in self._children)
 
-    def run(self) -> None:
-        """Run until all processes that do not serve have returned. Raises as `poll`."""
-        while self.poll():
-            pass
-
     def close(self) -> None:
         """End all processes: those that serve in good order, the others at once. Idempotent."""
         for (role, _), child in self._children.items():
@@ -352,7 +382,7 @@ class LocalFleet:
                     child.pipe.send(None)
             else:
                 child.process.kill()
-        until = time.monotonic() + _CLOSE_SECONDS
+        until = time.monotonic() + CLOSE_SECONDS
         for name, child in [*self._children.items()]:
             child.process.join(max(0.0, until - time.monotonic()))
             child.process.kill()

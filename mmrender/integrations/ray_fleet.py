@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -16,12 +16,18 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mmrender.errors import FleetError
-from mmrender.integrations.fleet import AddressBook, AddressFiles, Fleet, Name, call, failure_of
+from mmrender.integrations.fleet import (
+    CLOSE_SECONDS,
+    POLL_SECONDS,
+    AddressBook,
+    AddressFiles,
+    Fleet,
+    Name,
+    RunningFleet,
+    call,
+    failure_of,
+)
 
-_CLOSE_SECONDS: Final = 10.0
-"""Seconds that processes have to end in good order."""
-_POLL_SECONDS: Final = 0.5
-"""Seconds between two looks at processes."""
 _PLACE_SECONDS: Final = 300.0
 """Seconds that a placement group may take."""
 
@@ -66,7 +72,7 @@ class _Actor:
         return os.getpid()
 
 
-class RayFleet:
+class RayFleet(RunningFleet):
     """Runs a fleet as actors of the cluster that `ray.init` has joined.
 
     The actors end with this process, however it ends.
@@ -81,17 +87,6 @@ class RayFleet:
         self._groups: list[Any] = []
         self._runs: dict[Any, Name] = {}
         self._book: Any = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def start(self) -> None:
         """Start all actors.
@@ -147,7 +142,7 @@ class RayFleet:
         asked = {name: self.actors[name].pid.remote() for name in self._runs.values()}
         return dict(zip(asked, ray.get([*asked.values()]), strict=True))
 
-    def poll(self, timeout: float = _POLL_SECONDS) -> bool:
+    def poll(self, timeout: float = POLL_SECONDS) -> bool:
         """Return whether an actor that does not serve still runs.
 
         Args:
@@ -169,11 +164,6 @@ class RayFleet:
                 raise failure_of(name, "it returned")
         return any(not self.fleet.roles[role].serves for role, _ in self._runs.values())
 
-    def run(self) -> None:
-        """Run until all actors that do not serve have returned. Raises as `poll`."""
-        while self.poll():
-            pass
-
     def close(self) -> None:
         """End all actors: those that serve in good order, the others at once. Idempotent."""
         serving = []
@@ -182,7 +172,7 @@ class RayFleet:
                 self.actors[role, number].end.remote()
                 serving.append(run)
         if serving:
-            ray.wait(serving, num_returns=len(serving), timeout=_CLOSE_SECONDS)
+            ray.wait(serving, num_returns=len(serving), timeout=CLOSE_SECONDS)
         for actor in (*self.actors.values(), self._book):
             if actor is not None:
                 ray.kill(actor)
