@@ -266,7 +266,11 @@ class Search:
     def _beyond_chance(self, fit: Fit) -> bool:
         if fit.row.name == "final token":
             return fit.largest <= self.case.tolerance  # few candidates, each of which was looked up
-        return fit.digits - float(np.log10(max(self.count, 1))) > _CHANCE
+        return self._rules_out_chance(fit.digits)
+
+    def _rules_out_chance(self, digits: float) -> bool:
+        """Whether digits are more than the best of all changes that were tried would have by chance."""
+        return digits - float(np.log10(max(self.count, 1))) > _CHANCE
 
     def _recorded(self, case: Case) -> list[Fit]:
         """Return rows whose numbers follow from the trainer's distribution without another forward."""
@@ -356,8 +360,7 @@ class Search:
         if not explains:
             return None
         departing = min(int(case.compared.beyond(case.tolerance).sum()), len(varied.positions))
-        each = float(np.log10(max(case.compared.rms / max(varied.rms, case.tolerance / 10), 1.0)))
-        digits = each * (departing - trial.fitted)
+        digits = _agreement(case, varied.rms) * (departing - trial.fitted)
         return Fit(row, trial, varied.largest, varied.rms, len(varied.positions), digits)
 
     def stated(self, finding: Finding) -> Finding | None:
@@ -397,12 +400,11 @@ class Search:
         return None
 
     def _is_pair(self, first: _Nearer, fit: Fit) -> bool:
-        """Whether two causes agree with more numbers than the best of all tried pairs would by chance."""
-        compared, tolerance = self.case.compared, self.case.tolerance
-        each = float(np.log10(max(compared.rms / max(fit.rms, tolerance / 10), 1.0)))
+        """Whether two causes agree with more numbers than chance explains."""
+        case = self.case
+        departing = int(case.compared.beyond(case.tolerance).sum())
         fitted = sum(one.trial.fitted + (one.row.name == "final token") for one in (first, fit))
-        digits = each * (int(compared.beyond(tolerance).sum()) - fitted)
-        return digits - float(np.log10(max(self.count, 1))) > _CHANCE
+        return self._rules_out_chance(_agreement(case, fit.rms) * (departing - fitted))
 
     def _ranked(self, firsts: Sequence[_Nearer]) -> list[_Nearer]:
         """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
@@ -484,6 +486,11 @@ class Search:
             token=case.position,
             layer=place.layer,
         )
+
+
+def _agreement(case: Case, left: float) -> float:
+    """Return the digits in which each number agrees, if a cause leaves this root mean square, in nats."""
+    return float(np.log10(max(case.compared.rms / max(left, case.tolerance / 10), 1.0)))
 
 
 def _completions(case: Case, numbers: list[int]) -> str:
