@@ -39,7 +39,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -118,6 +118,13 @@ def die() -> NoReturn:
     raise SystemExit(1)
 
 
+async def note(delivery: Any, number: int, notes: TextIO) -> None:
+    """Write down the number of a message that is acknowledged."""
+    await delivery
+    notes.write(f"{number}\n")
+    notes.flush()
+
+
 class Run:
     """One run.
 
@@ -194,19 +201,13 @@ class Run:
         known = set(self.notes.read_text().split()) if self.notes.exists() else set()
         with self.notes.open("a") as notes:
             async with Sender(self.sender_url, ssl=self.tls[1], timing=PATIENT) as sender:
-
-                async def note(delivery: Any, number: int) -> None:
-                    await delivery
-                    notes.write(f"{number}\n")
-                    notes.flush()
-
                 waiting = []
                 for number in range(self.count):
                     if str(number) in known:
                         continue
                     value = message(self.seed, number)
                     delivery = await sender.send(value)
-                    waiting.append(asyncio.ensure_future(note(delivery, number)))
+                    waiting.append(asyncio.ensure_future(note(delivery, number, notes)))
                     if self.random.random() < 0.3:
                         await asyncio.sleep(self.random.random() * 0.004)
                 await asyncio.gather(*waiting)
@@ -375,16 +376,10 @@ class FleetRun:
         timing = replace(PATIENT, look=0.01, leave=leave, failover=self.random.choice([0.02, 60.0]))
         with self.notes.open("a") as notes:
             async with Sender(self.list, timing=timing) as sender:
-
-                async def note(delivery: Any, number: int) -> None:
-                    await delivery
-                    notes.write(f"{number}\n")
-                    notes.flush()
-
                 waiting = []
                 for number in range(self.count):
                     delivery = await sender.send(self.rollout(number))
-                    waiting.append(asyncio.ensure_future(note(delivery, number)))
+                    waiting.append(asyncio.ensure_future(note(delivery, number, notes)))
                     if self.random.random() < 0.5:
                         await asyncio.sleep(self.random.random() * 0.01)
                 await asyncio.gather(*waiting)
