@@ -6,7 +6,7 @@ import signal
 import time
 
 import fleet_roles  # noqa: F401 - imported once, with torch, and not in each process
-from mmrender.shipping import BlockingSender
+from mmrender.shipping import Sender
 from mmrender.trajectory import Trajectory
 
 
@@ -40,12 +40,12 @@ async def ask(process):
     (process.folder / "asked").write_text(json.dumps(process.addresses("server")))
 
 
-def ship(count, process):
-    with BlockingSender(process.receivers) as sender:
+async def ship(count, process):
+    async with Sender(process.receivers) as sender:
         for number in range(count):
             trajectory = Trajectory(f"{process.number}-{number}")
             trajectory.append([number], [1, 2], logprobs=[-1.0, -1.0])
-            sender.send(trajectory).wait(60)
+            await (await sender.send(trajectory))
             if number == count // 2 and not (process.folder / "killed").exists():
                 (process.folder / "killed").touch()
 

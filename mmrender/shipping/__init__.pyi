@@ -1,5 +1,3 @@
-from .blocking import BlockingReceiver as BlockingReceiver
-from .blocking import BlockingSender as BlockingSender
 from .receiver import Receiver as Receiver
 from .recorder import Recorder as Recorder
 from .sender import Sender as Sender

@@ -3,29 +3,40 @@
 import asyncio
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final, TypeVar, cast
+
+import msgspec
 
 from mmcodecs import BufferPool
 from mmcodecs.buffers import ALIGNMENT
-from mmrender.errors import ShippingConnectionError, ShippingError, ShippingProtocolError
+from mmrender.errors import (
+    ShippingConnectionError,
+    ShippingError,
+    ShippingProtocolError,
+    ShippingSecurityError,
+)
 from mmrender.shipping.address import broken
 from mmrender.shipping.protocol import (
     LONG_BYTES,
-    MAGIC,
-    MAX_HEADER_BYTES,
-    PREFIX,
+    VERSION,
+    Bye,
     Data,
     Frames,
+    Hello,
     Message,
     Notifier,
     Ping,
     Timing,
-    pack,
-    unpack,
+    Welcome,
 )
 
+M = TypeVar("M", bound=msgspec.Struct)
+_MAGIC: Final = b"mmsp"
+_PREFIX: Final = struct.Struct("<4sI")
+_MAX_HEADER_BYTES: Final = 512 << 10
 _SHORT_FRAMES_BYTES: Final = 1 << 20
 """Maximum size of a buffer that shorter frames share."""
 _NOTHING: Final = memoryview(b"")
@@ -34,6 +45,14 @@ _TLS_PIECE_BYTES: Final = 256 << 10
 _SOCKET_BYTES: Final = 4 << 20
 _LOCAL_SOCKET_BYTES: Final = 256 << 10
 """Buffer of a Unix socket: its content stays in the processor's cache, which makes the copy faster."""
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """Write a message, without its frames."""
+    header = _ENCODER.encode(message)
+    return _PREFIX.pack(_MAGIC, len(header)) + header
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -47,12 +66,15 @@ class Connection(asyncio.BufferedProtocol):
 
     Attributes:
         sent_bytes: Bytes written so far.
+        received_bytes: Bytes of the frames read so far.
+        is_over: Whether the peer has said goodbye.
         lost: Why the connection has ended; None while it lasts.
     """
 
     def __init__(self, peer: str, timing: Timing) -> None:
         self.peer = peer
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = 0
+        self.is_over = False
         self.lost: ShippingError | None = None
         self._timing = timing
         self._changed = Notifier()
@@ -116,30 +138,53 @@ class Connection(asyncio.BufferedProtocol):
         """Wait until the socket has taken everything, or the connection has ended."""
         await self._changed.wait_until(lambda: not self._is_blocked or self.lost is not None)
 
-    async def receive(self) -> Message:
-        """Wait for the next message.
+    async def receive(self, kind: type[M]) -> M:
+        """Wait for the next message, which is of this kind, and if it opens a connection of this version.
 
         Raises:
-            ShippingConnectionError: The connection broke.
+            ShippingConnectionError: The connection broke, or the peer said goodbye.
             ShippingProtocolError: The bytes are not a message, or too long, and no memory was taken for them.
-            ShippingSecurityError: TLS failed.
+                Or the message is of another kind.
+            ShippingSecurityError: TLS failed, or the peer refused the connection.
         """
-        while True:
-            prefix = memoryview(bytearray(PREFIX.size))
+        message: Message = Ping()
+        while isinstance(message, Ping):
+            prefix = memoryview(bytearray(_PREFIX.size))
             await self._fill(prefix)
-            magic, length = PREFIX.unpack(prefix)
-            if magic != MAGIC or length > MAX_HEADER_BYTES:
+            magic, length = _PREFIX.unpack(prefix)
+            if magic != _MAGIC or length > _MAX_HEADER_BYTES:
                 raise ShippingProtocolError(
                     "the peer does not speak this protocol",
                     where=self.peer,
-                    expected=f"{MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes",
+                    expected=f"{_MAGIC!r} and a header of at most {_MAX_HEADER_BYTES} bytes",
                     got=repr(bytes(prefix)),
                 )
             header = memoryview(bytearray(length))
             await self._fill(header)
-            message = unpack(header)
-            if not isinstance(message, Ping):
-                return message
+            try:
+                message = _DECODER.decode(header)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                problem = "a header cannot be read"
+                raise ShippingProtocolError(problem, where=self.peer, got=str(error)[:200]) from error
+        if isinstance(message, Bye):
+            self.is_over = True
+            if message.denied:
+                raise ShippingSecurityError(
+                    "the peer refused the connection", where=self.peer, got=message.reason
+                )
+            raise ShippingConnectionError("the peer said goodbye", where=self.peer, got=message.reason)
+        if not isinstance(message, kind):
+            got = type(message).__name__
+            raise ShippingProtocolError("a message out of turn", where=self.peer, got=got)
+        if isinstance(message, Hello | Welcome) and message.version != VERSION:
+            raise ShippingProtocolError(
+                "the peer speaks another version of the protocol",
+                where=self.peer,
+                expected=str(VERSION),
+                got=str(message.version),
+                remedy="Install the same version of mmrender on both sides",
+            )
+        return message
 
     async def read_frames(self, lengths: Sequence[int], pool: BufferPool) -> list[memoryview]:
         """Read the frames of a message whose lengths are checked, before anything else is received."""
@@ -154,6 +199,7 @@ class Connection(asyncio.BufferedProtocol):
                     room = pool.acquire(min(short_bytes, _SHORT_FRAMES_BYTES))
                 frame, room, short_bytes = room[:length], room[size:], short_bytes - size
             await self._fill(frame)
+            self.received_bytes += length
             frames.append(frame)
         return frames
 

@@ -26,29 +26,19 @@ duplicates, whose long frames do not travel again: it keeps the last sequence nu
 
 import asyncio
 import os
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, NoReturn
 
 import msgspec
 from msgspec import Meta
 
 from mmcodecs.values import DEFAULT_LIMITS
-from mmrender.errors import (
-    ShippingClosedError,
-    ShippingConnectionError,
-    ShippingError,
-    ShippingProtocolError,
-    ShippingSecurityError,
-)
+from mmrender.errors import ShippingClosedError, ShippingError, ShippingProtocolError
 from mmrender.trajectory.delivery import MAX_NUMBER
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
-VERSION: Final = 5
-MAGIC: Final = b"mmsp"
-PREFIX: Final = struct.Struct("<4sI")
-MAX_HEADER_BYTES: Final = 512 << 10
+VERSION: Final = 6
 MAX_FRAMES: Final = DEFAULT_LIMITS.max_frames + 1
 """Maximum frames of a message of the codec: its payloads and a head."""
 PLAIN, TRAJECTORY, GROUP = "", "trajectory", "group"
@@ -56,7 +46,6 @@ LONG_BYTES: Final = 64 << 10
 """Length of the shortest long frame. Each has a buffer of its own, so that it keeps no other frame alive."""
 
 SenderId = Annotated[bytes, Meta(min_length=16, max_length=16)]
-Nonce = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Key = Annotated[bytes, Meta(min_length=1, max_length=DEFAULT_LIMITS.max_key_bytes)]
 Number = Annotated[int, Meta(ge=0, lt=MAX_NUMBER)]
 Positive = Annotated[int, Meta(ge=1, lt=MAX_NUMBER)]
@@ -116,32 +105,22 @@ class Data(_Header, frozen=True):
 
     Attributes:
         seq: Its number, which rises with each message of a sender.
-        nonce: Drawn once for the message, to tell it from another message under its number.
         kind: Form of the decoded value, see `from_wire`.
         lengths: Lengths of its frames, in bytes.
         keys: Identities of the contents of its long frames, by number of the frame.
     """
 
     seq: Positive
-    nonce: Nonce
     kind: Annotated[str, Meta(max_length=32)]
     lengths: Annotated[list[Number], Meta(max_length=MAX_FRAMES)]
     keys: Annotated[dict[int, Key], Meta(max_length=MAX_FRAMES)]
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of all frames."""
-        return sum(self.lengths)
-
-    @property
-    def long(self) -> list[int]:
-        """Numbers of the long frames."""
-        return [number for number, length in enumerate(self.lengths) if length >= LONG_BYTES]
-
-    @property
-    def short(self) -> list[int]:
-        """Numbers of the short frames."""
-        return [number for number, length in enumerate(self.lengths) if length < LONG_BYTES]
+    def parts(self) -> tuple[list[int], list[int]]:
+        """Return the numbers of the short frames, and of the long ones."""
+        numbers: tuple[list[int], list[int]] = ([], [])
+        for number, length in enumerate(self.lengths):
+            numbers[length >= LONG_BYTES].append(number)
+        return numbers
 
 
 class Frames(_Header, frozen=True):
@@ -184,43 +163,6 @@ class Bye(_Header, frozen=True):
 
 
 Message = Hello | Welcome | Data | Want | Frames | Acked | Refused | Ping | Bye
-
-M = TypeVar("M", bound=_Header)
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def pack(message: Message) -> bytes:
-    """Write a message, without its frames."""
-    header = _ENCODER.encode(message)
-    return PREFIX.pack(MAGIC, len(header)) + header
-
-
-def unpack(header: bytes | memoryview) -> Message:
-    """Read the header of a message."""
-    try:
-        return _DECODER.decode(header)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ShippingProtocolError("a header cannot be read", got=str(error)[:200]) from error
-
-
-def expect(kind: type[M], message: Message, peer: str) -> M:
-    """Require a message of one kind, and of this version of the protocol if it opens a connection."""
-    if isinstance(message, Bye):
-        if message.denied:
-            raise ShippingSecurityError("the peer refused the connection", where=peer, got=message.reason)
-        raise ShippingConnectionError("the peer said goodbye", where=peer, got=message.reason)
-    if not isinstance(message, kind):
-        raise ShippingProtocolError("a message out of turn", where=peer, got=type(message).__name__)
-    if isinstance(message, Hello | Welcome) and message.version != VERSION:
-        raise ShippingProtocolError(
-            "the peer speaks another version of the protocol",
-            where=peer,
-            expected=str(VERSION),
-            got=str(message.version),
-            remedy="Install the same version of mmrender on both sides",
-        )
-    return message
 
 
 def to_wire(value: Any) -> tuple[str, Any]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
-from typing import Any, Final, Literal, Self, TypeAlias, TypedDict, TypeVar
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from mmcodecs import BufferPool, Limits, decode
 from mmcodecs.arrays import Framework
@@ -31,14 +31,12 @@ from mmrender.shipping.protocol import (
     End,
     Frames,
     Hello,
-    Message,
     Notifier,
     Refused,
     Timing,
     Want,
     Welcome,
     check_options,
-    expect,
     from_wire,
 )
 from mmrender.shipping.store import FrameStore
@@ -48,7 +46,6 @@ Acknowledge: TypeAlias = Literal["taken", "explicit"]
 LIMITS: Final = Limits(max_bytes=2 << 30)
 _IDLE_SHARE: Final = 4
 """A receiver's buffers in reserve have at most this part of its memory, added to it."""
-M = TypeVar("M", bound=Message)
 _log = logging.getLogger("mmrender.shipping")
 
 
@@ -66,9 +63,9 @@ class Received:
     value: Any
     id: str
     sender: str
+    _receiver: "Receiver" = field(repr=False)
     _source: "_Source" = field(repr=False)
     _data: Data = field(repr=False)
-    _acknowledge: Callable[["Received"], None] = field(repr=False)
 
     def ack(self) -> None:
         """Acknowledge it: it is safe with the consumer, and the sender may forget it. Idempotent.
@@ -76,7 +73,21 @@ class Received:
         Raises:
             ShippingClosedError: The receiver is closed. The sender keeps the message for the next receiver.
         """
-        self._acknowledge(self)
+        receiver, source, seq = self._receiver, self._source, self._data.seq
+        receiver.claim()
+        if seq not in source.unacked:
+            return  # acknowledged before
+        if receiver._closed:
+            raise ShippingClosedError(
+                "the receiver is closed, so the sender gets no answer",
+                where=f"message {self.id!r}",
+                remedy="Acknowledge before closing, or pass your ids to the next receiver as seen=",
+            )
+        source.unacked.discard(seq)
+        if source.session is not None:
+            source.session.connection.post(Acked(seq))
+        elif not source.unacked and source.is_over:
+            receiver._sources.pop(source.name, None)
 
 
 @dataclass(slots=True)
@@ -100,20 +111,6 @@ class ReceiverStats:
     refused: int = 0
 
 
-class ReceiverOptions(TypedDict, total=False):
-    """Options of `Receiver`."""
-
-    ssl: SSLContext | None
-    ack: Acknowledge
-    seen: Iterable[str] | Mapping[str, int]
-    window_messages: int
-    memory_bytes: int
-    max_connections: int
-    framework: Framework
-    limits: Limits
-    timing: Timing
-
-
 @dataclass(slots=True, eq=False)
 class _Source:
     """A sender, over all of its connections.
@@ -121,30 +118,24 @@ class _Source:
     Attributes:
         name: Its id in hexadecimal.
         last: Number of its newest message. It sends again in order, so all up to here have arrived.
-        last_nonce: Nonce of the newest message.
         seen: Runs of numbers of messages that the consumer has from earlier runs.
-        unacked: Nonces of the messages that are not acknowledged, by number.
+        unacked: Numbers of the messages that are not acknowledged.
         session: Its connection.
-        is_closed: Whether it has said goodbye, and does not come again.
+        is_over: Whether it has said goodbye, and does not come again.
     """
 
     name: str
     last: int = 0
-    last_nonce: bytes | None = None
     seen: list[range] = field(default_factory=list)
-    unacked: dict[int, bytes] = field(default_factory=dict)
+    unacked: set[int] = field(default_factory=set)
     session: "_Session | None" = None
-    is_closed: bool = False
-
-    def has(self, seq: int) -> bool:
-        """Return whether a message has arrived, now or in an earlier run."""
-        return seq <= self.last or any(seq in run for run in self.seen)
+    is_over: bool = False
 
 
 class Receiver(End):
     """Listens at an address and hands on each message once, in the order of its sender.
 
-    For use on one event loop. `BlockingReceiver` serves threads.
+    For use on one event loop.
 
     Args:
         url: Address to listen at: `unix:///path` or `tcp://host:port`.
@@ -223,8 +214,9 @@ class Receiver(End):
     @property
     def stats(self) -> ReceiverStats:
         """Figures so far."""
-        connections = sum(each.source is not None for each in list(self._sessions))
-        return replace(self._stats, queued=len(self._queue), connections=connections)
+        received = self._stats.received_bytes + sum(each.connection.received_bytes for each in self._sessions)
+        connections = sum(each.source is not None for each in self._sessions)
+        return replace(self._stats, queued=len(self._queue), connections=connections, received_bytes=received)
 
     async def open(self) -> None:
         """Start to listen.
@@ -256,9 +248,9 @@ class Receiver(End):
         if self._closed:
             raise ShippingClosedError("the receiver is closed")
         message = self._queue.popleft()
-        self._leave(message._data.num_bytes)
+        self._leave(sum(message._data.lengths))
         if self.ack == "taken":
-            self._acknowledge(message)
+            message.ack()
         return message
 
     async def __aiter__(self) -> AsyncIterator[Received]:
@@ -295,7 +287,18 @@ class Receiver(End):
     def _accept(self, sock: socket.socket, peer: str) -> None:
         session = _Session(self, sock, peer)
         self._sessions.add(session)
-        session.task.add_done_callback(lambda _: self._sessions.discard(session))
+        session.task.add_done_callback(lambda _: self._dismiss(session))
+
+    def _dismiss(self, session: "_Session") -> None:
+        """Forget a connection that has ended, and its sender if nothing more is to be known of it."""
+        self._sessions.discard(session)
+        self._stats.received_bytes += session.connection.received_bytes
+        source = session.source
+        if source is None or source.session is not session:
+            return
+        source.session = None
+        if not source.unacked and (source.is_over or not (source.last or source.seen)):
+            self._sources.pop(source.name, None)
 
     async def _enter(self, num_bytes: int) -> None:
         """Wait for room for a message, in turn."""
@@ -314,29 +317,6 @@ class Receiver(End):
         self._bytes -= num_bytes
         self._store.limit(self.memory_bytes - self._bytes)
         self._changed.notify()
-
-    def _acknowledge(self, message: Received) -> None:
-        self.claim()
-        source, seq = message._source, message._data.seq
-        if seq not in source.unacked:
-            return  # acknowledged before
-        if self._closed:
-            raise ShippingClosedError(
-                "the receiver is closed, so the sender gets no answer",
-                where=f"message {message.id!r}",
-                remedy="Acknowledge before closing, or pass your ids to the next receiver as seen=",
-            )
-        del source.unacked[seq]
-        if source.session is not None:
-            source.session.connection.post(Acked(seq))
-        if source.is_closed:
-            self._forget(source)
-
-    def _forget(self, source: _Source) -> None:
-        """Forget a sender that said goodbye and has all messages acknowledged, or that never sent any."""
-        has_sent = source.last or source.seen
-        if not source.unacked and (source.is_closed or not (has_sent or source.session)):
-            self._sources.pop(source.name, None)
 
     def _refuse(self, error: MMRenderError) -> None:
         """Note why a connection is closed."""
@@ -375,7 +355,10 @@ class _Session:
         """Serve the connection. An error ends this connection only."""
         owner, connection = self._receiver, self.connection
         try:
-            await self._serve()
+            source = await self._greet()
+            while True:
+                await connection.drain()  # a sender that does not read answers is not read from
+                await self._take_in(source, await connection.receive(Data))
         except MMRenderError as error:
             owner._refuse(error)
             if not isinstance(error, ShippingConnectionError):
@@ -384,135 +367,96 @@ class _Session:
             owner._refuse(ShippingError("serving failed", where=connection.peer, got=repr(error)[:200]))
         finally:
             connection.close()
-            if self.source is not None and self.source.session is self:
-                self.source.session = None
-                owner._forget(self.source)
+            if self.source is not None:
+                self.source.is_over |= connection.is_over
 
-    async def _serve(self) -> None:
+    async def _greet(self) -> _Source:
+        """Do the handshake, and end the sender's earlier session."""
         owner, connection = self._receiver, self.connection
         try:
             async with asyncio.timeout(owner.timing.handshake):
                 make = asyncio.get_running_loop().connect_accepted_socket
                 await make(lambda: connection, self._sock, ssl=owner._ssl)
-                source = await self._greet()
+                if owner._closed or len(owner._sessions) > owner.max_connections:
+                    raise ShippingConnectionError("too many connections", where=connection.peer)
+                name = (await connection.receive(Hello)).sender.hex()
+                source = self.source = owner._sources.setdefault(name, _Source(name))
+                # A sender that connects again has lost its earlier connection, even if it still looks open.
+                earlier, source.session = source.session, self
+                if earlier is not None:
+                    await earlier.end()
         except TimeoutError as error:
             raise ShippingConnectionError("no handshake in time", where=connection.peer) from error
         except OSError as error:
             raise broken(error, connection.peer) from error
-        while True:
-            await connection.drain()  # a sender that does not read answers is not read from
-            await self._take_in(source, await self._next(Data))
-
-    async def _next(self, kind: type[M]) -> M:
-        """Wait for the sender's next message, which is of one kind or a goodbye."""
-        message = await self.connection.receive()
-        if isinstance(message, Bye) and self.source is not None:
-            self.source.is_closed = True
-        return expect(kind, message, self.connection.peer)
-
-    async def _greet(self) -> _Source:
-        """Answer the Hello of a sender, and end its earlier session."""
-        owner, connection = self._receiver, self.connection
-        if owner._closed or len(owner._sessions) > owner.max_connections:
-            raise ShippingConnectionError("too many connections", where=connection.peer)
-        hello = await self._next(Hello)
-        name = hello.sender.hex()
-        source = self.source = owner._sources.setdefault(name, _Source(name))
-        # A sender that connects again has lost its earlier connection, even if it still looks open here.
-        earlier, source.session = source.session, self
-        if earlier is not None:
-            await earlier.end()
         connection.post(Welcome(VERSION, owner.limits.max_bytes))
         return source
 
     async def _take_in(self, source: _Source, data: Data) -> None:
         """Take in a message."""
-        owner, connection = self._receiver, self.connection
-        if data.num_bytes > (max_bytes := owner.limits.max_bytes):
+        owner, connection, seq = self._receiver, self.connection, data.seq
+        num_bytes, max_bytes = sum(data.lengths), owner.limits.max_bytes
+        if num_bytes > max_bytes:
             raise ShippingProtocolError(
                 "a message is too long",
                 where=connection.peer,
                 expected=f"at most {max_bytes} bytes",
-                got=str(data.num_bytes),
+                got=str(num_bytes),
             )
-        is_queued = False
-        await owner._enter(data.num_bytes)
+        # A sender sends again in order, so all numbers up to the last one have arrived.
+        is_new = seq > source.last and not any(seq in run for run in source.seen)
+        id, is_queued = str(DeliveryId(source.name, seq)), False
+        await owner._enter(num_bytes)
         try:
-            frames = await self._frames_of(source, data)
+            frames = await self._frames_of(source, data, is_new=is_new)
             owner._stats.messages += 1
-            if source.has(data.seq):
-                self._answer_again(source, data)
+            if not is_new:
+                owner._stats.duplicates += 1
+                if seq not in source.unacked:
+                    connection.post(Acked(seq))
                 return
-            value = self._decoded(source, data, frames)
-            source.last, source.last_nonce = data.seq, data.nonce
-            source.unacked[data.seq] = data.nonce
-            id = str(DeliveryId(source.name, data.seq))
-            owner._queue.append(Received(value, id, connection.peer, source, data, owner._acknowledge))
+            framework = owner.framework if data.kind == PLAIN else "numpy"
+            try:
+                value = from_wire(data.kind, decode(frames, framework=framework, limits=owner.limits))
+            except Exception as error:
+                # Without an answer the sender would send the same message again and again.
+                connection.post(Refused(seq, str(error)[:1000]))
+                raise ShippingProtocolError(
+                    "a message that cannot be used",
+                    where=f"message '{id}' from {connection.peer}",
+                    got=str(error),
+                ) from error
+            source.last = seq
+            source.unacked.add(seq)
+            owner._queue.append(Received(value, id, connection.peer, owner, source, data))
             is_queued = True
             owner._changed.notify()
         finally:
             if not is_queued:
-                owner._leave(data.num_bytes)
+                owner._leave(num_bytes)
 
-    async def _frames_of(self, source: _Source, data: Data) -> dict[int, memoryview]:
+    async def _frames_of(self, source: _Source, data: Data, *, is_new: bool) -> list[memoryview]:
         """Read the frames that are not here, and return all frames. A duplicate lacks long ones."""
         owner, connection = self._receiver, self.connection
-
-        async def read(numbers: list[int]) -> dict[int, memoryview]:
-            lengths = [data.lengths[number] for number in numbers]
-            owner._stats.received_bytes += sum(lengths)
-            return dict(zip(numbers, await connection.read_frames(lengths, owner._pool), strict=True))
-
-        frames = await read(data.short)
-        if not (long := data.long):
-            return frames
-        for number in long:
-            frame = owner._store.find(source.name, data.keys.get(number), data.lengths[number])
-            if frame is not None:
+        short, long = data.parts()
+        lengths = [data.lengths[number] for number in short]
+        frames = dict(zip(short, await connection.read_frames(lengths, owner._pool), strict=True))
+        if long:
+            for number in long:
+                frame = owner._store.find(source.name, data.keys.get(number), data.lengths[number])
+                if frame is not None:
+                    frames[number] = frame
+            wanted = [number for number in long if is_new and number not in frames]
+            connection.post(Want(data.seq, wanted))
+            if (answer := await connection.receive(Frames)).seq != data.seq:
+                raise ShippingProtocolError("a message out of turn", where=connection.peer, got=str(answer))
+            lengths = [data.lengths[number] for number in wanted]
+            for number, frame in zip(wanted, await connection.read_frames(lengths, owner._pool), strict=True):
                 frames[number] = frame
-        wanted = [] if source.has(data.seq) else [number for number in long if number not in frames]
-        connection.post(Want(data.seq, wanted))
-        if (answer := await self._next(Frames)).seq != data.seq:
-            raise ShippingProtocolError("a message out of turn", where=connection.peer, got=str(answer))
-        for number, frame in (await read(wanted)).items():
-            key = data.keys.get(number)
-            frames[number] = frame if key is None else frame.toreadonly()
-            if key is not None:
-                owner._store.put(source.name, key, frames[number])
-        return frames
-
-    def _decoded(self, source: _Source, data: Data, frames: dict[int, memoryview]) -> Any:
-        """Return the value of a message, or refuse the message."""
-        owner, connection = self._receiver, self.connection
-        framework = owner.framework if data.kind == PLAIN else "numpy"
-        try:
-            whole = [frames[number] for number in range(len(data.lengths))]
-            return from_wire(data.kind, decode(whole, framework=framework, limits=owner.limits))
-        except Exception as error:
-            # Without an answer the sender would send the same message again and again.
-            connection.post(Refused(data.seq, str(error)[:1000]))
-            raise ShippingProtocolError(
-                "a message that cannot be used",
-                where=f"message '{DeliveryId(source.name, data.seq)}' from {connection.peer}",
-                got=str(error),
-            ) from error
-
-    def _answer_again(self, source: _Source, data: Data) -> None:
-        """Answer a duplicate."""
-        seq, nonce = data.seq, source.unacked.get(data.seq)
-        if seq == source.last:
-            nonce = source.last_nonce
-        if nonce not in (None, data.nonce):
-            problem = ShippingProtocolError(
-                "another message has arrived under this number",
-                where=f"message '{DeliveryId(source.name, seq)}'",
-                remedy="Make another sender in each process: two of them have one identity",
-            )
-            self.connection.post(Refused(seq, str(problem)[:1000]))
-            return
-        self._receiver._stats.duplicates += 1
-        if seq not in source.unacked:
-            self.connection.post(Acked(seq))
+                if (key := data.keys.get(number)) is not None:
+                    frames[number] = frame.toreadonly()
+                    owner._store.put(source.name, key, frames[number])
+        return [frames[number] for number in sorted(frames)]
 
 
 def _sources(seen: Iterable[str] | Mapping[str, int]) -> dict[str, _Source]:

@@ -1,13 +1,14 @@
 """`Recorder`: writes received trajectories to a file, from which a trainer reads them."""
 
+import asyncio
 import os
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Self, Unpack
+from typing import Any, Self
 
 from mmrender.errors import ShippingClosedError, ShippingError, TrajectoryError
-from mmrender.shipping.blocking import BlockingReceiver
-from mmrender.shipping.receiver import ReceiverOptions
+from mmrender.shipping.receiver import Receiver
 from mmrender.trajectory.files import TrajectoryReader, TrajectoryWriter
 from mmrender.trajectory.tree import Trajectory
 
@@ -33,19 +34,21 @@ class Recorder:
         OSError: It cannot be opened.
     """
 
-    def __init__(
-        self, url: str, path: str | os.PathLike[str], *, sync: bool = True, **options: Unpack[ReceiverOptions]
-    ) -> None:
+    def __init__(self, url: str, path: str | os.PathLike[str], *, sync: bool = True, **options: Any) -> None:
         if taken := {"ack", "seen"} & options.keys():
             raise ShippingError("a recorder sets this option itself", where=min(taken))
         self._writer = TrajectoryWriter(path, sync=sync)
         try:
             seen = TrajectoryReader(path, tail=False).ids().last_numbers()
-            self._receiver = BlockingReceiver(url, **options | {"ack": "explicit", "seen": seen})
+            self._receiver = Receiver(url, **options, ack="explicit", seen=seen)
         except BaseException:
             self._writer.close()
             raise
-        self._thread = threading.Thread(target=self._record, name="mmrender-recorder", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()), name="mmrender-recorder", daemon=True
+        )
+        # A function that ends it, once the receiver is open.
+        self._opened: Future[Any] = Future()
         self._error: Exception | None = None
 
     @property
@@ -59,13 +62,12 @@ class Recorder:
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:
+        self._thread.start()
         try:
-            self._receiver.open()
+            self._opened.result()
         except BaseException:
-            self._receiver.close()
             self._writer.close()
             raise
-        self._thread.start()
         return self
 
     def __exit__(self, _kind: object, error: object, _trace: object) -> None:
@@ -77,27 +79,41 @@ class Recorder:
 
     def close(self) -> None:
         """Stop receiving, and close the file. Raises the error of writing, if any."""
-        self._receiver.close()
-        self._thread.join()
+        self._receiver.claim()
+        if self._thread.ident is not None:
+            with suppress(RuntimeError):  # its event loop has ended
+                self._opened.result()()
+            self._thread.join()
         self._writer.close()
         if self._error is not None:
             raise self._error
 
-    def _record(self) -> None:
+    async def _run(self) -> None:
+        """Record until `close` is called or writing fails."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         try:
-            for message in self._receiver:
-                value = message.value
-                group = value if isinstance(value, list) else [value]
-                if not group or not all(isinstance(one, Trajectory) for one in group):
-                    raise TrajectoryError(
-                        "a message cannot be recorded",
-                        where=f"message {message.id!r} from {message.sender}",
-                        expected="a trajectory, or a list of them",
-                        got=type(value).__name__,
-                    )
-                self._writer.append(group, id=message.id)
-                with suppress(ShippingClosedError):  # the next recorder knows it
-                    message.ack()
+            async with self._receiver:
+                recording = loop.create_task(self._record())
+                recording.add_done_callback(lambda _: ended.set())
+                self._opened.set_result(lambda: loop.call_soon_threadsafe(ended.set))
+                await ended.wait()
+            await recording
         except Exception as error:  # noqa: BLE001 - raised by `close`
             self._error = error
-            self._receiver.close()
+            if not self._opened.done():
+                self._opened.set_exception(error)
+
+    async def _record(self) -> None:
+        async for message in self._receiver:
+            value = message.value
+            group = value if isinstance(value, list) else [value]
+            if not group or not all(isinstance(one, Trajectory) for one in group):
+                raise TrajectoryError(
+                    "a message cannot be recorded",
+                    where=f"message {message.id!r} from {message.sender}",
+                    expected="a trajectory, or a list of them",
+                    got=type(value).__name__,
+                )
+            await asyncio.to_thread(self._writer.append, group, id=message.id)
+            with suppress(ShippingClosedError):  # the next recorder knows it
+                message.ack()

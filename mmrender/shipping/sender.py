@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 import uuid
@@ -10,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, Self
 
 from mmcodecs import Limits
 from mmcodecs.values import DEFAULT_LIMITS
@@ -22,7 +21,7 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, dial
+from mmrender.shipping.address import Address, ReceiverList, Receivers, dial, order_for
 from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
@@ -40,10 +39,8 @@ from mmrender.shipping.protocol import (
     Want,
     Welcome,
     check_options,
-    expect,
     to_wire,
 )
-from mmrender.shipping.receivers import ReceiverList, Receivers, order_for
 from mmrender.trajectory.delivery import DeliveryId
 
 MAX_UNACKED: Final = 4096
@@ -65,19 +62,18 @@ class Delivery:
         id: Sender and sequence number, as in `Received.id`.
         data: The header of the message.
         error: Why it failed.
-        reported: Whether awaiting it has raised the error, which `Sender.flush` then skips.
-        settled: Set once it is acknowledged or has failed.
     """
 
     id: str
     data: Data
     _sender: End = field(repr=False)
+    # The frames until it is settled.
+    _frames: Sequence[memoryview] = field(repr=False)
     error: ShippingError | None = None
-    reported: bool = False
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    # The frames until it is settled, and the connection that has carried it.
-    _frames: Sequence[memoryview] = ()
-    _carrier: Connection | None = None
+    _settled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    # Whether awaiting it has raised the error, and the connection that has carried it.
+    _is_reported: bool = False
+    _carrier: Connection | None = field(default=None, repr=False)
 
     @property
     def acknowledged(self) -> bool:
@@ -87,18 +83,14 @@ class Delivery:
     @property
     def done(self) -> bool:
         """Whether it was acknowledged or has failed."""
-        return self.settled.is_set()
-
-    def check(self) -> None:
-        """Raise the error of a message that has failed."""
-        if self.error is not None:
-            self.reported = True
-            raise self.error
+        return self._settled.is_set()
 
     def __await__(self) -> Generator[Any, None, None]:
         self._sender.claim()
-        yield from self.settled.wait().__await__()
-        self.check()
+        yield from self._settled.wait().__await__()
+        if self.error is not None:
+            self._is_reported = True
+            raise self.error
 
 
 @dataclass(slots=True)
@@ -122,22 +114,12 @@ class SenderStats:
     sent_bytes: int = 0
 
 
-class SenderOptions(TypedDict, total=False):
-    """Options of `Sender`."""
-
-    ssl: SSLContext | None
-    max_unacked_messages: int
-    max_unacked_bytes: int
-    limits: Limits
-    timing: Timing
-
-
 class Sender(End):
     """Sends trajectories, and anything else that the codec can encode, to a receiver.
 
     It connects again when a connection breaks, and then sends unacknowledged messages again. The receiver
     drops duplicates, and asks only for arrays that it has not kept. For use on one event loop, in the process
-    that used it first. `BlockingSender` serves threads.
+    that used it first.
 
     Of several receivers a sender takes one, which its identity decides. The list may change at any time. When
     the sender's receiver leaves the list, or one joins that it prefers, the sender waits for acknowledgements
@@ -187,7 +169,7 @@ class Sender(End):
         self._unacked: dict[int, Delivery] = {}
         self._unacked_bytes = 0
         self._waiting: deque[Delivery] = deque()
-        self._want: Want | None = None
+        self._wanted: asyncio.Future[Want] | None = None
         # The list at the last look, and its addresses that are still to be tried.
         self._listed: list[Address] = []
         self._untried: deque[Address] = deque()
@@ -262,12 +244,11 @@ class Sender(End):
         frames = [memoryview(frame) for frame in written]
         lengths = [frame.nbytes for frame in frames]
         keyed = {n: key for n, key in enumerate(keys) if key and lengths[n] >= LONG_BYTES}
-        data = Data(self._next, os.urandom(8), kind, lengths, keyed)
-        delivery = Delivery(str(DeliveryId(self._id.hex(), data.seq)), data, self)
-        delivery._frames = frames
+        data = Data(self._next, kind, lengths, keyed)
+        delivery = Delivery(str(DeliveryId(self._id.hex(), data.seq)), data, self, frames)
         self._next += 1
         self._unacked[data.seq] = delivery
-        self._unacked_bytes += data.num_bytes
+        self._unacked_bytes += sum(lengths)
         self._waiting.append(delivery)
         self._changed.notify()
         return delivery
@@ -287,7 +268,7 @@ class Sender(End):
         """
         self.claim()
         await self._wait_until(lambda: not self._unacked, timeout, "{} messages after")
-        failures = [each for each in self._failures if not each.reported]
+        failures = [each for each in self._failures if not each._is_reported]
         self._failures.clear()
         if failures and failures[0].error is not None:
             raise failures[0].error
@@ -429,7 +410,7 @@ class Sender(End):
                 address, self._ssl, lambda: Connection(str(address), self._timing)
             )
             connection.post(Hello(VERSION, self._id))
-            welcome = expect(Welcome, await connection.receive(), connection.peer)
+            welcome = await connection.receive(Welcome)
         self._stats.connections += 1
         self.connected = True
         self._unreachable_since = None
@@ -474,10 +455,10 @@ class Sender(End):
     async def _read(self, connection: Connection) -> None:
         """Take the receiver's answers."""
         while True:
-            message = expect(Answer, await connection.receive(), connection.peer)
+            message: Answer = await connection.receive(Answer)
             if isinstance(message, Want):
-                self._want = message
-                self._changed.notify()
+                if self._wanted is not None and not self._wanted.done():
+                    self._wanted.set_result(message)
             elif (delivery := self._unacked.get(message.seq)) is None:
                 continue
             elif isinstance(message, Refused):
@@ -496,8 +477,8 @@ class Sender(End):
         while True:
             await self._changed.wait_until(lambda: bool(self._waiting) and not self._is_leaving)
             delivery = self._waiting.popleft()
-            num_bytes = delivery.data.num_bytes
-            if delivery.done:
+            num_bytes = sum(delivery.data.lengths)
+            if delivery.data.seq not in self._unacked:
                 continue
             if num_bytes <= max_bytes:
                 await self._send_over(connection, delivery)
@@ -512,22 +493,20 @@ class Sender(End):
             self._fail(delivery, problem)
 
     async def _send_over(self, connection: Connection, delivery: Delivery) -> None:
-        """Announce a message, and send the frames that the receiver wants."""
+        """Announce a message, and send the long frames that the receiver wants once it has room for them."""
         data, frames = delivery.data, delivery._frames
+        short, long = data.parts()
         self._stats.resent += delivery._carrier is not None
         delivery._carrier = connection
-        self._want = None
-        await connection.send(data, [frames[number] for number in data.short])
-        if data.long:
-            wanted = await self._wanted(data, connection.peer)
-            await connection.send(Frames(data.seq), [frames[number] for number in wanted])
-
-    async def _wanted(self, data: Data, peer: str) -> list[int]:
-        """Wait until the receiver has room for a message, and return the long frames that it wants."""
-        await self._changed.wait_until(lambda: self._want is not None)
-        if (want := self._want) is None or want.seq != data.seq or not set(want.frames) <= set(data.long):
-            raise ShippingProtocolError("a message out of turn", where=peer, got=str(want)[:200])
-        return want.frames
+        wanted = self._wanted = asyncio.get_running_loop().create_future()
+        await connection.send(data, [frames[number] for number in short])
+        if not long:
+            return
+        want = await wanted
+        if want.seq != data.seq or not set(want.frames) <= set(long):
+            problem = "a message out of turn"
+            raise ShippingProtocolError(problem, where=connection.peer, got=str(want)[:200])
+        await connection.send(Frames(data.seq), [frames[number] for number in want.frames])
 
     def _fail(self, delivery: Delivery, error: ShippingError) -> None:
         self._stats.refused += 1
@@ -536,7 +515,7 @@ class Sender(End):
 
     def _settle(self, delivery: Delivery, error: ShippingError | None) -> None:
         del self._unacked[delivery.data.seq]
-        self._unacked_bytes -= delivery.data.num_bytes
+        self._unacked_bytes -= sum(delivery.data.lengths)
         delivery.error, delivery._frames = error, ()
-        delivery.settled.set()
+        delivery._settled.set()
         self._changed.notify()

@@ -1,23 +1,12 @@
 """`FrameStore`: the frames that a receiver keeps, so that senders need not send them again."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 _SENDER_BYTES: Final = 256
 """Memory that is counted for each sender of a frame."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    frame: memoryview
-    senders: set[str] = field(default_factory=set)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.frame.nbytes + _SENDER_BYTES * len(self.senders)
 
 
 class FrameStore:
@@ -36,30 +25,34 @@ class FrameStore:
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[memoryview, set[str]]] = OrderedDict()
 
     def find(self, sender: str, key: bytes | None, length: int) -> memoryview | None:
         """Return the frame that a sender has sent under a key, or None if it is not here."""
-        kept = None if key is None else self._kept.get(key)
-        if key is None or kept is None or sender not in kept.senders or kept.frame.nbytes != length:
+        if key is None or key not in self._kept:
+            return None
+        frame, senders = self._kept[key]
+        if sender not in senders or frame.nbytes != length:
             return None
         self._kept.move_to_end(key)
-        return kept.frame
+        return frame
 
     def put(self, sender: str, key: bytes, frame: memoryview) -> None:
         """Keep a frame, which must not change any more."""
-        kept = self._kept.pop(key, None)
-        self.num_bytes -= 0 if kept is None else kept.num_bytes
-        if kept is None or not np.array_equal(np.frombuffer(kept.frame, "u1"), np.frombuffer(frame, "u1")):
-            kept = _Kept(frame)
-        kept.senders.add(sender)
-        if kept.num_bytes <= self._max_bytes:
-            self._kept[key] = kept
-            self.num_bytes += kept.num_bytes
+        kept, senders = self._kept.pop(key, (frame, set[str]()))
+        self.num_bytes -= kept.nbytes + _SENDER_BYTES * len(senders) if senders else 0
+        if not np.array_equal(np.frombuffer(kept, "u1"), np.frombuffer(frame, "u1")):
+            kept, senders = frame, set()
+        senders.add(sender)
+        num_bytes = kept.nbytes + _SENDER_BYTES * len(senders)
+        if num_bytes <= self._max_bytes:
+            self._kept[key] = kept, senders
+            self.num_bytes += num_bytes
             self.limit(self._max_bytes)
 
     def limit(self, max_bytes: int) -> None:
         """Set the bound, and drop what is beyond it."""
         self._max_bytes = max_bytes
         while self._kept and self.num_bytes > max_bytes:
-            self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            frame, senders = self._kept.popitem(last=False)[1]
+            self.num_bytes -= frame.nbytes + _SENDER_BYTES * len(senders)

@@ -1,5 +1,6 @@
 """A dataset of shipped trajectories: wherever it is cut off and resumed, every sample comes once, in order."""
 
+import asyncio
 import json
 import re
 from collections import Counter
@@ -22,7 +23,7 @@ from kit import error_of
 from mmcodecs import files
 from mmcodecs.files import BLOCK
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
-from mmrender.shipping import BlockingSender, Recorder
+from mmrender.shipping import Recorder, Sender
 from mmrender.shipping.receiver import Received
 from mmrender.training import Descriptor, TrajectoryDataset, collate_micro_batch, plan_steps, smallest_dummy
 from mmrender.trajectory import (
@@ -552,7 +553,7 @@ def ids_of(samples: Any) -> list[str]:
     return [sample.sample_id for sample in samples]
 
 
-def test_what_is_shipped_is_on_disk_once_before_it_is_acknowledged(
+async def test_what_is_shipped_is_on_disk_once_before_it_is_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recorder is cut off between writing and acknowledging, and another takes up the file."""
@@ -564,21 +565,20 @@ def test_what_is_shipped_is_on_disk_once_before_it_is_acknowledged(
 
         def cut_off(self: Received) -> None:
             calls.append(self.id)
-            if len(calls) == 5:  # each message is acknowledged here, and then on the receiver's loop
+            if len(calls) == 3:
                 raise OSError("cut off")
             acknowledge(self)
 
         patch.setattr(Received, "ack", cut_off)
         recorder = Recorder(url, path, sync=False).__enter__()
-        sender = BlockingSender(url)
-        sender.open()
-        deliveries = [sender.send(group) for group in groups]
+        sender = Sender(url)
+        deliveries = [await sender.send(group) for group in groups]
         with pytest.raises(OSError, match="cut off"):
-            joined(recorder)
+            await asyncio.to_thread(joined, recorder)
     assert not any(delivery.acknowledged for delivery in deliveries[2:])
     assert len(TrajectoryReader(path)) == 3
     with Recorder(url, path):
-        sender.close()
+        await sender.aclose()
         dataset = [sample.sample_id for sample in islice(TrajectoryDataset(path, wait=30), 9)]
     assert sorted(dataset) == sorted(names(one for group in groups for one in group))
     assert len(TrajectoryReader(path)) == 6
@@ -589,17 +589,16 @@ def joined(recorder: Recorder) -> None:
     recorder.close()
 
 
-def test_what_is_no_trajectory_ends_the_recording_by_name(tmp_path: Path) -> None:
+async def test_what_is_no_trajectory_ends_the_recording_by_name(tmp_path: Path) -> None:
     recorder = Recorder(f"unix://{tmp_path}/socket", tmp_path / "run").__enter__()
-    sender = BlockingSender(recorder.url)
-    sender.open()
-    sender.send({"a": 1})
+    sender = Sender(recorder.url)
+    await sender.send({"a": 1})
     with pytest.raises(
         TrajectoryError,
         match="a message cannot be recorded - expected a trajectory, or a list of them, got dict",
     ):
-        joined(recorder)
+        await asyncio.to_thread(joined, recorder)
     with suppress(ShippingError):
-        sender.close(0.01)
+        await sender.aclose(0.01)
     with pytest.raises(ShippingError, match="ack: a recorder sets this option itself"):
         Recorder(f"unix://{tmp_path}/socket", tmp_path / "run", ack="taken")

@@ -1,5 +1,6 @@
 """A fleet on this machine: deaths and restarts, errors, addresses, and a simulation of all of it, small."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,10 @@ pytest.importorskip("torch")
 
 import fleet_faults
 from fleet_cases import ask, die_twice, fail, forever, read, serve, ship, stop
-from kit import error_of
+from kit import error_of, raised_by
 from mmrender.errors import FleetError, InputError
 from mmrender.integrations.fleet import AddressFiles, Fleet, LocalFleet, Role, receivers, record
-from mmrender.shipping import BlockingSender
+from mmrender.shipping import Sender
 from mmrender.trajectory import Trajectory, TrajectoryWriter
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -121,20 +121,19 @@ def until(condition):
         time.sleep(0.01)
 
 
-def test_a_receiver_that_cannot_write_ends_with_the_error(tmp_path, monkeypatch):
+async def test_a_receiver_that_cannot_write_ends_with_the_error(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 
     monkeypatch.setattr(TrajectoryWriter, "append", full)
     process = Fleet(tmp_path, {"receiver": receivers()}).process(("receiver", 0), AddressFiles(tmp_path))
-    with ThreadPoolExecutor(1) as thread:
-        recording = thread.submit(record, process)
-        with BlockingSender(process.receivers) as sender:
-            trajectory = Trajectory()
-            trajectory.append([1], [2], logprobs=[-1.0])
-            sender.send(trajectory)
-            error = error_of(OSError, recording.result, 60)
-            sender.close(0)
+    recording = asyncio.create_task(asyncio.to_thread(record, process))
+    async with Sender(process.receivers) as sender:
+        trajectory = Trajectory()
+        trajectory.append([1], [2], logprobs=[-1.0])
+        await sender.send(trajectory)
+        error = await raised_by(OSError, asyncio.wait_for(recording, 60))
+        await sender.aclose(0)
     assert str(error) == "no space left"
 
 

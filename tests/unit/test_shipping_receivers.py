@@ -14,10 +14,9 @@ import pytest
 from kit import error_of, raised_by, until
 from mmcodecs import BufferPool, Shared
 from mmrender.errors import ShippingConnectionError, ShippingError, ShippingSecurityError
-from mmrender.shipping import BlockingSender, Receiver, Recorder, Sender
-from mmrender.shipping.address import Address
+from mmrender.shipping import Receiver, Recorder, Sender
+from mmrender.shipping.address import Address, ReceiverList, order_for
 from mmrender.shipping.protocol import LONG_BYTES, Timing
-from mmrender.shipping.receivers import ReceiverList, order_for
 from mmrender.shipping.store import FrameStore
 from mmrender.training import TrajectoryDataset
 from mmrender.trajectory import Trajectory
@@ -242,19 +241,21 @@ async def test_an_address_of_a_list_that_needs_tls_ends_the_sender():
     await sender.aclose()
 
 
-def test_recorders_and_a_dataset_train_on_each_message_once(tmp_path):
+async def test_recorders_and_a_dataset_train_on_each_message_once(tmp_path):
     """Two senders move between two recorders with messages unacknowledged, and two ranks read both files."""
     files = [tmp_path / "files" / name for name in "ab"]
     files[0].parent.mkdir()
     listed = [url(tmp_path, "a")]
     timing = Timing(first_retry=0.001, last_retry=0.02, look=0.005, leave=0.0)
     with Recorder(url(tmp_path, "a"), files[0]) as first, Recorder(url(tmp_path, "b"), files[1]) as second:
-        senders = [BlockingSender(listed, timing=timing) for _ in range(2)]
+        senders = [Sender(listed, timing=timing) for _ in range(2)]
         for token in range(60):
             listed[:] = [(first, second)[token // 6 % 2].url]
-            senders[token % 2].send([rollout(token), rollout(token)] if token % 5 == 0 else rollout(token))
+            group = [rollout(token), rollout(token)]
+            await senders[token % 2].send(group if token % 5 == 0 else group[0])
+            await asyncio.sleep(0.001)  # so that senders look at the list meanwhile
         for sender in senders:
-            sender.close(60)
+            await sender.aclose(60)
     written = [id for path in files for id in received_ids(path)]
     assert len(set(written)) == 60
     ranks = [[one.sample_id for one in TrajectoryDataset(files[0].parent, rank=n, world=2)] for n in range(2)]
