@@ -41,9 +41,9 @@ from measure import CLOCKS, machine, peak_resident, table  # noqa: E402
 from torch.nn.functional import linear  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from mmrender import TrainingSample  # noqa: E402
 from mmrender.training import ModelFamily, collate  # noqa: E402
 from mmrender.training.scoring import OutputHead, Scoring  # noqa: E402
-from mmrender.trajectory import TrainingSample  # noqa: E402
 
 VOCABULARY, CHUNK_TOKENS = 151_936, 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -34,10 +34,11 @@ from batch_cases import FAMILY, IMAGE_ID, PAD_ID, PROCESSOR  # noqa: E402
 from measure import machine  # noqa: E402
 
 from mmcodecs.files import MappedFile  # noqa: E402
+from mmrender import Trajectory  # noqa: E402
 from mmrender.media.load import load_image  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
 from mmrender.training import Descriptor, TrajectoryDataset, collate, plan_steps  # noqa: E402
-from mmrender.trajectory import Trajectory, TrajectoryWriter  # noqa: E402
+from mmrender.trajectory import TrajectoryWriter  # noqa: E402
 from mmrender.trajectory.index import IndexWriter  # noqa: E402
 
 SIDE, GROUP, BATCH = 256, 8, 8

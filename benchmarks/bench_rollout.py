@@ -51,8 +51,8 @@ from bench_trajectory import grown, images, rollout  # noqa: E402
 from codec_peers import Peer, peers  # noqa: E402
 from measure import machine, shown_ms, shown_ratio, table  # noqa: E402
 
+from mmrender import Trajectory  # noqa: E402
 from mmrender.shipping import Receiver, Sender  # noqa: E402
-from mmrender.trajectory import Trajectory  # noqa: E402
 from mmrender.trajectory.step import step_sample  # noqa: E402
 
 GROUP, TURNS, SHARED_IMAGES = 8, 16, 4

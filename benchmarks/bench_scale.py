@@ -18,9 +18,8 @@ from typing import Any
 from bench_client import MODES, SHARED_MODEL, pictures, roll_out
 from measure import machine
 
-from mmrender import Renderer
+from mmrender import Renderer, Trajectory
 from mmrender.shipping import Receiver, Sender
-from mmrender.trajectory import Trajectory
 
 SHIPPED = 8
 

@@ -15,11 +15,11 @@ from typing import Any, Final, NamedTuple
 
 from PIL import Image, ImageDraw
 
-from mmrender import Renderer
+from mmrender import Renderer, RendererClient
 from mmrender.errors import InputError
 from mmrender.messages import ToolCall
 from mmrender.parsing import ToolCallAttempt
-from mmrender.rollout import Observation, RendererClient, Turn, rollouts
+from mmrender.rollout import Observation, Turn, rollouts
 
 _SHADES: Final = ((214, 222, 235), (235, 224, 214), (219, 235, 214), (232, 216, 234))
 _INK: Final = (40, 44, 60)

@@ -12,7 +12,7 @@ from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:
-    from mmrender.parsing import ParsedResponse
+    from mmrender.parsing.parser import ParsedResponse
     from mmrender.template.profile import TemplateProfile
 
 

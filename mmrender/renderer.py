@@ -39,8 +39,7 @@ from mmrender.tokens.rendered import RenderedTokens
 from mmrender.workers import Workers
 
 if TYPE_CHECKING:
-    from mmrender.parsing import ParsedResponse
-    from mmrender.parsing.parser import ResponseParser
+    from mmrender.parsing.parser import ParsedResponse, ResponseParser
 
 _log = logging.getLogger("mmrender.bridge.bridge")
 

@@ -94,7 +94,7 @@ async def roll_out(client, number, trajectory):
 
 async def roll_out_many(client, count, *, concurrency=4, first=0):
     """Roll out, a few at a time, and return the trajectories in order."""
-    from mmrender.trajectory import Trajectory
+    from mmrender import Trajectory
 
     slots = asyncio.Semaphore(concurrency)
 

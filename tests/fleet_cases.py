@@ -6,8 +6,8 @@ import signal
 import time
 
 import fleet_roles  # noqa: F401 - imported once, with torch, and not in each process
+from mmrender import Trajectory
 from mmrender.shipping import Sender
-from mmrender.trajectory import Trajectory
 
 
 def die_twice(process):

@@ -23,12 +23,12 @@ import numpy as np
 from aiohttp import web
 from PIL import Image
 
-from mmrender import Renderer
+from mmrender import Renderer, RendererClient
 from mmrender.client.transport import RetryPolicy
 from mmrender.client.vllm import VLLMBackend
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.integrations.fleet import Fleet, Process, Role, receivers
-from mmrender.rollout import Observation, RendererClient, rollouts
+from mmrender.rollout import Observation, rollouts
 from mmrender.shipping import Sender
 from mmrender.training import Descriptor, ModelFamily, collate_micro_batch, plan_steps
 from mmrender.training.packing import MicroBatch

@@ -47,8 +47,8 @@ import numpy as np
 
 import mmcodecs
 from kit import free_port
+from mmrender import Trajectory
 from mmrender.shipping import Receiver, Recorder, Sender
-from mmrender.trajectory import Trajectory
 from mmrender.trajectory.files import received_ids
 from shipping_cases import PATIENT, CuttingProxy, tls_contexts
 

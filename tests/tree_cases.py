@@ -8,10 +8,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from item_cases import patch_item, processed_item
+from mmrender import Trajectory
 from mmrender.media.encoded import ReferenceItem
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
-from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.conversation import same_value
 
 PAD = 9

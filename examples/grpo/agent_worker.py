@@ -14,11 +14,10 @@ from grpo.config import Config
 from grpo.games import HELD_OUT, game_of
 from grpo.trainer import reward_of
 from grpo.worker import games_of
-from mmrender import Renderer
+from mmrender import Renderer, Trajectory
 from mmrender.gateway import Gateway
 from mmrender.messages import Message, ToolCall
 from mmrender.rollout import Observation, TrajectoryID, Turn
-from mmrender.trajectory import Trajectory
 
 _MAX_TURNS: Final = 2
 """Calls of a game. The gateway refuses further ones, and the game is lost."""

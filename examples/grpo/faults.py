@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from mmrender import TrainingSample
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.sidecar import MultiModalData
-from mmrender.trajectory import TrainingSample
 from mmrender.trajectory.engine_data import AllowedTokens
 
 Fault = Callable[[TrainingSample], TrainingSample]

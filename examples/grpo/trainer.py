@@ -19,6 +19,7 @@ import torch
 
 from grpo.config import Config
 from grpo.faults import fault_of
+from mmrender import TrainingSample, Trajectory
 from mmrender.audit import TrainerModel, Watch
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import (
@@ -29,7 +30,7 @@ from mmrender.training import (
     score_tokens,
 )
 from mmrender.training.losses import cispo_loss
-from mmrender.trajectory import Branch, TrainingSample, Trajectory
+from mmrender.trajectory import Branch
 
 
 class Trainer:

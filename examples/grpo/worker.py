@@ -9,10 +9,10 @@ from typing import Any, Final, Protocol
 from grpo.config import Config
 from grpo.games import HELD_OUT, RECORDED, ZoomedCell, game_of
 from grpo.trainer import Trainer, reward_of
-from mmrender import Renderer
-from mmrender.rollout import RendererClient, TrajectoryID, Turn, VLMGenerator
+from mmrender import Renderer, RendererClient, Trajectory
+from mmrender.rollout import TrajectoryID, Turn, VLMGenerator
 from mmrender.training import Collator
-from mmrender.trajectory import Step, Trajectory
+from mmrender.trajectory import Step
 
 _WARM_UP_CHECK: Final = 5
 """Updates on recorded games between plays of the held-out boards."""

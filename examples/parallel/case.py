@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from mmrender import Renderer
+from mmrender import Renderer, TrainingSample, Trajectory
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.training import ModelFamily, TrainingBatch, collate, score_tokens
 from mmrender.training.losses import ppo_loss, step_counts
-from mmrender.trajectory import TrainingSample, Trajectory
 
 PAD = 0
 

@@ -19,7 +19,8 @@ from mmrender.messages import ImagePart
 from mmrender.model.files import find_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import resolve_references
-from mmrender.trajectory import Trajectory, load_trajectories
+from mmrender.trajectory import load_trajectories
+from mmrender.trajectory.tree import Trajectory
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 

@@ -1,6 +1,5 @@
 from .dynamo import DynamoBackend as DynamoBackend
 from .engine import Engine as Engine
-from .generation import generate as generate
 from .hooks import ClientHooks as ClientHooks
 from .http import HTTPTransport as HTTPTransport
 from .local import LocalBackend as LocalBackend

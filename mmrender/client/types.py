@@ -15,7 +15,8 @@ from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 
 if TYPE_CHECKING:
-    from mmrender.parsing import ParsedResponse, ToolCallAttempt
+    from mmrender.parsing import ToolCallAttempt
+    from mmrender.parsing.parser import ParsedResponse
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 """Why sampling ended: a stop token or string, the token budget, or an abort."""

@@ -216,7 +216,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             return  # a request tells what is wrong with it
 
     def as_backend(self) -> RendererBackend:
-        """Return this client as a backend of `mmrender.client.generate`, which needs no server then."""
+        """Return this client as a backend of `mmrender.generate`, which needs no server then."""
         return _ClientBackend(self)
 
     # --- OpenAI requests ---

@@ -7,7 +7,7 @@ from mmrender.client.types import FinishReason
 from mmrender.errors import EngineReplyError
 from mmrender.gateway.call import Delta, OnDelta
 from mmrender.gateway.writing import Field
-from mmrender.parsing import ParsedResponse
+from mmrender.parsing.parser import ParsedResponse
 
 _OPENER: Final = 32
 """Characters withheld while a tool call may be opening. Openers of all grammars are shorter."""

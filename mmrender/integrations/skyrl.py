@@ -4,7 +4,8 @@
 from find_cell import FindCell                     # of mmrender's examples: an environment with pictures
 from mmrender import Renderer
 from mmrender.integrations.skyrl import Generator
-from mmrender.rollout import RendererClient, VLMGenerator
+from mmrender.rollout import VLMGenerator
+from mmrender.rollout.client import RendererClient
 
 client = RendererClient(Renderer.from_pretrained("MODEL"), "http://localhost:8000", model="MODEL")
 generator = Generator(VLMGenerator(client, {"find_cell": FindCell}))   # of SkyRL's trainer

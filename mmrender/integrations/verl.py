@@ -7,7 +7,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from find_cell import FindCell                     # of mmrender's examples: an environment with pictures
 from mmrender import Renderer, Trajectory
 from mmrender.integrations.verl import to_agent_loop_output
-from mmrender.rollout import RendererClient, run_episode
+from mmrender.rollout import run_episode
+from mmrender.rollout.client import RendererClient
 
 client = RendererClient(Renderer.from_pretrained("MODEL"), "http://localhost:8000", model="MODEL")
 

@@ -1,2 +1,1 @@
-from .parser import ParsedResponse as ParsedResponse
 from .parser import ToolCallAttempt as ToolCallAttempt

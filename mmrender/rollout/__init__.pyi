@@ -1,4 +1,3 @@
-from .client import RendererClient as RendererClient
 from .client import Turn as Turn
 from .environment import Environment as Environment
 from .environment import Observation as Observation

@@ -30,7 +30,7 @@ from mmrender.client import LocalBackend, RendererBackend
 from mmrender.client.resolve import BackendName
 from mmrender.errors import MissingDependencyError, MMRenderError, ShippingConnectionError
 from mmrender.renderer import Renderer
-from mmrender.rollout import RendererClient
+from mmrender.rollout.client import RendererClient
 from mmrender.shipping import Sender
 from mmrender.testing.conversations import load_pictures
 from mmrender.testing.difference import first_difference
@@ -38,8 +38,9 @@ from mmrender.testing.receiver import TIMEOUT, trajectory_digest
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.training import build_training_sample
-from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
+from mmrender.training.samples import build_training_sample
+from mmrender.trajectory import load_trajectories, save_trajectories
+from mmrender.trajectory.tree import Trajectory
 from mmrender.view.terminal import legend, message_table, token_strip
 
 try:

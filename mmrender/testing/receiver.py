@@ -10,7 +10,7 @@ import sys
 from blake3 import blake3
 
 from mmrender.shipping import Receiver
-from mmrender.trajectory import Trajectory
+from mmrender.trajectory.tree import Trajectory
 
 TIMEOUT = 60.0
 """Seconds that each process waits for the other."""

@@ -17,6 +17,5 @@ from .packing import first_fit_decreasing as first_fit_decreasing
 from .packing import plan_steps as plan_steps
 from .packing import smallest_dummy as smallest_dummy
 from .recurrent import recurrent_segments as recurrent_segments
-from .samples import build_training_sample as build_training_sample
 from .shards import SequenceShard as SequenceShard
 from .tensor_list import TensorList as TensorList

@@ -5,8 +5,6 @@ from .files import TrajectoryReader as TrajectoryReader
 from .files import TrajectoryWriter as TrajectoryWriter
 from .files import load_trajectories as load_trajectories
 from .files import save_trajectories as save_trajectories
-from .sample import TrainingSample as TrainingSample
 from .sidecars import strip_intermediate_mm_data as strip_intermediate_mm_data
 from .step import Branch as Branch
 from .step import Step as Step
-from .tree import Trajectory as Trajectory

@@ -1,6 +1,6 @@
 """`TrainingSample`: one token sequence as a trainer reads it, with everything that is aligned to its tokens.
 
-Recorded conversations (`mmrender.training.build_training_sample`) and rollouts (`Trajectory.samples`) produce
+Recorded conversations (`mmrender.build_training_sample`) and rollouts (`Trajectory.samples`) produce
 the same class, and `mmrender.training.collate` takes both. To add a field, declare it here (`ALIGNED` checks
 arrays of one value a token) and on `TrainingBatch`, and fill it in `mmrender.trajectory.step`.
 """

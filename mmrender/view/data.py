@@ -21,7 +21,9 @@ from mmrender.messages import ImagePart
 from mmrender.renderer import Renderer
 from mmrender.sidecar import MediaItem, MediaSpan, common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-from mmrender.trajectory import Branch, TrainingSample, Trajectory
+from mmrender.trajectory import Branch
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.tree import Trajectory
 from mmrender.view.pictures import shown_frames, thumbnails, token_grid
 from mmrender.view.text import Decode, token_texts, visible
 

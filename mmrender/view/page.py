@@ -14,7 +14,8 @@ from mmrender.audit.report import AuditReport
 from mmrender.errors import InputError
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory import TrainingSample, Trajectory
+from mmrender.trajectory.sample import TrainingSample
+from mmrender.trajectory.tree import Trajectory
 from mmrender.view.data import Document, of_audit, of_difference, of_rendered, of_sample, of_trajectory
 from mmrender.view.text import Decode
 

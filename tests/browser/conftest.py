@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmrender.trajectory import TrainingSample
+from mmrender import TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
 AXE = ROOT / ".browser" / "package" / "axe.min.js"

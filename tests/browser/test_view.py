@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from browser.conftest import AXE, HOSTILE, findings
+from mmrender import TrainingSample, Trajectory
 from mmrender.audit.report import AuditReport, Comparison, Finding
-from mmrender.trajectory import TrainingSample, Trajectory
 from mmrender.view import Page
 from mmrender.view.text import visible
 

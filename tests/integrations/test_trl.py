@@ -13,13 +13,12 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from kit import data_url
-from mmrender import Trajectory, TrajectoryError, generate
+from mmrender import TrainingSample, Trajectory, TrajectoryError, generate
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
 from mmrender.training import Collator, ModelFamily, collate
 from mmrender.training.losses import cispo_loss, dr_grpo_loss, grpo_loss, gspo_loss, ppo_loss, step_counts
-from mmrender.trajectory import TrainingSample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SETTINGS = {

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit import error_of
+from mmrender import ParsedResponse
 from mmrender.errors import EngineReplyError
 from mmrender.gateway.deltas import TextDeltas, without_stop
 from mmrender.messages import Message, ToolCall
-from mmrender.parsing import ParsedResponse
 from parsing_cases import BODIES, written_case
 
 TOOLS = [

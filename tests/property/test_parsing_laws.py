@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_cases import REAL
+from mmrender import ParsedResponse
 from mmrender.messages import Message, ToolCall
 from mmrender.model.tokenizer import Tokenizer
-from mmrender.parsing import ParsedResponse
 from parsing_cases import BODIES, Case, model_case, written_case
 
 TRIMMED = {"glm4_5v": None, "qwen3_5": None, "qwen3_vl_thinking": "\n", "gemma": None, "function_gemma": None}

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrender import Trajectory
 from mmrender.shipping import Receiver, Sender
-from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT, QUICK, CuttingProxy, is_message, leftovers, message
 from tree_cases import assert_same, calls, grown, wire_bound
 

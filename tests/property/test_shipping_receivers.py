@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+from mmrender import Trajectory
 from mmrender.shipping import Receiver, Sender
 from mmrender.shipping.protocol import Timing
 from mmrender.training import TrajectoryDataset
-from mmrender.trajectory import Trajectory, TrajectoryReader, TrajectoryWriter
+from mmrender.trajectory import TrajectoryReader, TrajectoryWriter
 
 HASTY = Timing(
     heartbeat=0.5, silence=60, first_retry=0.001, last_retry=0.005, look=0.002, leave=0.004, failover=0.01

@@ -14,11 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import small_models
-from mmrender import Renderer
+from mmrender import Renderer, build_training_sample
 from mmrender.errors import InputError, PlaceholderError, RenderError, TemplateError
 from mmrender.sidecar import common_prefix
 from mmrender.testing.conversations import ConversationMaker, sample_images
-from mmrender.training import ModelFamily, build_training_sample, collate
+from mmrender.training import ModelFamily, collate
 from mmrender.trajectory.sample import TrainingSample
 
 MODELS = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen2_5_vl", "glm4_5v")

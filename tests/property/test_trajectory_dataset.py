@@ -22,17 +22,12 @@ from item_cases import patch_item
 from kit import error_of
 from mmcodecs import files
 from mmcodecs.files import BLOCK
+from mmrender import Trajectory
 from mmrender.errors import BatchError, ShippingError, TrajectoryError
 from mmrender.shipping import Recorder, Sender
 from mmrender.shipping.receiver import Received
 from mmrender.training import Descriptor, TrajectoryDataset, collate_micro_batch, plan_steps, smallest_dummy
-from mmrender.trajectory import (
-    Trajectory,
-    TrajectoryReader,
-    TrajectoryWriter,
-    load_trajectories,
-    save_trajectories,
-)
+from mmrender.trajectory import TrajectoryReader, TrajectoryWriter, load_trajectories, save_trajectories
 from mmrender.trajectory.truncate import truncate
 from training_cases import PAD_ID, kinds
 from training_cases import sample as training_sample

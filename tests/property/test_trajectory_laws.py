@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 import mmcodecs
 from item_cases import same_tensors
+from mmrender import Trajectory
 from mmrender.errors import TrajectoryError
 from mmrender.media.encoded import ReferenceItem
-from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.step import step_sample
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire

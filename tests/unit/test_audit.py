@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kit import blocks, shown
+from mmrender import Trajectory
 from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
@@ -21,7 +22,6 @@ from mmrender.client.local import LocalBackend
 from mmrender.client.probe import probe_weights
 from mmrender.client.types import EngineRequest
 from mmrender.sidecar import MultiModalData
-from mmrender.trajectory import Trajectory
 from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 

@@ -14,12 +14,12 @@ from PIL import Image
 
 import tree_cases
 from kit import assistant, raised, user
-from mmrender import __version__, cli
+from mmrender import Trajectory, __version__, cli
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
 from mmrender.testing import reference
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory import Trajectory, save_trajectories
+from mmrender.trajectory import save_trajectories
 
 MESSAGES = [user("What?", "red.png"), assistant("Red.")]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from end_to_end import image_part
 from kit import text, user
-from mmrender import generate
+from mmrender import TrainingSample, Trajectory, generate
 from mmrender.audit import TrainerModel, audit
 from mmrender.client.local import LocalBackend
 from mmrender.client.sampling import limit_of, renormalised, reporting
@@ -18,7 +18,7 @@ from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient
 from mmrender.training import SequenceShard, collate, first_fit_decreasing, token_entropy, token_logprobs
-from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
+from mmrender.trajectory import AllowedTokens
 
 torch = pytest.importorskip("torch")
 

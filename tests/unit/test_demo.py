@@ -4,14 +4,13 @@ import asyncio
 from dataclasses import replace
 
 from kit import error_of, shown
+from mmrender import RendererClient, Trajectory
 from mmrender.client.local import LocalBackend, NullTransport
 from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
-from mmrender.rollout import RendererClient
 from mmrender.testing import demo
 from mmrender.testing.demo import TOOLS, Report, prove_parity, prove_shipping, shipped_pictures, three_turns
 from mmrender.testing.receiver import trajectory_digest
-from mmrender.trajectory import Trajectory
 
 
 def test_it_runs_and_every_claim_holds(capsys):

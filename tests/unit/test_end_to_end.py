@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
 from kit import assistant, encoded, noise, user
+from mmrender import Trajectory
 from mmrender.audit.files import audit_files
 from mmrender.cli import app
 from mmrender.client.local import LocalBackend
@@ -18,7 +19,7 @@ from mmrender.client.types import EngineRequest
 from mmrender.media.encoded import ReferenceItem
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MultiModalData
-from mmrender.trajectory import Trajectory, save_trajectories
+from mmrender.trajectory import save_trajectories
 
 CAUSES = {
     "one patch off": ("pixels", "every patch moved by -1"),

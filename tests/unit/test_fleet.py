@@ -18,10 +18,11 @@ pytest.importorskip("torch")
 import fleet_faults
 from fleet_cases import ask, die_twice, fail, forever, read, serve, ship, stop
 from kit import error_of, raised_by
+from mmrender import Trajectory
 from mmrender.errors import FleetError, InputError
 from mmrender.integrations.fleet import AddressFiles, Fleet, LocalFleet, Role, receivers, record
 from mmrender.shipping import Sender
-from mmrender.trajectory import Trajectory, TrajectoryWriter
+from mmrender.trajectory import TrajectoryWriter
 
 TESTS = Path(__file__).resolve().parent.parent
 

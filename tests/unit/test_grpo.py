@@ -25,8 +25,11 @@ from grpo.one_process import run  # noqa: E402
 from grpo.report import Report, summary, table  # noqa: E402
 from grpo.trainer import Trainer, reward_of, with_advantages  # noqa: E402
 from grpo.worker import Worker, counts_of  # noqa: E402
-from mmrender import Renderer, build_training_sample  # noqa: E402
-from mmrender.trajectory import Trajectory  # noqa: E402
+from mmrender import (  # noqa: E402
+    Renderer,
+    Trajectory,
+    build_training_sample,
+)
 from rollout_cases import ScriptedBackend  # noqa: E402
 
 SMALL = Config(

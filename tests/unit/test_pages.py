@@ -12,11 +12,12 @@ import pytest
 
 from doc_pages import ELSEWHERE, LEFT_OUT, LIBRARIES, PAGES, Page, lay_out, missing_for, stand_in
 from kit import shown, user
+from mmrender import Trajectory
 from mmrender.audit import TrainerModel
 from mmrender.client.local import LocalBackend
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment
-from mmrender.trajectory import Trajectory, save_trajectories
+from mmrender.trajectory import save_trajectories
 
 OWN = sorted(PAGES.keys() - ELSEWHERE.keys() - LIBRARIES.keys())
 

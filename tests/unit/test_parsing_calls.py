@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from mmrender.parsing import ParsedResponse, ToolCallAttempt
+from mmrender import ParsedResponse
+from mmrender.parsing import ToolCallAttempt
 from parsing_cases import BODIES, written_case
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}}

@@ -4,9 +4,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from kit import error_of
+from mmrender import ParsedResponse
 from mmrender.errors import InputError
 from mmrender.messages import Message, TextPart, ThinkingPart
-from mmrender.parsing import ParsedResponse
 from parsing_cases import ADDED, BODIES, TAIL, THINKING, Case, case_with, written_case
 
 OPENED = TAIL.replace("assistant\\n'", "assistant\\n<think>\\n'")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kit import error_of, user
+from mmrender import TrainingSample, Trajectory
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import VLLMBackend, read_reply
@@ -16,7 +17,7 @@ from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, SamplingParameterError
 from mmrender.rollout.client import RendererClient
 from mmrender.testing.memory_transport import Answer, MemoryTransport
-from mmrender.trajectory import AllowedTokens, TrainingSample, Trajectory
+from mmrender.trajectory import AllowedTokens
 
 torch = pytest.importorskip("torch")
 from mmrender.audit import TrainerModel  # noqa: E402

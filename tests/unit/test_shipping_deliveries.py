@@ -14,6 +14,7 @@ import mmrender.shipping.receiver as receiving
 import mmrender.shipping.sender as sending
 from kit import error_of, raised_by
 from mmcodecs import BufferPool, Shared
+from mmrender import Trajectory
 from mmrender.errors import (
     ShippingClosedError,
     ShippingConnectionError,
@@ -23,7 +24,6 @@ from mmrender.errors import (
 )
 from mmrender.shipping import Receiver, Sender
 from mmrender.shipping.protocol import Timing
-from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT
 
 

@@ -13,13 +13,13 @@ import pytest
 
 from kit import error_of, raised_by, until
 from mmcodecs import BufferPool, Shared
+from mmrender import Trajectory
 from mmrender.errors import ShippingConnectionError, ShippingError, ShippingSecurityError
 from mmrender.shipping import Receiver, Recorder, Sender
 from mmrender.shipping.address import Address, ReceiverList, order_for
 from mmrender.shipping.protocol import LONG_BYTES, Timing
 from mmrender.shipping.store import FrameStore
 from mmrender.training import TrajectoryDataset
-from mmrender.trajectory import Trajectory
 from mmrender.trajectory.files import received_ids
 from shipping_cases import tls_contexts
 

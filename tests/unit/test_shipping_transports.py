@@ -14,10 +14,10 @@ import mmrender.shipping.sender as sending
 from kit import raised_by, until
 from mmcodecs import Limits, Shared, UnsupportedTypeError
 from mmcodecs.wire import encode_keyed_frames
+from mmrender import Trajectory
 from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingProtocolError
 from mmrender.shipping import Receiver, Sender
 from mmrender.shipping.protocol import Timing
-from mmrender.trajectory import Trajectory
 from shipping_cases import PATIENT, is_message, leftovers, message, tls_contexts
 from tree_cases import Call, assert_same
 

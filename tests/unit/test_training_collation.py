@@ -16,6 +16,7 @@ import torch
 import mmcodecs
 from kit import error_of
 from mmcodecs import BufferPool
+from mmrender import Trajectory
 from mmrender.errors import BatchError, ModelError
 from mmrender.media.levels import compacted
 from mmrender.media.processors.patches import PatchItem
@@ -37,7 +38,7 @@ from mmrender.training.fields import collate_fields
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.logprobs import importance_weights
 from mmrender.training.packing import MicroBatch, compute_cost
-from mmrender.trajectory import Trajectory, load_trajectories, save_trajectories
+from mmrender.trajectory import load_trajectories, save_trajectories
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 from training_cases import (

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from kit import assistant, data_url, error_of, noise, shown, text
-from mmrender import Renderer
+from mmrender import Renderer, build_training_sample
 from mmrender.errors import BatchError, InputError
-from mmrender.training import Collator, ModelFamily, build_training_sample, collate
+from mmrender.training import Collator, ModelFamily, collate
 from mmrender.training.samples import with_row_arguments
 from training_cases import family_of
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from kit import error_of
+from mmrender import TrainingSample
 from mmrender.errors import BatchError
 from mmrender.training import (
     ModelFamily,
@@ -22,7 +23,7 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.scoring import OutputHead, Scoring
-from mmrender.trajectory import AllowedTokens, TrainingSample
+from mmrender.trajectory import AllowedTokens
 
 VOCABULARY = 50
 _SIZES = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kit import error_of
+from mmrender import TrainingSample, Trajectory
 from mmrender.errors import BatchError
 from mmrender.training import ModelFamily, SequenceShard, TrainingBatch, collate, importance_weights
 from mmrender.training.losses import (
@@ -21,7 +22,6 @@ from mmrender.training.losses import (
     ppo_loss,
     step_counts,
 )
-from mmrender.trajectory import TrainingSample, Trajectory
 
 FAMILY = ModelFamily(model_type="text")
 MAX_TOKENS = 8

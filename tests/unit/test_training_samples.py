@@ -7,10 +7,9 @@ import pytest
 from PIL import Image
 
 from kit import assistant, error_of, raised
-from mmrender import Renderer
+from mmrender import Renderer, build_training_sample
 from mmrender.errors import InputError, MessageError, RenderError
 from mmrender.sidecar import MediaItem
-from mmrender.training import build_training_sample
 from mmrender.trajectory.sample import TrainingSample
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))

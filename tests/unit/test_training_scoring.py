@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrender import TrainingSample
 from mmrender.training import ModelFamily, TrainingBatch, collate
 from mmrender.training.scoring import HiddenStates, OutputHead, Scoring
-from mmrender.trajectory import AllowedTokens, TrainingSample
+from mmrender.trajectory import AllowedTokens
 
 VOCABULARY, HIDDEN = 23, 8
 FAMILY = ModelFamily(model_type="text")

@@ -10,10 +10,10 @@ from PIL import Image
 import mmcodecs
 from item_cases import same_tensors
 from kit import assistant, error_of, shown
+from mmrender import Trajectory
 from mmrender.errors import TrajectoryError
 from mmrender.trajectory import (
     RoutedExperts,
-    Trajectory,
     TrajectoryReader,
     TrajectoryWriter,
     load_trajectories,

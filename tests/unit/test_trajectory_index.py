@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from kit import error_of
 from mmcodecs.files import BLOCK, MappedFile
+from mmrender import Trajectory
 from mmrender.errors import MissingDependencyError, TrajectoryError
 from mmrender.training import Descriptor, TrajectoryDataset
-from mmrender.trajectory import Trajectory, TrajectoryReader, TrajectoryWriter, save_trajectories
+from mmrender.trajectory import TrajectoryReader, TrajectoryWriter, save_trajectories
 from mmrender.trajectory.files import received_ids
 from mmrender.trajectory.stores import find_files
 from tree_cases import Call, calls, grown

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import mmcodecs
 from kit import error_of
+from mmrender import Trajectory
 from mmrender.errors import TrajectoryError
-from mmrender.trajectory import Trajectory
 from mmrender.trajectory.pieces import TrajectoryPieces
 from mmrender.trajectory.tree import trajectories_to_wire
 from tree_cases import TOOLS, Call, assert_same, calls, grown

@@ -12,10 +12,11 @@ from PIL import Image
 
 from item_cases import patch_item
 from kit import assistant, error_of, user
+from mmrender import Trajectory
 from mmrender.errors import MMRenderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart
 from mmrender.sidecar import MultiModalData, PlaceholderRange
-from mmrender.trajectory import AllowedTokens, RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.step import step_sample
 from tree_cases import A, B, assert_same, sidecar
 

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from kit import error_of
+from mmrender import TrainingSample
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import mm_token_type_ids
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-from mmrender.trajectory import AllowedTokens, RoutedExperts, TrainingSample, WeightVersionSpan
+from mmrender.trajectory import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.sample import RESTRICTED
 from mmrender.trajectory.truncate import truncate, whole_media_length
 from tree_cases import A, B, sidecar

@@ -12,9 +12,10 @@ from PIL import Image
 
 import mmcodecs
 from kit import assistant, error_of, shown, user
+from mmrender import Trajectory
 from mmrender.errors import InputError, PlaceholderError, TrajectoryError
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
-from mmrender.trajectory import RoutedExperts, Trajectory, WeightVersionSpan
+from mmrender.trajectory import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.tree import trajectories_from_wire, trajectories_to_wire
 from mmrender.trajectory.wire import StepRow, Table, TrajectoryRow
 from tree_cases import TOOLS, A, B, assert_same, sidecar

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kit import shown, text
-from mmrender import Renderer, generate
+from mmrender import Renderer, Trajectory, generate
 from mmrender.client.local import LocalBackend
 from mmrender.client.vllm_fields import PixelDtype, WireForm, layout_for
 from mmrender.client.vllm_images import dense_spans, features_of
@@ -23,7 +23,6 @@ from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.training import ModelFamily, collate, token_logprobs
-from mmrender.trajectory import Trajectory
 from mmrender.trajectory.files import load_trajectories, save_trajectories
 from training_cases import item_tokens
 from video_cases import frames_of, video_processor

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from kit import assistant, error_of, user
+from mmrender import Trajectory
 from mmrender.audit.report import AuditReport, Comparison, Finding
 from mmrender.errors import InputError
 from mmrender.rollout.client import RendererClient
 from mmrender.sidecar import common_prefix
-from mmrender.trajectory import Trajectory
 from mmrender.view import Page
 from mmrender.view.data import Document, of_difference
 from mmrender.view.pictures import token_grid
