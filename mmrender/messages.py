@@ -4,7 +4,7 @@ Canonical types are frozen and strict. `mmrender.content` builds them from the m
 Face users. The typed dicts tell type checkers the usual keys.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Required, TypeAlias, TypedDict, get_args
 
 import msgspec
@@ -93,6 +93,13 @@ UNKNOWN_PARTS: Final[Mapping[Modality, ImagePart | VideoPart]] = {
 """A part of each modality without known pixels (probes only)."""
 
 
+def text_of(content: str | Iterable[Part] | None) -> str:
+    """Return the text of content, its parts joined, without reasoning."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join([part.text for part in content if isinstance(part, TextPart)])
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """One call of a tool by the assistant, with its arguments parsed."""
 
@@ -126,9 +133,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The text of the content, its parts joined, without reasoning."""
-        if isinstance(self.content, tuple):
-            return "".join([part.text for part in self.content if isinstance(part, TextPart)])
-        return self.content or ""
+        return text_of(self.content)
 
     @property
     def reasoning(self) -> str:

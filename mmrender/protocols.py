@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeGuard, Unpack, runtime_checkable
 
 from mmrender.bridge.bridge import History
+from mmrender.content.ids import TokenIds
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import MessageLike, Role
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.sidecar import MultiModalData
-from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 if TYPE_CHECKING:

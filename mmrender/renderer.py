@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_arg
 from mmrender.bridge.bridge import Bridge, History
 from mmrender.bridge.tail import NotBridged
 from mmrender.caching import LRUCache
+from mmrender.content.ids import TokenIds, checked_ids
 from mmrender.content.messages import read_request, read_variables, refuse_misspelt
 from mmrender.content.values import describe
 from mmrender.errors import InputError, RenderError
@@ -34,7 +35,6 @@ from mmrender.template.limits import TemplateLimits
 from mmrender.template.profile import TemplateProfile
 from mmrender.template.text import Author, TracedStr
 from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
-from mmrender.tokens.ids import TokenIds, checked_ids
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.workers import Workers
 

@@ -29,6 +29,7 @@ from mmrender.client.types import (
     RendererBackend,
     RequestOptions,
 )
+from mmrender.content.ids import TokenIds
 from mmrender.errors import (
     EngineConnectionError,
     EngineError,
@@ -38,7 +39,6 @@ from mmrender.errors import (
 )
 from mmrender.protocols import BridgeOptions, ParseOptions, RendererProtocol, has_vocabulary, is_multimodal
 from mmrender.sidecar import MultiModalData, Repeat
-from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 _log = logging.getLogger("mmrender.client")

@@ -8,10 +8,10 @@ from mmrender.client.engine import Engine
 from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
 from mmrender.client.types import Generation, OnTokens, RendererBackend, RequestOptions
+from mmrender.content.ids import TokenIds
 from mmrender.errors import InputError
 from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
-from mmrender.tokens.ids import TokenIds
 from mmrender.tokens.rendered import RenderedTokens
 
 

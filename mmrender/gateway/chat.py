@@ -14,7 +14,6 @@ from mmrender.gateway.reading import (
     assistant,
     check_choice,
     convert,
-    joined_text,
     read_arguments,
     read_content,
     read_fields,
@@ -22,7 +21,7 @@ from mmrender.gateway.reading import (
     set_structure,
 )
 from mmrender.gateway.writing import COMMENT, Shown, event, is_cut, openai_error, openai_logprobs, total_usage
-from mmrender.messages import Message, Role, ToolCall
+from mmrender.messages import Message, Role, ToolCall, text_of
 
 IGNORED: Final = frozenset({
     *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -295,7 +294,7 @@ def _message(value: Any, where: str) -> Message:
             tool_call_id=read.tool_call_id,
         )
     calls = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(read.tool_calls or ())]
-    text = joined_text(read_content(read.content, f"{where}.content", _TEXTS))
+    text = text_of(read_content(read.content, f"{where}.content", _TEXTS))
     return assistant([text], read.reasoning_content or read.reasoning or read.thinking, calls)
 
 

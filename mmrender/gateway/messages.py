@@ -15,7 +15,6 @@ from mmrender.gateway.reading import (
     check_choice,
     convert,
     function_tool,
-    joined_text,
     json_object,
     read_arguments,
     read_content,
@@ -25,7 +24,7 @@ from mmrender.gateway.reading import (
     without_searches,
 )
 from mmrender.gateway.writing import Blocks, Field, event, is_cut, total_usage
-from mmrender.messages import Message, ToolCall
+from mmrender.messages import Message, ToolCall, text_of
 
 IGNORED: Final = frozenset({
     *("betas", "billing_policy", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"),
@@ -338,7 +337,7 @@ class _Reader:
                 use = convert(block, _ToolUse, place, error=MessageError)
                 calls.append(ToolCall(use.name, read_arguments(use.input, f"{place}.input"), use.id))
             else:
-                texts.append(joined_text(read_content([block], where, ("text",), begin=index)))
+                texts.append(text_of(read_content([block], where, ("text",), begin=index)))
         return assistant(texts, "\n\n".join(thoughts), calls)
 
 
@@ -348,7 +347,7 @@ def _system(system: str | Sequence[Any]) -> str:
         [system]
         if isinstance(system, str)
         else [
-            joined_text(read_content([block], "system", ("text",), begin=index))
+            text_of(read_content([block], "system", ("text",), begin=index))
             for index, block in enumerate(system)
         ]
     )

@@ -13,7 +13,7 @@ from mmrender.content.tools import parse_arguments
 from mmrender.content.values import describe, member, one_of
 from mmrender.errors import InputError, MessageError
 from mmrender.gateway.call import Kind, Origin, ToolChoice
-from mmrender.messages import MediaPart, Message, Part, TextPart, ToolCall
+from mmrender.messages import MediaPart, Message, Part, TextPart, ToolCall, text_of
 
 UNPARSED: Final = "__unparsed"
 """Only key of the arguments of a call whose text is no JSON object. Its value is that text."""
@@ -138,15 +138,8 @@ def read_content(value: Any, where: str, types: Sequence[str], *, begin: int = 0
         )
     parts = tuple([_part(item, f"{where}[{index}]", types) for index, item in enumerate(value, begin)])
     if all(isinstance(part, TextPart) for part in parts) and len(parts) < 2:
-        return joined_text(parts)
+        return text_of(parts)
     return parts
-
-
-def joined_text(content: str | Iterable[Part]) -> str:
-    """The text of content, its parts one after the other."""
-    if isinstance(content, str):
-        return content
-    return "".join([part.text for part in content if isinstance(part, TextPart)])
 
 
 def _part(value: Any, where: str, types: Sequence[str]) -> Part:

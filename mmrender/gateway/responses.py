@@ -16,7 +16,6 @@ from mmrender.gateway.reading import (
     check_choice,
     convert,
     function_tool,
-    joined_text,
     read_arguments,
     read_content,
     read_fields,
@@ -34,7 +33,7 @@ from mmrender.gateway.writing import (
     openai_logprobs,
     total_usage,
 )
-from mmrender.messages import Message, ToolCall
+from mmrender.messages import Message, ToolCall, text_of
 
 IGNORED: Final = frozenset({
     *("client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"),
@@ -295,7 +294,7 @@ class _Conversation:
             self._calls.append(ToolCall(name, arguments, read.call_id))
         elif isinstance(read, _MessageItem) and read.role == "assistant":
             self._begin(read.id, 1, joins=False)
-            self._texts.append(joined_text(read_content(read.content, f"{where}.content", _TEXTS)))
+            self._texts.append(text_of(read_content(read.content, f"{where}.content", _TEXTS)))
         elif isinstance(read, _MessageItem):
             self._end_answer()
             content = read_content(read.content, f"{where}.content", _PARTS)
@@ -344,7 +343,7 @@ def _with_one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
         count += 1
     if count < 2:
         return tuple(messages)
-    texts = [joined_text(message.content or "") for message in messages[:count]]
+    texts = [message.text for message in messages[:count]]
     return (Message(role="system", content="\n\n".join(texts)), *messages[count:])
 
 

@@ -22,7 +22,7 @@ from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
-from mmrender.messages import Message, TextPart
+from mmrender.messages import Message
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
 from mmrender.trajectory.conversation import same_message, without_sources
@@ -62,10 +62,7 @@ class Turn:
     @property
     def text(self) -> str:
         """The content as one text, without reasoning."""
-        content = self.message.content
-        if isinstance(content, tuple):
-            return "".join(part.text for part in content if isinstance(part, TextPart))
-        return content or ""
+        return self.message.text
 
 
 @dataclass(frozen=True, slots=True)
