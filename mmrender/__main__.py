@@ -1,18 +1,42 @@
 """The command `mmrender`, also as `python -m mmrender`."""
 
 import sys
+import traceback
 
+from mmrender._version import __version__
+from mmrender.cli.output import outlive_readers
 from mmrender.errors import MissingDependencyError
 
 
 def main() -> None:
-    """Run the command line. Without the extra `cli`, name it and exit with status 2."""
+    """Run the command line, and exit with one of the statuses of `mmrender.cli.overview`."""
+    outlive_readers()
     try:
-        from mmrender.cli import main as run
-    except MissingDependencyError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        sys.exit(2)
-    run()
+        try:
+            from mmrender.cli.commands import run
+        except MissingDependencyError as error:
+            sys.exit(_without_commands(error))
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:  # noqa: BLE001 Python's own status of a crash, 1, would say that something was found
+        traceback.print_exc()
+        sys.exit(3)
+
+
+def _without_commands(error: MissingDependencyError) -> int:
+    """Answer requests for help or the version. Name the missing extra, and return the exit status."""
+    from mmrender.cli.overview import overview
+
+    asked = set(sys.argv[1:])
+    if "--version" in asked:
+        print(f"mmrender {__version__}")
+        return 0
+    if not asked or asked & {"--help", "-h"}:
+        print(overview(str(error)))
+        return 0 if asked else 2
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    return 2
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 2. The wheel holds exactly the files of `mmrender/` and `codecs/mmcodecs/`; the sdist can rebuild them.
 3. Install the wheel with its core dependencies only into a new environment: no extra's package may be there.
 4. Render a conversation with a picture there and compare ids and pixels with what Transformers gives here.
-5. The command names the extra that it needs.
+5. The command has its help, and names the extra that it needs.
 6. Measure `import mmrender` there.
 """
 
@@ -25,10 +25,12 @@ ROOT = TOOLS.parent
 PACKAGES = {"mmrender": ROOT / "mmrender", "mmcodecs": ROOT / "codecs" / "mmcodecs"}
 SDIST_NEEDS = (
     "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "codecs/mmcodecs/py.typed",
     "constraints.txt",
     "docs/index.md",
@@ -124,24 +126,27 @@ def check_render(python: Path, workspace: Path) -> None:
 
 
 def check_command(python: Path) -> None:
-    """Check that the command names the extra that it needs, in one line."""
-    done = subprocess.run(
-        [str(python.with_name("mmrender")), "--help"], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 2 or done.stderr.count("\n") != 1 or "mmrender[cli]" not in done.stderr:
-        raise CheckError(f"mmrender --help exited {done.returncode}\n{done.stdout}{done.stderr}")
+    """Check that the command's help works, and that a command names the extra that it needs in one line."""
+    for argument, status in (("--help", 0), ("render", 2)):
+        done = subprocess.run(
+            [str(python.with_name("mmrender")), argument], capture_output=True, text=True, check=False
+        )
+        named = "mmrender[cli]" in (done.stderr if status else done.stdout)
+        if done.returncode != status or done.stderr.count("\n") != bool(status) or not named:
+            raise CheckError(f"mmrender {argument} exited {done.returncode}\n{done.stdout}{done.stderr}")
     print(f"   {done.stderr}", end="")
 
 
-def main() -> int:
-    """Run every step; return the exit status."""
+def main(dist: Path | None = None) -> int:
+    """Run every step; return the exit status. The packages stay in `dist`, if it is named."""
     try:
         with tempfile.TemporaryDirectory(prefix="mmrender-package-") as temporary:
             workspace = Path(temporary)
+            dist = workspace / "dist" if dist is None else dist
             with step("build"):
-                run(sys.executable, "-m", "build", "--outdir", workspace / "dist")
-                (wheel,) = (workspace / "dist").glob("*.whl")
-                (sdist,) = (workspace / "dist").glob("*.tar.gz")
+                run(sys.executable, "-m", "build", "--outdir", dist)
+                (wheel,) = dist.glob("*.whl")
+                (sdist,) = dist.glob("*.tar.gz")
             with step("contents"):
                 check_wheel(wheel)
                 check_sdist(sdist)

@@ -21,6 +21,7 @@ from PIL import Image
 from mmrender.errors import MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
+from mmrender.media.processors.reference import INSTALL_TORCHVISION
 from mmrender.renderer import Renderer
 from mmrender.template.text import Author
 from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images, sample_videos
@@ -32,7 +33,7 @@ from mmrender.testing.difference import (
     tensor_difference,
     text_difference,
 )
-from mmrender.testing.reference import ReferenceRenderer
+from mmrender.testing.reference import ReferenceRenderer, has_reference_backend
 from mmrender.testing.reports import Messages, Mismatch, Options, ParityReport
 from mmrender.testing.shrinking import shrink
 from mmrender.tokens.encode import SpecialTokenRule
@@ -206,7 +207,8 @@ class ParityPair:
 
     def _why_without_videos(self, renderer: Renderer) -> str | None:
         if not self.reference.takes_videos:
-            return "the reference's video processor cannot be built here"
+            why = "the reference's video processor cannot be built here"
+            return why if has_reference_backend("torch") else f"{why}. {INSTALL_TORCHVISION}"
         *_, video = sample_videos(random.Random(0), 3)
         # Another error may mean that the template takes no video there.
         ours = _outcome(lambda: renderer.render([{"role": "user", "content": [video]}]))

@@ -19,6 +19,7 @@ from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerErro
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import (
+    INSTALL_TORCHVISION,
     VideoSettings,
     build_image_processor,
     build_reference_processor,
@@ -54,7 +55,7 @@ def load_reference_image_processor(directory: Path, backend: ImageBackend) -> An
     elif backend == "torch":
         raise MissingDependencyError(
             "the reference's torch back end needs torchvision, which is not installed",
-            remedy="mmrender itself never needs it; compare with the PIL back end instead.",
+            remedy=f"{INSTALL_TORCHVISION}, or compare with the PIL back end",
         )
     return build_image_processor(ProcessorFiles.read(directory), backend)
 

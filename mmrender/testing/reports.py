@@ -138,19 +138,35 @@ class ParityReport:
 
 
 def parity_table(reports: Sequence[ParityReport]) -> "Table":
-    """Return the outcomes and counts of several reports as a table for a terminal."""
+    """Return the outcomes and counts of several reports as a table that 80 columns hold."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table("model", "mode", "result", show_edge=False, pad_edge=False)
-    columns = ("compared", "refused", "tokens", "images", "videos", "pixel_values", "seconds")
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="right")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("model", "mode", "result"):
+        table.add_column(name, overflow="fold", no_wrap=name == "mode")
+    # The refused ones are in the notes, with their reasons.
+    columns = ("compared", "tokens", "images", "videos", "pixel_values")
+    shown = [name for name in columns if any(getattr(report, name) for report in reports)]
+    headings = {"compared": "cases", "pixel_values": "pixels"}
+    for name in (*(headings.get(name, name) for name in shown), "s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
         result = report.outcome if report.mismatch is None else f"{report.mismatch.difference.what} differ"
         colour = "green" if report.outcome == "equal" else "red"
-        counts = [f"{round(getattr(report, name)):,}" for name in columns]
-        table.add_row(report.model, report.image_backend, f"[{colour}]{result}[/]", *counts)
+        counts = [_count(getattr(report, name)) for name in shown]
+        table.add_row(
+            report.model, report.image_backend, f"[{colour}]{result}[/]", *counts, f"{report.seconds:.0f}"
+        )
     return table
+
+
+def _count(number: int) -> str:
+    """Return a number, rounded to a tenth of its unit from a million on."""
+    for unit, size in (("G", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:,}"
 
 
 def parity_status(reports: Sequence[ParityReport]) -> int:

@@ -7,17 +7,24 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 import tree_cases
+from doc_pages import ROOT
 from kit import assistant, raised, user
-from mmrender import Trajectory, __version__, cli
+from mmrender import Trajectory, __version__
+from mmrender.__main__ import main
+from mmrender.cli import overview
+from mmrender.cli.commands import app
 from mmrender.renderer import Renderer
 from mmrender.testing import parity as parity_module
 from mmrender.testing import reference
+from mmrender.testing.reports import ParityReport, parity_table
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory import save_trajectories
 
@@ -37,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 def run(monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["mmrender", *map(str, arguments)])
-        exited = raised(SystemExit, cli.main)
+        exited = raised(SystemExit, main)
         captured = capsys.readouterr()
         return exited.code, captured.out, captured.err
 
@@ -111,12 +118,72 @@ def test_a_closed_pipe_is_no_failure(folder, tiny_model, command):
     assert (process.returncode, errors.count(b"Error")) == (0, 0)
 
 
-def test_without_the_extra_the_command_names_it():
+def test_help_to_nobody_is_no_failure():
+    """The reader is gone before the first byte."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "mmrender", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (0, b"")
+
+
+def without_typer(*arguments):
     code = "import sys; sys.modules['typer'] = None; from mmrender.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_without_the_extra_the_command_names_it():
     line = "MissingDependencyError: the mmrender command needs typer, which is not installed. "
     line += "Install it with: pip install 'mmrender[cli]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert without_typer("view", "chat.json", "-m", "nothing") == (2, "", line)
+
+
+def test_help_without_the_extra_has_the_same_commands(run):
+    status, out, err = without_typer("--help")
+    assert (status, err) == (0, "")
+    assert "pip install 'mmrender[cli]'" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) < 80
+    full = " ".join(run("--help")[1].replace("│", " ").split())
+    for name, summary in overview.commands().items():
+        assert f" {name} {summary} " in " ".join(out.split())
+        assert f" {name} {summary}" in full
+    assert sorted(overview.commands()) == sorted(
+        command.name or command.callback.__name__ for command in app.registered_commands
+    )
+    assert without_typer("--version") == (0, f"mmrender {__version__}\n", "")
+    assert without_typer()[0] == run()[0] == 2
+
+
+def test_exit_statuses_are_those_of_the_guide(run, tiny_model, monkeypatch):
+    rows = re.findall(
+        r"^\| (\d+) \| ([^|]+) \|", (ROOT / "docs/commands.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert {int(status): meaning for status, meaning in rows} == overview.STATUSES
+    for raising, expected in ((KeyboardInterrupt, 130), (ZeroDivisionError, 3)):
+
+        def refuse(*_, raising=raising, **__):
+            raise raising
+
+        monkeypatch.setattr(Renderer, "from_pretrained", refuse)
+        status, out, err = run("doctor", tiny_model)
+        assert (status, out) == (expected, "")
+        assert ("Traceback" in err) == (expected == 3)
+
+
+def test_tokens_of_an_image_need_no_torch(run, folder, tiny_model, monkeypatch):
+    """The picture must be resized, which the default back end of `render` does by torch."""
+    Image.new("RGB", (100, 70), "red").save("red.png")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert run("view", "chat.json", "-m", tiny_model)[0] == 0
+    assert run("diff", "chat.json", "chat.json", "-m", tiny_model)[0] == 0
+    for arguments in (("render",), ("view", "--html", "page.html"), ("view", "--image-backend", "torch")):
+        status, _, err = run(*arguments, "chat.json", "-m", tiny_model)
+        assert status == 2
+        assert "pip install 'mmrender[torch]'" in err
 
 
 def test_messages_from_standard_input(run, folder, tiny_model, monkeypatch):
@@ -197,6 +264,25 @@ def test_parity_without_a_models_images_fails(run, tiny_model, tmp_path, monkeyp
     assert status == 2
     assert f"\n{tiny_model.name}, pil: needs a package\n" in out
     assert f"\n{tmp_path.name}, pil: TokenizerError: {tmp_path}: Transformers cannot open" in out
+
+
+def test_the_table_of_parity_fits_80_columns():
+    report = ParityReport("a_model_of_a_long_name", "torch", cases=300, tokens=1_234_567, images=1_234)
+    report.values["pixel_values"], report.videos, report.seconds = 123_456_789_012, 55, 1234.5
+    report.not_compared = "why"
+    console = Console(width=80, file=io.StringIO())
+    console.print(parity_table([report]))
+    head, *_ = lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert head.split() == ["model", "mode", "result", "cases", "tokens", "images", "videos", "pixels", "s"]
+    assert lines[2].split()[-6:] == ["300", "1.2M", "1,234", "55", "123.5G", "1234"]
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_parity_says_how_to_get_its_reference(run, tiny_model):
+    status, out, _ = run("parity", tiny_model, "--cases", 1)
+    assert status == 2
+    assert 'Install it with: pip install torchvision, or choose image_backend="pil"' in out
 
 
 def chat_about(source):

@@ -13,7 +13,7 @@ from end_to_end import FAULTS, completions_of, no_placeholders, picture, roll_ou
 from kit import assistant, encoded, noise, user
 from mmrender import Trajectory
 from mmrender.audit.files import audit_files
-from mmrender.cli import app
+from mmrender.cli.commands import app
 from mmrender.client.local import LocalBackend
 from mmrender.client.types import EngineRequest
 from mmrender.media.encoded import ReferenceItem

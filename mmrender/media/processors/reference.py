@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
@@ -22,6 +22,8 @@ from mmrender.media.processor import ProcessorFiles
 from mmrender.template.sources import load_templates
 
 _BACKEND_NAMES: dict[ImageBackend, str] = {"torch": "torchvision", "pil": "pil"}
+INSTALL_TORCHVISION: Final = "Install it with: pip install torchvision"
+"""No extra brings it: which of its wheels fits depends on the build of torch."""
 _OTHER_PARTS = ("video_processor", "feature_extractor", "audio_processor", "audio_tokenizer")
 """Parts of a processor that images do without."""
 
@@ -116,7 +118,7 @@ def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
         raise MissingDependencyError(
             "videos of this family need Transformers and torchvision, which cannot be imported",
             got=str(error),
-            remedy="Install them, or pass the frames as images.",
+            remedy=f"{INSTALL_TORCHVISION} 'mmrender[hf]', or pass the frames as images",
         ) from error
     with _build_errors("the video processor"):
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
@@ -154,10 +156,11 @@ def build_image_processor(
         try:
             import torchvision  # noqa: F401
         except (ImportError, RuntimeError) as error:
+            otherwise = ', or choose image_backend="pil"' if "pil" in offered else ""
             raise MissingDependencyError(
                 f"{name} on the torch back end needs torchvision, which cannot be imported",
                 got=str(error),
-                remedy='Install it, or choose image_backend="pil".' if "pil" in offered else "Install it.",
+                remedy=INSTALL_TORCHVISION + otherwise,
             ) from error
     with _build_errors(name):
         processor = AutoImageProcessor.from_pretrained(

@@ -88,14 +88,12 @@ def load_processor(
     if not files.image:
         return None
     try:
-        for family in NATIVE:
-            native = family.from_files(files, image_backend)
-            if native is not None:
-                if token := native.placeholder.get("video"):
-                    image_token = native.placeholder["image"]
-                    videos = PatchVideoProcessor.from_files(files, image_token=image_token, video_token=token)
-                    native.videos = videos or _adapted_videos(files, template, trust_remote_code)
-                return native
+        if (native := _native(files, image_backend)) is not None:
+            if token := native.placeholder.get("video"):
+                image_token = native.placeholder["image"]
+                videos = PatchVideoProcessor.from_files(files, image_token=image_token, video_token=token)
+                native.videos = videos or _adapted_videos(files, template, trust_remote_code)
+            return native
         deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
         if template is None:
             return deferred.load()
@@ -106,6 +104,19 @@ def load_processor(
     except (MissingDependencyError, ProcessorError, MediaError) as error:
         error.at(str(files.directory))
         raise
+
+
+def backend_of_tokens(directory: Path | ModelDir) -> ImageBackend:
+    """Return the back end that needs the fewest packages and gives the same tokens as `"torch"`.
+
+    A native family counts placeholders alike for both: `"pil"` then needs no torch. The pixels differ.
+    """
+    return "pil" if _native(ProcessorFiles.read(directory), "pil") is not None else "torch"
+
+
+def _native(files: ProcessorFiles, image_backend: ImageBackend) -> MediaProcessor | None:
+    made = (family.from_files(files, image_backend) for family in NATIVE)
+    return next((native for native in made if native is not None), None)
 
 
 class DeferredProcessor(MediaProcessor):

@@ -1,4 +1,4 @@
-"""The command line. Needs the `cli` extra."""
+"""The commands. Needs the `cli` extra."""
 
 import asyncio
 import json
@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from mmcodecs.files import MAGIC
 from mmrender._version import __version__
+from mmrender.cli.overview import STATUSES
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
+from mmrender.media.processors.registry import backend_of_tokens
+from mmrender.model.files import find_model
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer
 from mmrender.sidecar import common_prefix
@@ -32,18 +35,14 @@ try:
 except ImportError as error:
     raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    epilog=f"Exit status: {', '.join(f'{status} {meaning}' for status, meaning in STATUSES.items())}",
+)
 
-
-class _Output(Console):
-    """Standard output that discards the rest when the reader of a pipe has gone."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-_out = _Output()
+_out = Console()
 _log = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(help="Model directory or hub id.", metavar="MODEL")]
@@ -54,6 +53,14 @@ FileArgument = Annotated[
 ]
 BackendOption = Annotated[
     str, typer.Option("--image-backend", help='"torch", as inference engines, or "pil".')
+]
+TokensBackendOption = Annotated[
+    str | None,
+    typer.Option(
+        "--image-backend",
+        help='"torch" or "pil". Default: "torch" for a page; for tokens alone "pil", if both have the same.',
+        show_default=False,
+    ),
 ]
 PromptOption = Annotated[
     bool | None,
@@ -122,7 +129,7 @@ def view(
     model: ModelOption,
     *,
     generation_prompt: PromptOption = None,
-    image_backend: BackendOption = "torch",
+    image_backend: TokensBackendOption = None,
     html: PageOption = None,
     tools: Annotated[
         Path | None, typer.Option(help="JSON with the tools. Default: the tools that the trajectories keep.")
@@ -132,14 +139,15 @@ def view(
     from mmrender.view.terminal import legend, message_table, token_strip
 
     if _is_trajectories(file):
-        return _view_trajectories(Path(file), _load(model, image_backend), html, tools)
-    rendered = _render(_conversation(_document(file), file), _load(model, image_backend), generation_prompt)
+        return _view_trajectories(Path(file), model, image_backend, html, tools)
+    renderer = _load_for_tokens(model, image_backend, html)
+    rendered = _render(_conversation(_document(file), file), renderer, generation_prompt)
     if html is not None:
         from mmrender.view import Page
 
         return _save(Page(rendered, names=[Path(file).name]), html)
     _out.print(legend(), "")
-    _out.print(token_strip(rendered), "")
+    _out.print(token_strip(rendered), "", soft_wrap=not _out.is_terminal)  # a pipe's lines are the tokens'
     _out.print(message_table(rendered))
 
 
@@ -152,13 +160,16 @@ def _is_trajectories(file: str) -> bool:
         return False
 
 
-def _view_trajectories(file: Path, renderer: Renderer, html: Path | None, tools: Path | None) -> None:
+def _view_trajectories(
+    file: Path, model: str, image_backend: str | None, html: Path | None, tools: Path | None
+) -> None:
     from mmrender.trajectory import load_trajectories
     from mmrender.view import Page
 
     if html is None:
         remedy = "Name a file for a page: --html tokens.html"
         raise InputError("trajectories are shown as a page", where=str(file), remedy=remedy)
+    renderer = _load(model, image_backend or "torch")
     offered = None if tools is None else _document(str(tools))
     with _log.status("reading"):
         trajectories = load_trajectories(file)
@@ -184,7 +195,7 @@ def diff(
     model: ModelOption,
     *,
     generation_prompt: PromptOption = None,
-    image_backend: BackendOption = "torch",
+    image_backend: TokensBackendOption = None,
     html: PageOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -194,7 +205,7 @@ def diff(
     if first == second == "-":
         remedy = "Name a file for one of the two"
         raise InputError("standard input is read once, not twice", where="-", remedy=remedy)
-    renderer = _load(model, image_backend)
+    renderer = _load_for_tokens(model, image_backend, html)
     pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
     names = (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
     equal = common_prefix(pair[0].token_ids, pair[1].token_ids)
@@ -235,7 +246,6 @@ def doctor(
 
     Exit 1 if there are problems: something that cannot be rendered exactly, or is unknown.
     """
-    from mmrender.model.files import find_model
     from mmrender.view.doctor import diagnose, findings_table, next_steps
 
     renderer = _load(model, image_backend)
@@ -484,6 +494,14 @@ def _render(
         return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **arguments})
 
 
+def _load_for_tokens(model: str, image_backend: str | None, html: Path | None) -> Renderer:
+    """Load a renderer for a page, or else for tokens alone, which needs no torch for native families."""
+    if image_backend is None and html is None:
+        with _log.status(f"loading {model}"):
+            image_backend = backend_of_tokens(find_model(model))
+    return _load(model, image_backend or "torch")
+
+
 def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
     processes = None
     if files:
@@ -502,7 +520,7 @@ def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
         )
 
 
-def main() -> None:
+def run() -> None:
     """Run the command. An error of mmrender ends it with one line and status 2."""
     try:
         app()
@@ -510,7 +528,3 @@ def main() -> None:
         line = " ".join(f"{type(error).__name__}: {error}".split())
         _log.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The command `mmrender`: its commands, which need the extra `cli`, and its help, which needs nothing."""
