@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test errors blocks check lint types layers words docs package import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fleet fuzz clean \
+.PHONY: help setup demo test errors blocks check lint types layers words docs package release-check import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fleet fuzz clean \
 	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
@@ -88,6 +88,9 @@ docs: $(MAIN_STAMP) ## build the documentation into site/, and check the pages t
 
 package: $(MAIN_STAMP) ## build, install with core dependencies only, and render there
 	$(BIN)/python tools/check_package.py
+
+release-check: $(MAIN_STAMP) ## rehearse a release: versions, changelog, sdist and wheel in dist/, installed alone; TAG=v1.2.3 for the release itself
+	$(BIN)/python tools/release_check.py $(if $(TAG),--tag "$(TAG)")
 
 import-time: $(MAIN_STAMP) ## measure `import mmrender` and name what it pulls in
 	$(BIN)/python tools/check_import.py

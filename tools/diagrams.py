@@ -298,12 +298,62 @@ def audit() -> Drawing:
     return made
 
 
+def architecture() -> Drawing:
+    """The rooms, from messages to batches. Imports go up."""
+    made = Drawing("Rooms of mmrender: from messages to tokens, rollouts and batches", 720, 500)
+
+    def room(x: float, y: float, width: float, name: str, idea: str) -> None:
+        made.box(x, y, width, [name, idea])
+
+    made.text(10, 20, "ground", kind="quiet")
+    room(90, 8, 150, "mmcodecs", "tensors as bytes")
+    room(250, 8, 220, "errors, caching, processes", "one tree, bounded, limited")
+    room(480, 8, 230, "messages, sidecar, model", "requests, places, files")
+    made.arrow((160, 60), (160, 82))
+    made.arrow((360, 60), (360, 82))
+    made.arrow((595, 60), (595, 82))
+    made.text(10, 102, "render", kind="quiet")
+    room(90, 84, 140, "content", "checked messages")
+    room(250, 84, 140, "template", "traced text")
+    room(410, 84, 140, "turns", "where answers lie")
+    room(570, 84, 140, "tokens", "ids and owners")
+    for x in (230, 390, 550):
+        made.arrow((x + 2, 109), (x + 18, 109))
+    room(250, 152, 140, "media", "pixels, identity")
+    made.arrow((160, 134), (160, 177), (248, 177))
+    made.arrow((392, 177), (640, 177), (640, 200))
+    made.arrow((660, 134), (660, 200))
+    room(90, 202, 620, "rendering, renderer", "RenderedTokens: ids, spans, sidecar")
+    room(90, 272, 300, "bridge, parsing", "the next turn appended, completions read back")
+    room(410, 272, 300, "trajectory, shipping", "trees of steps, carried to the trainer")
+    for x in (240, 560):
+        made.arrow((x, 252), (x, 270))
+    made.text(10, 362, "sample,", kind="quiet")
+    made.text(10, 380, "train", kind="quiet")
+    room(90, 342, 300, "client, engines, rollout, gateway", "completions from servers, environments, agents")
+    room(410, 342, 300, "training", "samples, packing, batches, losses")
+    for x in (240, 560):
+        made.arrow((x, 322), (x, 340))
+    made.text(10, 432, "on top", kind="quiet")
+    room(90, 412, 620, "audit, view, integrations, testing, cli", "compare, look, translate, prove")
+    for x in (240, 560):
+        made.arrow((x, 392), (x, 410))
+    made.text(
+        90,
+        486,
+        "A room imports rooms above it. Training imports nothing of client, engines, rollout and gateway.",
+        kind="quiet",
+    )
+    return made
+
+
 DIAGRAMS: dict[str, Callable[[], Drawing]] = {
     "provenance": provenance,
     "bridge": bridge,
     "tree": tree,
     "wire": wire,
     "audit": audit,
+    "architecture": architecture,
 }
 
 
