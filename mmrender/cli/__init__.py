@@ -1,1 +1,1 @@
-"""The command `mmrender`: its commands, which need the extra `cli`, and its help, which needs nothing."""
+"""The command `mmrender`: commands, which need the extra `cli`, and help, which does not."""

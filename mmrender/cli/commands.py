@@ -58,7 +58,7 @@ TokensBackendOption = Annotated[
     str | None,
     typer.Option(
         "--image-backend",
-        help='"torch" or "pil". Default: "torch" for a page; for tokens alone "pil", if both have the same.',
+        help='"torch" or "pil". Default: "torch" for a page. For tokens alone "pil", if both have the same.',
         show_default=False,
     ),
 ]
@@ -399,7 +399,7 @@ def gateway(
         bool, typer.Option(help="Wait for the disk with each turn, so that it survives a power failure.")
     ] = False,
 ) -> None:
-    """Answer agents over inference servers, and record what they sample."""
+    """Answer agents over inference servers, and record the sampled tokens."""
     from mmrender.gateway import Gateway, GatewaySettings
 
     aliases = dict(each.partition("=")[::2] for each in alias or ())
@@ -495,7 +495,7 @@ def _render(
 
 
 def _load_for_tokens(model: str, image_backend: str | None, html: Path | None) -> Renderer:
-    """Load a renderer for a page, or else for tokens alone, which needs no torch for native families."""
+    """Load a renderer for a page, or else for tokens alone: without torch for native families."""
     if image_backend is None and html is None:
         with _log.status(f"loading {model}"):
             image_backend = backend_of_tokens(find_model(model))
