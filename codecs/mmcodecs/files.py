@@ -26,10 +26,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, overload
 
 import numpy as np
 
@@ -56,6 +57,58 @@ class Block(NamedTuple):
     start: int
     stop: int
     checksum: int | None
+
+
+class Blocks(Sequence[Block]):
+    """Places of messages, each in 24 bytes. A checksum of 0 stands for None.
+
+    Args:
+        blocks: The first places.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, blocks: Iterable[Block] = ()) -> None:
+        self._numbers = array("Q")
+        self.extend(blocks)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 3
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> Blocks: ...
+    def __getitem__(self, index: int | slice) -> Block | Blocks:
+        if isinstance(index, slice):
+            first, stop, _ = index.indices(len(self))
+            part = Blocks()
+            part._numbers = self._numbers[3 * first : 3 * stop]
+            return part
+        first = 3 * range(len(self))[index]
+        start, stop, checksum = self._numbers[first : first + 3]
+        return Block(start, stop, checksum or None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks) and self._numbers == other._numbers
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def extend(self, blocks: Iterable[Block]) -> None:
+        """Add places after these."""
+        if isinstance(blocks, Blocks):
+            self._numbers.extend(blocks._numbers)
+            return
+        for start, stop, checksum in blocks:
+            self._numbers.extend((start, stop, checksum or 0))
+
+    def cut(self, count: int) -> None:
+        """Keep the first places only."""
+        del self._numbers[3 * count :]
+
+    def add_numbers(self, numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        """Add places from an array `(n, 3)` of starts, stops and checksums."""
+        self._numbers.frombytes(numbers.tobytes())
 
 
 class Source(Protocol):
@@ -146,7 +199,7 @@ class RecordReader:
         self._source = MappedFile(path) if isinstance(path, str | os.PathLike) else path
         self._path = str(self._source)
         self._size = 0
-        self._blocks: list[Block] = []
+        self._blocks = Blocks()
         self._whole = 0  # leading messages that are known not to be torn
         self.torn_bytes = 0
         self.refresh()
@@ -160,15 +213,16 @@ class RecordReader:
                 Places that differ from the file are replaced by the places of its headers.
         """
         self._size = self._source.refresh()
-        whole = self._blocks[: self._whole]
-        if self._size < _end(whole):
-            raise DecodeError("the file has become shorter", expected=str(_end(whole)), got=str(self._size))
-        blocks = [*whole, *known[self._whole :]]
+        blocks = self._blocks[: self._whole]
+        if self._size < _end(blocks):
+            raise DecodeError("the file has become shorter", expected=str(_end(blocks)), got=str(self._size))
+        blocks.extend(known[self._whole :])
         if len(blocks) > self._whole and not self._agrees(len(blocks) - 1, blocks[-1]):
             numbers = range(self._whole, len(blocks))
             differ = bisect_left(numbers, True, key=lambda number: not self._agrees(number, blocks[number]))
-            del blocks[self._whole + differ :]
-        self._blocks = _follow(self._source, self._size, blocks)
+            blocks.cut(self._whole + differ)
+        _follow(self._source, self._size, blocks)
+        self._blocks = blocks
         return self.settle() if self.tail else len(self._blocks)
 
     def settle(self) -> int:
@@ -176,7 +230,7 @@ class RecordReader:
         # Only the newest appends can be torn: their headers may be on disk before their contents.
         while (count := len(self._blocks)) > self._whole and not self.holds(count - 1):
             if len(self._blocks) == count:  # the headers were not followed again
-                del self._blocks[-1]
+                self._blocks.cut(count - 1)
         self.torn_bytes = self._size - _end(self._blocks)
         return len(self._blocks)
 
@@ -228,7 +282,9 @@ class RecordReader:
             if _block(view, block.start - BLOCK) == (number, block):
                 return view[BLOCK:]
         # The place is from elsewhere, or the file was replaced: the headers say where its messages are.
-        self._whole, self._blocks = 0, _follow(self._source, self._size, [])
+        blocks = Blocks()
+        _follow(self._source, self._size, blocks)
+        self._whole, self._blocks = 0, blocks
         is_known = number < len(self._blocks) and self._blocks[number] != block
         return self._content(number, whole=whole) if is_known else None
 
@@ -343,13 +399,12 @@ def _checksum(data: bytes | memoryview) -> int:
     return checksum
 
 
-def _end(blocks: list[Block]) -> int:
+def _end(blocks: Blocks) -> int:
     return align(blocks[-1].stop) if blocks else 0
 
 
-def _follow(source: Source, size: int, known: list[Block]) -> list[Block]:
-    """Return the messages of a file by their headers, the known ones first. The last may be torn."""
-    blocks = known.copy()
+def _follow(source: Source, size: int, blocks: Blocks) -> None:
+    """Add the places of a file's later messages, by their headers. The last message may be torn."""
     while (at := _end(blocks)) + BLOCK <= size:
         match = _block(source.read(at, at + BLOCK), at)
         if match is None:
@@ -360,15 +415,14 @@ def _follow(source: Source, size: int, known: list[Block]) -> list[Block]:
             break
         number, block = match
         if number > len(blocks):
-            blocks += [Block(at, block.start - BLOCK, None)] * (number - len(blocks))
-        blocks.append(block)
+            blocks.extend([Block(at, block.start - BLOCK, None)] * (number - len(blocks)))
+        blocks.extend([block])
     if not blocks and size >= BLOCK:
         magic, version, *_ = _HEADER.unpack(source.read(0, _HEADER.size))
         if magic != MAGIC:
             raise DecodeError("not a record file", where="byte 0", expected=repr(MAGIC))
         if version != VERSION:  # this release cannot check its header
             raise DecodeError("unknown version", where="byte 0", expected=str(VERSION), got=str(version))
-    return blocks
 
 
 def _block(view: memoryview, at: int) -> tuple[int, Block] | None:

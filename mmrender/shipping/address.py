@@ -6,6 +6,8 @@ import ipaddress
 import os
 import socket
 import stat
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,28 +103,34 @@ Receivers: TypeAlias = str | Sequence[str] | os.PathLike[str] | Callable[[], Seq
 
 
 class ReceiverList:
-    """Where the receivers are.
+    """Where the receivers are, and which of them a sender takes.
 
     Args:
         receivers: See `Receivers`. A file may have empty lines, and comments after `#`. A function is called
             in a thread.
         ssl: As for `Sender`.
+        failover: As in `Timing`.
 
     Attributes:
         is_fixed: Whether it is a single URL.
+        untried: Addresses that are still to be tried at once.
 
     Raises:
         ShippingError: A URL is malformed, or a TLS context does not fit it.
         ShippingSecurityError: The TLS context does not ask for the receivers' certificates.
     """
 
-    def __init__(self, receivers: Receivers, ssl: SSLContext | None) -> None:
+    def __init__(self, receivers: Receivers, ssl: SSLContext | None, failover: float = 0.0) -> None:
         self._is_source = callable(receivers) or isinstance(receivers, os.PathLike)
         is_sequence = isinstance(receivers, Sequence) and not isinstance(receivers, str | bytes)
         self.is_fixed = not self._is_source and not is_sequence
         # A file, a function, or a sequence that may change.
         self._receivers: Any = [receivers] if self.is_fixed else receivers
         self._ssl = ssl
+        self._failover = failover
+        self.untried: deque[Address] = deque()
+        self._listed: list[Address] = []  # at the last look
+        self._unreachable_since: float | None = None
         if not self._is_source:
             self._parse(self._receivers)
 
@@ -146,6 +154,28 @@ class ReceiverList:
         if not addresses:
             raise ShippingConnectionError("the list of receivers is empty", where=str(self))
         return addresses
+
+    async def choose(self, sender: bytes) -> Address:
+        """Return the address to try next: the sender's own, and others once it was unreachable for long."""
+        if not self.untried:
+            self._listed = await self.read()
+            ordered, now = order_for(sender, self._listed), time.monotonic()
+            self._unreachable_since = self._unreachable_since or now
+            is_late = now - self._unreachable_since >= self._failover
+            self.untried = deque(ordered if is_late else ordered[:1])
+        return self.untried.popleft()
+
+    def settle(self) -> None:
+        """Take note that a receiver was reached."""
+        self._unreachable_since = None
+        self.untried.clear()
+
+    async def prefers_another(self, sender: bytes, address: Address) -> bool:
+        """Look at the list: has the address left it, or a receiver joined that the sender prefers?"""
+        listed = await self.read()
+        joined = [each for each in listed if each not in self._listed]
+        self._listed = listed
+        return address not in listed or order_for(sender, [address, *joined])[0] != address
 
     def _urls(self) -> Any:
         if callable(self._receivers):

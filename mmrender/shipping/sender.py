@@ -21,7 +21,7 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
 )
-from mmrender.shipping.address import Address, ReceiverList, Receivers, dial, order_for
+from mmrender.shipping.address import Address, ReceiverList, Receivers, dial
 from mmrender.shipping.connection import Connection
 from mmrender.shipping.protocol import (
     DEFAULT_TIMING,
@@ -152,7 +152,7 @@ class Sender(End):
         limits: Limits = DEFAULT_LIMITS,
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
-        self.receivers = ReceiverList(receivers, ssl)
+        self.receivers = ReceiverList(receivers, ssl, timing.failover)
         check_options(
             max_unacked_messages=(max_unacked_messages, 1, MAX_UNACKED),
             max_unacked_bytes=(max_unacked_bytes, 1, None),
@@ -170,10 +170,6 @@ class Sender(End):
         self._unacked_bytes = 0
         self._waiting: deque[Delivery] = deque()
         self._wanted: asyncio.Future[Want] | None = None
-        # The list at the last look, and its addresses that are still to be tried.
-        self._listed: list[Address] = []
-        self._untried: deque[Address] = deque()
-        self._unreachable_since: float | None = None
         self._connection: Connection | None = None
         self._is_leaving = False
         self._task: asyncio.Task[None] | None = None
@@ -387,7 +383,7 @@ class Sender(End):
                 self._connection = None
                 self.connected = False
                 self._changed.notify()
-            if self._untried:
+            if self.receivers.untried:
                 continue
             if time.monotonic() - started > 2 * wait + 1.0:
                 wait = self._timing.first_retry
@@ -397,14 +393,7 @@ class Sender(End):
 
     async def _use_connection(self) -> None:
         """Connect once, and use the connection until it ends."""
-        if not self._untried:
-            self._listed = await self.receivers.read()
-            self._untried = deque(order_for(self._id, self._listed))
-            now = time.monotonic()
-            self._unreachable_since = self._unreachable_since or now
-            if now - self._unreachable_since < self._timing.failover:
-                self._untried = deque([self._untried[0]])
-        address = self._untried.popleft()
+        address = await self.receivers.choose(self._id)
         async with asyncio.timeout(self._timing.handshake):
             connection = self._connection = await dial(
                 address, self._ssl, lambda: Connection(str(address), self._timing)
@@ -413,8 +402,7 @@ class Sender(End):
             welcome = await connection.receive(Welcome)
         self._stats.connections += 1
         self.connected = True
-        self._unreachable_since = None
-        self._untried.clear()
+        self.receivers.settle()
         self._is_leaving = False
         self._waiting = deque(self._unacked.values())
         self._changed.notify()
@@ -433,17 +421,13 @@ class Sender(End):
         Raises:
             _LeftError: It has left.
         """
-        is_preferred = True
-        while is_preferred:
+        is_elsewhere = False
+        while not is_elsewhere:
             await asyncio.sleep(self._timing.look)
             try:
-                listed = await self.receivers.read()
+                is_elsewhere = await self.receivers.prefers_another(self._id, address)
             except ShippingConnectionError as error:  # such as a file that is being replaced
                 self._last_error = error
-                continue
-            joined = [each for each in listed if each not in self._listed]
-            is_preferred = address in listed and order_for(self._id, [address, *joined])[0] == address
-            self._listed = listed
         self._is_leaving = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timing.leave):

@@ -17,9 +17,9 @@ readers say which records are read. The new readers share the remaining records 
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,8 @@ from mmrender.trajectory.index import RecordIds
 FORMAT: Final = "mmrender.reading"
 VERSION: Final = 2
 
-
 Numbers: TypeAlias = npt.NDArray[np.int64]
+_NO_NUMBERS: Final[Numbers] = np.zeros(0, np.int64)
 _NO_IDS: Final = RecordIds.of([])
 
 
@@ -41,6 +41,41 @@ class Element(NamedTuple):
     file: str
     record: int
     copy: int
+
+
+class Elements(Sequence[Element]):
+    """Elements in order, each in 24 bytes.
+
+    Args:
+        files: Names of files.
+        columns: int64 `[elements, 3]`: row in `files`, record and copy.
+    """
+
+    def __init__(self, files: Sequence[str], columns: Numbers) -> None:
+        self._files = files
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @overload
+    def __getitem__(self, index: int) -> Element: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Elements": ...
+    def __getitem__(self, index: int | slice) -> "Element | Elements":
+        if isinstance(index, slice):
+            return Elements(self._files, self._columns[index])
+        row, record, copy = self._columns[index].tolist()
+        return Element(self._files[row], record, copy)
+
+    def by_copy(self) -> Iterator[tuple[str, int, Numbers]]:
+        """Yield each file and copy with its records, in rising order."""
+        rows, records, copies = self._columns.T
+        ordered = self._columns[np.lexsort((records, copies, rows))]
+        ends = np.flatnonzero(np.diff(ordered[:, [0, 2]], axis=0).any(axis=1)) + 1
+        for part in np.split(ordered, ends):
+            for row, _, copy in part[:1].tolist():
+                yield self._files[row], copy, part[:, 1]
 
 
 @dataclass
@@ -104,27 +139,28 @@ class Pass:
     ) -> None:
         self._ids = ids
         self._finished: list[list[dict[str, int]]] = []  # of each arrangement, by reader
-        self._read: set[Element] = set()
-        self._begun: dict[str, list[int]] = {}  # records of each file of which items were read
+        self._read: dict[tuple[str, int], Numbers] = {}  # records by file and copy
+        self._begun: dict[str, Numbers] = {}  # records of each file of which items were read
         self._senders_of: dict[str, tuple[RecordIds, dict[int, str]]] = {}
         self.items: dict[Element, int] = {}
         for arrangement in earlier:
             places = [Place.of(state) for state in arrangement]
             shares = [self.elements(place) for place in places]
             for place, elements in zip(places, shares, strict=True):
-                self._read.update(elements[: place.position])
-                for element in elements[: place.position + (place.item > 0)]:
-                    self._begun.setdefault(element.file, []).append(element.record)
+                for file, copy, records in elements[: place.position].by_copy():
+                    self._read[file, copy] = np.union1d(self._read.get((file, copy), _NO_NUMBERS), records)
+                for file, _, records in elements[: place.position + (place.item > 0)].by_copy():
+                    self._begun[file] = np.union1d(self._begun.get(file, _NO_NUMBERS), records)
                 if place.item:
                     self.items[elements[place.position]] = place.item
             self._finished.append([place.done for place in places])
 
-    def elements(self, place: Place) -> list[Element]:
+    def elements(self, place: Place) -> Elements:
         """Return the elements of a reader's current round, in order."""
-        elements: list[Element] = []
-        copies = self._copies(place)
-        keys: list[npt.NDArray[np.uint64]] = []
-        for file in sorted(place.counts, key=_argument_and_path):
+        copies, files = self._copies(place), sorted(place.counts, key=_argument_and_path)
+        columns = [np.zeros((0, 3), np.int64)]
+        keys = [np.zeros(0, np.uint64)]
+        for row, file in enumerate(files):
             numbers = self._numbers(place, file)
             if file in copies:
                 numbers = numbers[~copies[file][numbers]]
@@ -135,11 +171,14 @@ class Pass:
             times = np.floor(weight) + (chance < weight % 1)
             for copy in range(int(np.ceil(weight))):
                 chosen = numbers[times > copy]
+                if (file, copy) in self._read:
+                    chosen = chosen[~np.isin(chosen, self._read[file, copy])]
                 keys.append(_random(chosen, place, file, f"copy {copy}"))
-                elements += [Element(file, record, copy) for record in chosen.tolist()]
-        if place.seed is not None and elements:
-            elements = [elements[index] for index in np.argsort(np.concatenate(keys), kind="stable").tolist()]
-        return [each for each in elements if each not in self._read] if self._read else elements
+                columns.append(np.stack([np.full_like(chosen, row), chosen, np.full_like(chosen, copy)], 1))
+        whole = np.concatenate(columns)
+        if place.seed is not None:
+            whole = whole[np.argsort(np.concatenate(keys), kind="stable")]
+        return Elements(files, whole)
 
     def reader_of(self, file: str, record: int, readers: int) -> int:
         """Return the reader of a record among `readers`."""
@@ -199,7 +238,8 @@ class Pass:
             records = np.flatnonzero((senders >= 0) & (ids.numbers[:count] > 0))
             # A message that was begun is read on, and one of a finished round is not read again.
             ranks = np.where(self._is_finished(place, file, self._turns(file, count)), 1, 2)
-            ranks[[record for record in self._begun.get(file, ()) if record < count]] = 0
+            begun = self._begun.get(file, _NO_NUMBERS)
+            ranks[begun[begun < count]] = 0
             orders = np.full(len(records), order, np.int64)
             columns.append([senders[records], ids.numbers[records], ranks[records], orders, records])
         sender, number, rank, place_of_file, record = map(np.concatenate, zip(*columns, strict=True))

@@ -58,7 +58,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
         except mmcodecs.CodecError as error:
             raise _unusable(self._path, error) from error
         reader = TrajectoryReader(path, tail=False, indexed=False)
-        self._index = IndexWriter(path, [reader.block(number) for number in range(len(reader))])
+        self._index = IndexWriter(path, reader._blocks)
         if self._index.count < len(reader):
             ids = reader.ids().texts()
             for number in range(self._index.count, len(reader)):

@@ -17,6 +17,7 @@ each description with the checksum of its record, and read the heads of records 
 """
 
 import os
+import sys
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mmcodecs
-from mmcodecs.files import Block
+from mmcodecs.files import Block, Blocks
 from mmrender.errors import MMRenderError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import tensor_specs
@@ -204,7 +205,7 @@ class IndexReader:
 
     def _forget(self) -> None:
         self._reader: mmcodecs.RecordReader | None = None
-        self.blocks: list[Block] = []
+        self.blocks = Blocks()
         self._firsts: list[int] = []
         self._tables: list[memoryview] = []
         self._ids: list[RecordIds] = []
@@ -230,17 +231,17 @@ class IndexReader:
                 message = self._reader.read(number)
                 if (message["version"], message["first"]) != (_VERSION, len(self.blocks)):
                     return
-                places = message["blocks"].astype(np.uint64, casting="equiv").reshape(-1, 3).tolist()
+                places = message["blocks"].astype(np.uint64, casting="equiv").reshape(-1, 3)
                 table = message["samples"].data
                 rows, numbers = message["ids"].astype(np.int64, casting="equiv").reshape(len(places), 2).T
-                ids = RecordIds([*map(str, message["names"])], rows, numbers)
+                ids = RecordIds([sys.intern(str(name)) for name in message["names"]], rows, numbers)
                 is_named = (rows >= 0) & (rows < len(ids.names)) & (numbers >= 0)
                 if not (is_named | ((rows == -1) & (numbers == 0))).all():
                     return
                 self._ids.append(ids)
                 self._firsts.append(len(self.blocks))
                 self._tables.append(table)
-                self.blocks += [Block(start, stop, checksum or None) for start, stop, checksum in places]
+                self.blocks.add_numbers(places)
 
     def ids(self, start: int, stop: int) -> RecordIds:
         """Return the ids of some records of the index."""
@@ -275,7 +276,7 @@ class IndexWriter:
         blocks: The places of its records. An index with other places is written anew.
     """
 
-    def __init__(self, path: str | os.PathLike[str], blocks: Sequence[Block]) -> None:
+    def __init__(self, path: str | os.PathLike[str], blocks: Blocks) -> None:
         self._path = Path(os.fspath(path) + SUFFIX)
         self._writer: mmcodecs.RecordWriter | None = None
         self._blocks: list[Block] = []
@@ -289,7 +290,7 @@ class IndexWriter:
         except (OSError, mmcodecs.CodecError) as error:
             self._give_up(error)
 
-    def _open(self, blocks: Sequence[Block]) -> bool:
+    def _open(self, blocks: Blocks) -> bool:
         """Open the index if it is sound and agrees with the file, or is not there. Otherwise return False."""
         index = IndexReader(self._path.with_name(self._path.name.removesuffix(SUFFIX)))
         if index.blocks != blocks[: len(index.blocks)]:

@@ -208,17 +208,16 @@ class Step:
         Each row comes from the first engine call with this position, for a sampled token the call that
         sampled it. Positions before the last gapless run are left out.
         """
-        parts = self._experts_of_parts()
+        parts = [(own, part.stop) for part in self.parts() if (own := part.step.own_experts) is not None]
         return assembled_experts(parts) if parts else None
 
     def experts_run(self, stop: int) -> tuple[int, int] | None:
         """Return the last gapless run of positions before `stop` whose router choices are known."""
-        return last_run((own.start, min(own.stop, end, stop)) for own, end in self._experts_of_parts())
-
-    def _experts_of_parts(self) -> list[tuple[RoutedExperts, int]]:
-        """Return, from the root on, the router choices of each part and its end."""
-        parts = ((part.step.own_experts, part.stop) for part in self.parts())
-        return [(experts, stop) for experts, stop in parts if experts is not None]
+        return last_run(
+            (own.start, min(own.stop, part.stop, stop))
+            for part in self.parts()
+            if (own := part.step.own_experts) is not None
+        )
 
     def parts(self) -> list[Part]:
         """Return the part of each step on the way from the root, this step last.

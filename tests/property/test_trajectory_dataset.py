@@ -1,8 +1,10 @@
 """A dataset of shipped trajectories: wherever it is cut off and resumed, every sample comes once, in order."""
 
 import asyncio
+import gc
 import json
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -542,6 +544,25 @@ def test_torchdata_goes_on_with_other_ranks_and_workers(tmp_path: Path) -> None:
         names(load_trajectories(tmp_path / "a") + load_trajectories(tmp_path / "b"))
     )
     assert min(len(first), len(second), len(third)) >= 6
+
+
+def test_a_rank_keeps_little_of_each_record(tmp_path: Path) -> None:
+    """Places, ids and the order of a million records fit into 200 MB."""
+    path, kept = tmp_path / "run", []
+    with TrajectoryWriter(path) as writer:
+        for count in (1024, 4096):
+            for number in range(len(writer), count):
+                writer.append(rollout(str(number)), id=f"{number % 16:032x}:{number + 1}")
+            gc.collect()
+            tracemalloc.start()
+            dataset = TrajectoryDataset(path, shuffle=1)
+            samples = iter(dataset)
+            next(samples)
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+            del dataset, samples
+    assert 48 * 3072 < kept[1] - kept[0] < 200 * 3072
 
 
 def ids_of(samples: Any) -> list[str]:
