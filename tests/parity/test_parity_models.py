@@ -30,7 +30,7 @@ from mmrender.testing.reports import ParityReport
 from mmrender.testing.shrinking import shrink
 from small_models import build_engine
 
-CASES = dict.fromkeys(REAL, 8) | {"internvl3": 4, "idefics3": 3}
+CASES = dict.fromkeys(REAL, 6) | {"internvl3": 2, "idefics3": 2}
 """Conversations by model; the last two are tiled, and each of their images takes a second."""
 BACKENDS = [
     "pil",
