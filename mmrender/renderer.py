@@ -23,7 +23,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
 from mmrender.messages import ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
-from mmrender.model.files import find_model
+from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
@@ -191,7 +191,7 @@ class Renderer:
         Args:
             name_or_path: A directory in hub layout, or a hub id.
             revision: Branch, tag or commit on the hub.
-            trust_remote_code: Run image processor code that the model brings along.
+            trust_remote_code: Run tokenizer and processor code that the model brings along.
             chat_template: Jinja text to use instead of the model's template, or the name of one of its
                 templates.
             image_backend: Implementation of resizing to match bit for bit: `"torch"`, as in inference
@@ -222,14 +222,14 @@ class Renderer:
             ModelNotFoundError: The directory or repository does not exist.
             TemplateError: The chat template is missing, or does not compile.
             RenderError: An option is not one of its values.
-            TokenizerError: `tokenizer.json` is missing or unusable.
+            TokenizerError: The tokenizer is missing or unusable, or cannot be converted exactly.
             ProcessorError: The image settings cannot be used. For families that are not native, they are read
                 with the first image, or by `renderer.media.require_processor()`.
         """
         options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
         _check_options(name_or_path=name_or_path, **options)
         name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
-        model = find_model(name_or_path, revision=revision)
+        model = open_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         tokenizer = Tokenizer.load(model)
         templates = TemplateSet.load(
             model,

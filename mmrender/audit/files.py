@@ -16,7 +16,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.messages import ImagePart
-from mmrender.model.files import find_model
+from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import resolve_references
 from mmrender.trajectory import load_trajectories
@@ -103,7 +103,7 @@ def audit_files(
         except OSError as error:
             raise InputError("cannot read the file", where=str(path), got=error.strerror) from error
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
-    directory = find_model(model)
+    directory = open_model(model)
     references = {item.identity: item for item in items_of(samples) if isinstance(item, ReferenceItem)}
     load = partial(load_processor, directory, image_backend=image_backend)
     if references:

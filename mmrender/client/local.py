@@ -33,7 +33,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.model.files import find_model
+from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.model.weights import load_model, replace_weights
 
@@ -267,7 +267,7 @@ class LocalBackend:
         choices = None
         if "structured_outputs" in params:
             if self._tokenizer is None and self._directory is not None:
-                self._tokenizer = Tokenizer.load(find_model(self._directory))
+                self._tokenizer = Tokenizer.load(open_model(self._directory))
             if self._tokenizer is None:
                 raise SamplingParameterError(
                     "texts cannot be followed without a tokenizer",

@@ -45,7 +45,9 @@ class RenderRow:
         self.options = options
         files = find_model(self.model, revision=self.load.get("revision"))
         digest = blake3(__version__.encode())
-        for path in sorted(files.path.glob("*.json")) + sorted(files.path.rglob("*.jinja")):
+        kinds = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.py")
+        found = [path for kind in kinds for path in sorted(files.path.glob(kind))]
+        for path in found + sorted(files.path.rglob("*.jinja")):
             if not path.name.endswith(".index.json"):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         self.digest = digest.hexdigest()

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mmrender.caching import cached_property
 from mmrender.errors import ModelError, ModelNotFoundError
 
-_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "tekken.json", "additional_chat_templates/*"]
+_PATTERNS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py", "additional_chat_templates/*"]
 _IGNORED = ["*.safetensors*", "*.bin*", "*.gguf", "onnx/*", "*.index.json"]
 SPECIAL_TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Special tokens of all tokenizers, which templates read."""
@@ -25,11 +27,33 @@ _SAMPLING = {
 """vLLM's name of each parameter in `generation_config.json`."""
 
 
+class Conversion(msgspec.Struct, frozen=True):
+    """A vocabulary of another format as the files of a fast tokenizer, and the proof that both are equal.
+
+    Attributes:
+        files: Texts of files by name. They come before files of the directory.
+        library: The library that the vocabulary belongs to.
+        proof: The converted files and their comparison, in words.
+        template: A chat template, for a directory without one, or None.
+        no_template: The reason why there is no template for a directory that has one in another form.
+    """
+
+    files: dict[str, str]
+    library: str
+    proof: str
+    template: str | None = None
+    no_template: str = ""
+
+
 @dataclass(frozen=True)
 class ModelDir:
-    """A directory in hub layout. Each JSON file is read once."""
+    """A directory in hub layout. Each JSON file is read once.
+
+    `conversion` adds the files of a tokenizer that the directory has in another format.
+    """
 
     path: Path
+    conversion: Conversion | None = field(default=None, repr=False, compare=False)
     _read: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def read_text(self, name: str) -> str | None:
@@ -38,6 +62,8 @@ class ModelDir:
         Raises:
             ModelError: The file is not UTF-8.
         """
+        if self.conversion is not None and name in self.conversion.files:
+            return self.conversion.files[name]
         file = self.path / name
         if not file.is_file():
             return None

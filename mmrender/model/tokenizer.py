@@ -16,6 +16,7 @@ from itertools import groupby
 from sys import getsizeof
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as Engine
@@ -24,7 +25,8 @@ from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import TokenizerError
 from mmrender.model.engines import Before, declare_added, finder_of, literal_engines, without_added
 from mmrender.model.fast import EngineChoice
-from mmrender.model.files import ModelDir
+from mmrender.model.files import Conversion, ModelDir
+from mmrender.model.vocabulary import EXPECTED
 from mmrender.sidecar import common_prefix
 
 _WORD_START = "\u2581"
@@ -72,13 +74,18 @@ class Tokenizer:
     Args:
         engine: The model's tokenizer with all of its added tokens.
         memo_bytes: Bound of the memo of runs.
+        conversion: Says how the engine was made from a vocabulary in another format, or None.
 
     Attributes:
         choice: Chooses the engine that encodes runs.
+        conversion: The same, without the texts of files.
     """
 
-    def __init__(self, engine: Engine, *, memo_bytes: int = 48 << 20) -> None:
+    def __init__(
+        self, engine: Engine, *, memo_bytes: int = 48 << 20, conversion: Conversion | None = None
+    ) -> None:
         self._engine = engine
+        self.conversion = conversion and msgspec.structs.replace(conversion, files={})
         engine.no_padding()
         engine.no_truncation()
         added = dict(engine.get_added_tokens_decoder())
@@ -108,25 +115,29 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy elsewhere fills its own memo.
-        return partial(type(self), memo_bytes=self._memo.max_size), (self._engine,)
+        options: dict[str, Any] = {"memo_bytes": self._memo.max_size, "conversion": self.conversion}
+        return partial(type(self), **options), (self._engine,)
 
     @classmethod
     def load(cls, model: ModelDir) -> "Tokenizer":
         """Load `tokenizer.json` and the added tokens that `tokenizer_config.json` declares.
 
+        `open_model` adds a `tokenizer.json` to directories with a vocabulary in another format.
+
         Raises:
             TokenizerError: `tokenizer.json` does not exist or cannot be read.
         """
         file = model.path / "tokenizer.json"
-        if not file.is_file():
+        converted = model.conversion and model.conversion.files.get(file.name)
+        if not converted and not file.is_file():
             raise TokenizerError(
-                "the model has no fast tokenizer",
+                "the model has no tokenizer",
                 where=str(model.path),
-                expected="tokenizer.json",
+                expected=EXPECTED,
                 remedy="Save one with: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
             )
         try:
-            engine = Engine.from_file(str(file))
+            engine = Engine.from_str(converted) if converted else Engine.from_file(str(file))
         except Exception as error:
             raise TokenizerError("cannot read tokenizer.json", where=str(file), got=str(error)) from error
         if model.tokenizer_config.get("split_special_tokens"):
@@ -138,7 +149,7 @@ class Tokenizer:
                 remedy="Remove the setting",
             )
         declare_added(engine, model)
-        return cls(engine)
+        return cls(engine, conversion=model.conversion)
 
     def token_id(self, token: str) -> int | None:
         """Id of a whole token, or None."""

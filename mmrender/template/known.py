@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from mmrender.caching import MAX_FILES, FileCache, LRUCache, cache_folder, cached_property, digest_of_code
 from mmrender.content.values import NoKeyError, plain_key
+from mmrender.errors import TemplateMissingError
 from mmrender.messages import RenderRequest
 from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
@@ -207,6 +208,14 @@ class TemplateSet:
         `profile_cache` keeps findings on disk. Other options and errors are as for the class.
         """
         sources = load_templates(model)
+        refused = "" if model.conversion is None else model.conversion.no_template
+        if not sources and chat_template is None and refused:
+            raise TemplateMissingError(
+                "the model lacks a chat template, and none equals the requests of mistral-common",
+                where=str(model.path),
+                got=refused,
+                remedy="Pass chat_template=<Jinja text>",
+            )
         is_source = chat_template is not None and ("{{" in chat_template or "{%" in chat_template)
         if chat_template is not None and is_source and chat_template not in sources:
             sources, chat_template = {"default": chat_template}, None

@@ -9,7 +9,7 @@ The first of these sources that exists counts, as in Transformers 5 (`ProcessorM
 - then the key in `tokenizer_config.json`: one text, or a list of named texts.
 
 Without these, the fallbacks are places that Transformers ignores: the rest of the first list, and the key in
-`preprocessor_config.json`.
+`preprocessor_config.json`; then the template that mistral-common generates for a `tekken.json`.
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,8 @@ def load_templates(model: ModelDir) -> dict[str, str]:
             templates = _named(value, where=place) if value else {}
         if templates:
             return templates
+    if model.conversion is not None and model.conversion.template:
+        return {"default": model.conversion.template}
     return {}
 
 

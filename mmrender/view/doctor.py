@@ -87,7 +87,13 @@ def _tokenizer(renderer: Renderer, directory: Path | None) -> dict[str, Any]:
             tokenizer.token(token_id) or "?": token_id for token_id in renderer.get_stop_token_ids()
         },
     }
-    if directory is not None:
+    conversion = tokenizer.conversion
+    if conversion is not None:
+        found["converted from"] = conversion.proof
+    # Transformers alone cannot read the vocabularies of these libraries.
+    if directory is not None and (
+        conversion is None or conversion.library not in ("tiktoken", "mistral-common")
+    ):
         found["equals the Transformers tokenizer"] = _equals_transformers(renderer, directory)
     return found
 
