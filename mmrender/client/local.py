@@ -4,7 +4,7 @@ It takes the tokens and pixels that a server would get. A request joins the runn
 whatever its length, and a prompt of several concurrent requests is prefilled once; see
 `mmrender.client.decoding`. Each request has its own random generator: equal seeds produce equal tokens in any
 company, with logprobs that differ by rounding alone. Logprobs are of the raw logits, before temperature,
-penalties and biases, over the allowed tokens.
+penalties and biases, over the allowed tokens, unless `processed_logprobs` is set.
 """
 
 import asyncio
@@ -56,6 +56,8 @@ class LocalBackend:
         tokenizer: Encodes the texts of `structured_outputs`, by default the directory's.
         weight_version: Name of the model's weights.
         max_batch_size: Maximum number of requests that run at once.
+        processed_logprobs: Report log-probabilities after temperature, penalties and the cuts of `top_k` and
+            the like, as vLLM's `processed_logprobs` are, instead of the raw logits'.
 
     Raises:
         InputError: A maximum is too small.
@@ -73,6 +75,7 @@ class LocalBackend:
         tokenizer: Tokenizer | None = None,
         weight_version: str = "0",
         max_batch_size: int = 256,
+        processed_logprobs: bool = False,
     ) -> None:
         for name, bound in (("max_model_len", max_model_len), ("max_batch_size", max_batch_size)):
             if bound is not None and bound < 1:
@@ -88,6 +91,7 @@ class LocalBackend:
             "tokenizer": tokenizer,
             "weight_version": weight_version,
             "max_batch_size": max_batch_size,
+            "processed_logprobs": processed_logprobs,
         }
         self._transport = NullTransport()
         self._is_of_parent = self._closed = False
@@ -276,7 +280,14 @@ class LocalBackend:
                 )
             choices = [self._tokenizer.encode(text) for text in params["structured_outputs"]["choice"]]
         stops, forbidden = frozenset(stop_ids - {None}), request.forbidden_token_ids
-        sampler = TokenSampler(params, request.prompt_ids, stops, choices, forbidden)
+        sampler = TokenSampler(
+            params,
+            request.prompt_ids,
+            stops,
+            choices,
+            forbidden,
+            processed_logprobs=self._options["processed_logprobs"],
+        )
         completion.begin(sampler, min(params["max_tokens"], limit - length))
 
     def _work(self) -> None:

@@ -72,6 +72,7 @@ class TokenSampler:
         stop_ids: Tokens that end the completion. `min_tokens` forbids them at first.
         choices: The completion is one of these token sequences, followed by a stop token.
         forbidden: Tokens that are never sampled.
+        processed_logprobs: Report log-probabilities of the distribution that is sampled from.
 
     Attributes:
         tokens: Sampled tokens.
@@ -86,6 +87,8 @@ class TokenSampler:
         stop_ids: frozenset[int],
         choices: Sequence[Sequence[int]] | None = None,
         forbidden: Sequence[int] = (),
+        *,
+        processed_logprobs: bool = False,
     ) -> None:
         import torch
 
@@ -94,6 +97,7 @@ class TokenSampler:
         self.top: list[tuple[tuple[int, float], ...]] = []
         self._stop_ids = stop_ids
         self._choices = choices
+        self._processed = processed_logprobs
         self._forbidden = tuple(sorted(forbidden))
         allowed = params.get("allowed_token_ids")
         self._allowed = None if allowed is None else tuple(sorted({*allowed} - {*forbidden}))
@@ -162,6 +166,8 @@ class TokenSampler:
             ids = torch.cat([self._prompt_ids, torch.tensor(self.tokens, dtype=torch.int64)])[None]
             for step in self._steps:
                 logits = step(ids, logits)
+            if self._processed:
+                logprobs = logits[0].log_softmax(-1)
         if not self._is_greedy:
             # The largest p / Exp(1) is distributed as p, with one draw for each token of the vocabulary.
             logits = logits.softmax(-1) / torch.empty_like(logits).exponential_(generator=self._generator)

@@ -3,19 +3,28 @@
 ```python
 from find_cell import FindCell                     # of mmrender's examples: an environment with pictures
 from mmrender import Renderer
-from mmrender.integrations.skyrl import Generator
+from mmrender.integrations.skyrl import Generator, engine_client
 from mmrender.rollout import VLMGenerator
-from mmrender.rollout.client import RendererClient
 
-client = RendererClient(Renderer.from_pretrained("MODEL"), "http://localhost:8000", model="MODEL")
-generator = Generator(VLMGenerator(client, {"find_cell": FindCell}))   # of SkyRL's trainer
+renderer = Renderer.from_pretrained("MODEL")
+
+def get_generator(self, cfg, tokenizer, inference_engine_client):   # of SkyRL's experiment class
+    client = engine_client(inference_engine_client, renderer)
+    return Generator(VLMGenerator(client, {"find_cell": FindCell}))
 ```
 """
 
 from dataclasses import replace
+from typing import Any
 
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 
+from mmrender.client.types import RendererBackend
+from mmrender.client.vllm import VLLMBackend
+from mmrender.errors import InputError
+from mmrender.integrations.synced import SyncedBackend
+from mmrender.protocols import RendererProtocol
+from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import GeneratorInput as Batch
 from mmrender.rollout.generator import TrajectoryID, VLMGenerator
 
@@ -24,6 +33,37 @@ _SAME = (
     *("rollout_logprobs", "pixel_values", "image_grid_thw"),
 )
 """Fields that are SkyRL's already."""
+
+
+def engine_client(
+    inference_engine_client: Any, renderer: RendererProtocol, *, model: str | None = None, **options: Any
+) -> RendererClient:
+    """Return a client of the engines that SkyRL keeps in sync, by the address of SkyRL's own router.
+
+    Turns carry the number of SkyRL's weight syncs as the name of their weights, unless the weights changed
+    during the turn.
+
+    Args:
+        inference_engine_client: SkyRL's `InferenceEngineInterface`.
+        renderer: Renders the model's prompts.
+        model: Name of a LoRA adapter that SkyRL syncs, by default the base model.
+        options: Of `RendererClient`.
+
+    Raises:
+        InputError: SkyRL syncs adapters, and none is named.
+    """
+    if model is None and getattr(inference_engine_client, "uses_lora_weight_sync", False):
+        raise InputError(
+            "SkyRL syncs an adapter, and the base model keeps its weights",
+            where="model",
+            expected="the adapter's name, such as skyrl-lora",
+            got="none",
+        )
+    backend: RendererBackend = VLLMBackend()
+    if hasattr(inference_engine_client, "weight_version"):
+        backend = SyncedBackend(backend, lambda: str(inference_engine_client.weight_version))
+    url, name = inference_engine_client.get_endpoint_url(), model or inference_engine_client.model_name
+    return RendererClient(renderer, url, model=name, backend=backend, **options)
 
 
 class Generator(GeneratorInterface):

@@ -1,33 +1,39 @@
-"""mmrender's rollouts behind `rollout_func` of TRL's GRPOTrainer.
-
-In this example the server keeps its first weights: TRL's new weights never reach it.
+"""mmrender's rollouts behind `rollout_func` of TRL's GRPOTrainer, sampled with the trainer's present weights.
 
 ```python
-from mmrender import Renderer, Trajectory, generate
+from mmrender import Renderer, Trajectory
 from mmrender.integrations.trl import Rollouts
 
 renderer = Renderer.from_pretrained("MODEL")
 
-async def play(prompt):
-    turn = await generate(client="http://localhost:8000", renderer=renderer, model="MODEL", messages=prompt)
+async def play(client, prompt):  # a client of the trainer's own engine
     trajectory = Trajectory()
-    trajectory.append_turn(turn)
+    await client.create_completion(prompt, trajectory=trajectory)
     return trajectory
 
-rollout_func = Rollouts(play)  # of GRPOTrainer
+rollout_func = Rollouts(play, renderer)  # of GRPOTrainer
 ```
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from mmrender.errors import TrajectoryError
+from mmrender.client.local import LocalBackend
+from mmrender.client.vllm import VLLMBackend
+from mmrender.errors import EngineUnsupportedError, TrajectoryError
+from mmrender.integrations.synced import SyncedBackend
+from mmrender.integrations.vllm import LLMBackend
+from mmrender.protocols import RendererProtocol
+from mmrender.rollout.client import RendererClient
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -38,22 +44,29 @@ class Rollouts:
     a trajectory may have turns, with masked tokens of the environment, but no branches and no images after
     its prompt.
 
+    TRL syncs its weights to its own engine alone. So `play` is passed a client of that engine, and a
+    trajectory with turns of other weights is refused.
+
     Attributes:
-        play: Makes the trajectory of one prompt, whose messages contain the row's images.
+        play: Makes the trajectory of one prompt, whose messages contain the row's images. Its first argument
+            is the client, see `trainer_client`.
+        renderer: Renders the model's prompts.
         concurrency: Maximum number of trajectories in flight.
     """
 
-    play: Callable[[Any], Awaitable[Trajectory]]
+    play: Callable[[RendererClient, Any], Awaitable[Trajectory]]
+    renderer: RendererProtocol
     concurrency: int = 64
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return the fields that TRL trains on, one entry for each prompt.
 
         Raises:
-            TrajectoryError: A trajectory has branches, nothing to train on, no log probabilities, or images
-                that its first prompt lacks.
+            TrajectoryError: A trajectory has branches, nothing to train on, no log probabilities, turns of
+                other weights than the trainer's, or images that its first prompt lacks.
+            EngineUnsupportedError: The trainer's engine cannot be sampled from. See `trainer_client`.
         """
-        trajectories = _run(self._played(prompts))
+        trajectories = self.trajectories(prompts, trainer)
         fields: dict[str, list[Any]] = {
             "prompt_ids": [],
             "completion_ids": [],
@@ -68,24 +81,163 @@ class Rollouts:
             fields["env_mask"].append(sample.loss_mask[start:].astype(int).tolist())
         return fields
 
-    async def _played(self, prompts: Sequence[Any]) -> list[Trajectory]:
+    def trajectories(self, prompts: Sequence[Any], trainer: Any) -> list[Trajectory]:
+        """Play a trajectory for each prompt, with the trainer's present weights.
+
+        Raises:
+            TrajectoryError: A turn was sampled with other weights.
+            EngineUnsupportedError: The trainer's engine cannot be sampled from. See `trainer_client`.
+        """
+        with trainer_client(trainer, self.renderer) as client:
+            trajectories = _run(self._played(client, prompts))
+        for index, trajectory in enumerate(trajectories):
+            _require_weights(trajectory, _version(trainer), f"prompts[{index}]")
+        return trajectories
+
+    async def _played(self, client: RendererClient, prompts: Sequence[Any]) -> list[Trajectory]:
         free = asyncio.Semaphore(self.concurrency)
 
         async def one(prompt: Any) -> Trajectory:
             async with free:
-                return await self.play(prompt)
+                return await self.play(client, prompt)
 
         return await asyncio.gather(*map(one, prompts))
 
 
-def _run(playing: Coroutine[Any, Any, list[Trajectory]]) -> list[Trajectory]:
+@contextmanager
+def trainer_client(trainer: Any, renderer: RendererProtocol) -> Iterator[RendererClient]:
+    """Open a client of the engine that TRL's trainer keeps in sync, with the trainer's sampling parameters.
+
+    That is TRL's vLLM, as a server or in this process, or the trainer's model itself without `use_vllm`.
+    TRL syncs the weights before it calls `rollout_func`. Turns are marked with the trainer's step.
+
+    Raises:
+        EngineUnsupportedError: The model is cut over several processes, or vLLM in this process over several
+            GPUs.
+    """
+    params = {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+        **(trainer.args.generation_kwargs or {}),
+    }
+    params = {name: value for name, value in params.items() if value is not None}
+    version = _version(trainer)
+    if not trainer.use_vllm:
+        with _model_in_use(trainer) as model:
+            # TRL compares log-probabilities at the temperature of sampling.
+            local = LocalBackend(model, weight_version=version, processed_logprobs=True)
+            try:
+                yield RendererClient(renderer, backend=local, sampling_params=params)
+            finally:
+                _run(local.aclose())
+        return
+    engine = trainer.vllm_generation
+    if engine.mode == "server":
+        # The name comes from the main process, which has synced the weights by then.
+        name = _from_main_process(engine.vllm_client.model if trainer.accelerator.is_main_process else None)
+        url = engine.server_base_url or f"http://{engine.server_host}:{engine.server_port}"
+        backend = SyncedBackend(VLLMBackend(), lambda: version)
+        yield RendererClient(renderer, url, model=name, backend=backend, sampling_params=params)
+        return
+    if engine.tensor_parallel_size > 1:
+        raise EngineUnsupportedError(
+            "a vLLM in this process that is cut over several GPUs cannot be asked for single turns",
+            where="GRPOConfig.vllm_tensor_parallel_size",
+            expected="1",
+            got=str(engine.tensor_parallel_size),
+            remedy="Use vllm_mode='server'",
+        )
+    with _awake(engine):
+        colocated = LLMBackend(engine.llm)
+        try:
+            backend = SyncedBackend(colocated, lambda: version)
+            yield RendererClient(renderer, backend=backend, sampling_params=params)
+        finally:
+            _run(colocated.aclose())
+
+
+def _version(trainer: Any) -> str:
+    """Name of the trainer's present weights: its step."""
+    return str(trainer.state.global_step)
+
+
+@contextmanager
+def _model_in_use(trainer: Any) -> Iterator[Any]:
+    """Put the trainer's model into evaluation mode, and back.
+
+    Raises:
+        EngineUnsupportedError: It is cut over several processes.
+    """
+    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        if getattr(trainer, name, False):
+            raise EngineUnsupportedError(
+                "a model that is cut over several processes cannot be sampled from in one of them",
+                where="GRPOConfig.use_vllm",
+                expected="True, with FSDP or DeepSpeed",
+                got="False",
+            )
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    was_training = model.training
+    model.eval()
+    try:
+        yield model
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def _awake(engine: Any) -> Iterator[None]:
+    """Wake a vLLM that sleeps between steps, as TRL's `generate` does."""
+    if not engine.enable_sleep_mode:
+        yield
+        return
+    if engine._llm_weights_sleeping:  # they were dropped, and are pushed again
+        engine.sync_weights()
+    engine.llm.wake_up(tags=["kv_cache"])
+    try:
+        yield
+    finally:
+        engine.llm.sleep(level=2)
+        engine._llm_weights_sleeping = True
+
+
+def _from_main_process(value: Any) -> Any:
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value], from_process=0)[0]
+
+
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run to the end, in another thread if this one runs an event loop, as notebooks do."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(playing)
+        return asyncio.run(coroutine)
     with ThreadPoolExecutor(1, "mmrender-trl") as thread:
-        return thread.submit(copy_context().run, asyncio.run, playing).result()
+        result: Result = thread.submit(copy_context().run, asyncio.run, coroutine).result()
+        return result
+
+
+def _require_weights(trajectory: Trajectory, version: str, where: str) -> None:
+    """Require that every sampled token has the trainer's present weights."""
+    for step in trajectory.steps:
+        spans = step.weight_versions
+        named = sum(span.stop - span.start for span in spans)
+        if named == len(step.completion_ids) and {span.version for span in spans} <= {version}:
+            continue
+        versions = sorted({span.version for span in spans})
+        raise TrajectoryError(
+            "a turn was not sampled with the trainer's present weights",
+            where=f"{where}, turn {step.index}",
+            expected=f"every token with the weights {version!r}, the trainer's step",
+            got=", ".join(map(repr, versions)) or "no name of weights",
+            remedy="Sample with the client that is passed to play: TRL syncs its weights to its own engine "
+            "alone. For another engine that you sync, name its weights by the trainer's step",
+        )
 
 
 def _only_sample(trajectory: Trajectory, where: str) -> tuple[TrainingSample, Any, int]:

@@ -119,6 +119,11 @@ class EncodedImage:
         """The image as a `data:` URL."""
         return f"data:{self.mime};base64,{pybase64.b64encode_as_string(self.data)}"
 
+    @property
+    def image(self) -> Image.Image:
+        """The image, for processors of others."""
+        return Image.open(io.BytesIO(self.data))
+
 
 _encoded: LRUCache[tuple[str, type], EncodedImage] = LRUCache(64 << 20, size_of=lambda image: len(image.data))
 

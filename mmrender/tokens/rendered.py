@@ -3,7 +3,6 @@
 Attribution is a few dozen spans over the token list. Per-token arrays are built on request.
 """
 
-import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from mmrender.errors import InputError
 from mmrender.media.encoded import encoded_image
@@ -111,7 +109,7 @@ class RenderedTokens(Drawn):
         if self.multi_modal_data:
             data = self.multi_modal_data
             prompt["multi_modal_data"] = {
-                modality: [Image.open(io.BytesIO(encoded_image(item).data)) for item in items]
+                modality: [encoded_image(item).image for item in items]
                 for modality, items in data.mm_items.items()
             }
             prompt["multi_modal_uuids"] = {name: list(hashes) for name, hashes in data.mm_hashes.items()}

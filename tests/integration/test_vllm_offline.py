@@ -1,21 +1,26 @@
-"""`rendered.to_vllm_prompt()` against what vLLM's `LLM.generate` saw and sampled.
+"""`rendered.to_vllm_prompt()`, and the backends of engines in this process, against what vLLM saw and sampled.
 
 Part of `make integration-vllm`.
 """
 
 import json
+import os
 import pickle
 import subprocess
+from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from integration.engine_server import environment_of, needs_tier
+from integration.process_rollouts import sampled
 from mmrender import generate
 from mmrender.client.local import LocalBackend
 
 pytestmark = [needs_tier("vllm"), pytest.mark.timeout(700)]
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = ((64, 40), (224, 224), (300, 97))
 
 
@@ -69,3 +74,19 @@ async def test_the_engine_sees_our_pixels(renderer, renderings, seen, tiny_model
             sampling_params={"temperature": 0, "max_tokens": 8, "ignore_eos": True},
         )
         assert found["sampled"] == ours.completion_ids
+
+
+async def test_engines_of_a_process_sample_as_backends(renderer, tiny_model, tmp_path):
+    """Tokens and logprobs equal those of Transformers at the same prompts."""
+    python = environment_of("MMRENDER_VLLM_ENV", ".venv-vllm")
+    command = [python, Path(__file__).with_name("vllm_backends.py"), tiny_model, tmp_path / "answer"]
+    folders = [ROOT, ROOT / "codecs", ROOT / "tools/servers/vllm", Path(__file__).parent]
+    path = os.pathsep.join(map(str, folders))
+    subprocess.run(list(map(str, command)), check=True, timeout=600, env={**os.environ, "PYTHONPATH": path})
+    found = json.loads((tmp_path / "answer").read_text())
+    expected = await sampled(LocalBackend(tiny_model), renderer)
+    assert set(found) == {"LLM", "AsyncLLM"}
+    for rollouts in found.values():
+        for ours, theirs in zip(sum(rollouts, []), sum(expected, []), strict=True):
+            assert (ours["prompt"], ours["ids"]) == (theirs["prompt"], theirs["ids"])
+            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)

@@ -1,7 +1,9 @@
 """TRL's own trainers on mmrender's batches and rollouts."""
 
 import asyncio
+import inspect
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -11,9 +13,12 @@ import torch
 import trl
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 
+from doc_pages import Page, lay_out, stand_in
 from kit import data_url
-from mmrender import TrainingSample, Trajectory, TrajectoryError, generate
+from mmrender import RendererClient, TrainingSample, Trajectory, TrajectoryError
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
@@ -81,31 +86,19 @@ def test_sft_of_images_trains_with_rows_packed_or_not(renderer, tiny_model, tmp_
     assert {shape[0] for shape in widths} == {1 if packed else 4}
 
 
-def played(renderer, backend, turns):
+def played(turns):
     """A function that plays a prompt of one or two turns, of which the second asks about the same images."""
 
-    async def play(prompt):
-        trajectory = Trajectory()
-        ids, sidecar = None, None
-        for turn in range(turns):
-            said = await generate(
-                renderer=renderer,
-                backend=backend,
-                model="tiny",
-                messages=prompt if turn == 0 else None,
-                prompt_ids=ids,
-                multi_modal_data=sidecar,
-                sampling_params={"max_tokens": 6, "temperature": 1.0},
+    async def play(client, prompt):
+        trajectory, conversation = Trajectory(), list(prompt)
+        for _ in range(turns):
+            turn = await client.create_completion(
+                conversation,
+                trajectory=trajectory,
+                sampling_params={"max_tokens": 6},
                 forbid_media_tokens=True,  # the weights are random
             )
-            trajectory.append_turn(said)
-            bridged = renderer.bridge_to_next_turn(
-                said.prompt_ids,
-                said.completion_ids,
-                [{"role": "user", "content": "Again?"}],
-                previous_multi_modal_data=said.multi_modal_data,
-            )
-            ids, sidecar = bridged.token_ids, bridged.multi_modal_data
+            conversation += [turn.message, {"role": "user", "content": "Again?"}]
         return trajectory
 
     return play
@@ -126,7 +119,7 @@ def test_grpo_trains_on_trajectories(renderer, tiny_model, tmp_path, turns):
     def reward(completions, **kwargs):
         return [float(index % 2) for index in range(len(completions))]
 
-    rollouts = Rollouts(played(renderer, LocalBackend(model), turns))
+    rollouts = Rollouts(played(turns), renderer)
 
     def watched(prompts, trainer):
         seen.append(rollouts(prompts, trainer))
@@ -154,18 +147,158 @@ def test_grpo_trains_on_trajectories(renderer, tiny_model, tmp_path, turns):
             assert (0 in mask) == (turns == 2)
 
 
-async def test_what_trl_cannot_train_on_is_refused_by_name(renderer):
+@pytest.mark.parametrize("name", ["docs/use-trl.md", "mmrender/integrations/trl.py"])
+def test_each_step_samples_with_the_weights_of_now(name, renderer, tiny_model, tmp_path, monkeypatch):
+    """The page's code under TRL's own trainer, whose steps change the weights much."""
+    monkeypatch.chdir(tmp_path)
+    lay_out(tmp_path, tiny_model)
+    stand_in(monkeypatch, renderer)
+    smaller = partial(
+        trl.GRPOConfig, **{**SETTINGS, "max_steps": 3}, max_completion_length=12, temperature=0.8
+    )
+    monkeypatch.setattr(trl, "GRPOConfig", smaller)
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, **{**SETTINGS, "max_steps": 1}))
+    steps, call = [], Rollouts.__call__
+
+    def watched(self, prompts, trainer):
+        fields = call(self, prompts, trainer)
+        steps.append((fields, [logprobs_of(trainer.model, fields, row) for row in range(len(prompts))]))
+        with torch.no_grad():  # as a step does, whatever its rewards
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.1)
+        stale = [logprobs_of(trainer.model, fields, row) for row in range(len(prompts))]
+        assert max(np.abs(one - other).max() for one, other in zip(stale, steps[-1][1], strict=True)) > 0.01
+        return fields
+
+    monkeypatch.setattr(Rollouts, "__call__", watched)
+    found = Page(name, {}).run()
+    if name.endswith(".py"):
+        trl.GRPOTrainer(
+            str(tiny_model),
+            lambda completions, **_: [float(index % 2) for index in range(len(completions))],
+            args=trl.GRPOConfig("out", num_generations=4, per_device_train_batch_size=4),
+            train_dataset=datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": "Moo?"}]}] * 4),
+            processing_class=AutoProcessor.from_pretrained(tiny_model),
+            rollout_func=found["rollout_func"],
+        ).train()
+    assert len(steps) == 3
+    for fields, recomputed in steps:
+        for ours, theirs in zip(fields["logprobs"], recomputed, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-3)
+
+
+@torch.no_grad()
+def logprobs_of(model, fields, row):
+    """Log-probabilities of a completion by the trainer's model at TRL's temperature."""
+    prompt, completion = fields["prompt_ids"][row], fields["completion_ids"][row]
+    logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float() / 0.8
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+
+def test_turns_of_other_weights_are_refused(renderer, tiny_model, model):
+    elsewhere = LocalBackend(tiny_model, weight_version="0")
+
+    async def play(client, prompt):
+        trajectory = Trajectory()
+        other = RendererClient(renderer, backend=elsewhere, sampling_params={"max_tokens": 4})
+        await other.create_completion(prompt, trajectory=trajectory)
+        return trajectory
+
+    rollouts, prompts = Rollouts(play, renderer), [[{"role": "user", "content": "Moo?"}]]
+    rollouts(prompts, trainer_of(model, step=0))  # weights of the same name
+    with pytest.raises(TrajectoryError, match="was not sampled with the trainer's present weights") as caught:
+        rollouts(prompts, trainer_of(model, step=1))
+    assert "'1'" in str(caught.value)
+
+    async def unnamed(client, prompt):
+        trajectory = Trajectory()
+        trajectory.append([1, 2], [3], logprobs=[-1])
+        return trajectory
+
+    with pytest.raises(TrajectoryError, match="no name of weights"):
+        Rollouts(unnamed, renderer)(prompts, trainer_of(model))
+
+
+def trainer_of(model, *, step=0, **engine):
+    """What is read of TRL's trainer."""
+    settings = SimpleNamespace(generation_kwargs=None)
+    return SimpleNamespace(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=None,
+        repetition_penalty=1.0,
+        max_completion_length=8,
+        args=settings,
+        use_vllm=bool(engine),
+        vllm_generation=SimpleNamespace(**engine),
+        state=SimpleNamespace(global_step=step),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model, is_main_process=True),
+        model=model,
+    )
+
+
+@pytest.fixture
+def model(tiny_model):
+    return load_model(tiny_model, dtype="float32", device="cpu", purpose="a test")
+
+
+async def one_turn(client, prompt):
+    trajectory = Trajectory()
+    await client.create_completion(prompt, trajectory=trajectory)
+    return trajectory
+
+
+def test_trls_server_is_asked_by_its_name(renderer, model, monkeypatch):
+    server = stand_in(monkeypatch, renderer)
+    engine = {
+        "mode": "server",
+        "server_base_url": None,
+        "server_host": "127.0.0.1",
+        "server_port": 8000,
+        "vllm_client": SimpleNamespace(model="my-model"),
+    }
+    trainer = trainer_of(model, step=7, **engine)
+    trainer.args.generation_kwargs = {"seed": 3}
+    trajectories = Rollouts(one_turn, renderer).trajectories([[{"role": "user", "content": "Moo?"}]], trainer)
+    assert [span.version for span in trajectories[0].steps[0].weight_versions] == ["7"]
+    (asked,) = server.of_path("/inference/v1/generate")
+    assert asked.json["model"] == "my-model"
+    assert asked.json["sampling_params"]["max_tokens"] == 8
+    assert asked.json["sampling_params"]["seed"] == 3
+
+
+def test_trls_settings_are_those_that_are_read():
+    """The names of TRL's classes that the tests above stand in for."""
+    given = set(inspect.signature(VLLMGeneration.__init__).parameters)
+    assert {
+        "mode",
+        "server_base_url",
+        "server_host",
+        "server_port",
+        "tensor_parallel_size",
+        "enable_sleep_mode",
+    } <= given
+    source = inspect.getsource(VLLMGeneration)
+    for name in ("self.llm = ", "self.vllm_client = ", "self._llm_weights_sleeping = ", "def sync_weights"):
+        assert name in source
+    assert "self.model = " in inspect.getsource(VLLMClient.__init__)
+    assert "self.vllm_generation.sync_weights()" in inspect.getsource(trl.GRPOTrainer._generate)
+
+
+async def test_what_trl_cannot_train_on_is_refused_by_name(renderer, model):
     image = {"type": "image", "image": picture(1)}
     branched, empty = Trajectory(), Trajectory()
-    branched.append([1, 2], [3], logprobs=[-1])
-    branched.append([4, 5], [6], logprobs=[-1])
+    now = {"logprobs": [-1], "weight_versions": [("0", 0, 1)]}
+    branched.append([1, 2], [3], **now)
+    branched.append([4, 5], [6], **now)
     grown = renderer.render([{"role": "user", "content": [image]}])
     late = Trajectory()
-    first = late.append([1, 2], [3], logprobs=[-1])
+    first = late.append([1, 2], [3], **now)
     late.append(
         [1, 2, 3, *grown.token_ids],
         [9],
-        logprobs=[-1],
+        **now,
         multi_modal_data=grown.multi_modal_data.shifted(3),
         parent=first,
     )
@@ -176,12 +309,12 @@ async def test_what_trl_cannot_train_on_is_refused_by_name(renderer):
         (late, "an image appears"),
     ):
 
-        async def play(_, trajectory=trajectory):
+        async def play(client, prompt, trajectory=trajectory):
             return trajectory
 
-        rollouts = Rollouts(play)
+        rollouts = Rollouts(play, renderer)
         with pytest.raises(TrajectoryError, match=problem):
-            await asyncio.to_thread(rollouts, ["?"], None)
+            await asyncio.to_thread(rollouts, ["?"], trainer_of(model))
 
 
 LOSSES = {

@@ -539,3 +539,21 @@ def test_a_request_that_fails_leaves_others_alone(tiny_model, prompts):
         "IndexError",
     ]
     assert response == generate(LocalBackend(tiny_model), good)
+
+
+def test_processed_logprobs_are_of_the_distribution_that_was_sampled_from(backend, prompts):
+    """At the temperature and among the `top_k` of the request, computed from the logits themselves."""
+    settings = {"temperature": 0.5, "top_k": 5, "seed": 3, "max_tokens": 4}
+    model = backend.model
+    response = generate(LocalBackend(model, processed_logprobs=True), request(prompts["text"], **settings))
+    ids = list(prompts["text"].token_ids)
+    for token, logprob in zip(response.completion_ids, response.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1].float() / 0.5
+        kept = logits.topk(5)
+        assert token in kept.indices.tolist()
+        assert logprob == pytest.approx(float(logits[token] - kept.values.logsumexp(0)), abs=1e-4)
+        ids.append(token)
+    raw = generate(LocalBackend(model), request(prompts["text"], **settings))
+    assert raw.completion_ids == response.completion_ids
+    assert raw.logprobs != response.logprobs
