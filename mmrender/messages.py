@@ -12,12 +12,12 @@ import msgspec
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-Modality: TypeAlias = Literal["image", "video"]
+Modality: TypeAlias = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
 
 
 class _UnknownSource:
-    """Marks an image whose pixels are unknown (probes only)."""
+    """Marks a medium whose content is unknown (probes only)."""
 
     def __repr__(self) -> str:
         return "UNKNOWN_SOURCE"
@@ -78,19 +78,34 @@ class VideoPart(MediaPart, frozen=True, tag="video"):
     duration: float | None = None
 
 
+class AudioPart(MediaPart, frozen=True, tag="audio"):
+    """One audio clip.
+
+    Attributes:
+        source: Encoded audio as `bytes`, a `pathlib.Path` or a `str` (a `data:`, `http(s):` or `file:` URL,
+            or a path). Or samples as a numpy array or torch tensor, `(samples,)`, `(channels, samples)` or
+            `(samples, channels)`, of floats in -1..1 or of int16 or int32 levels.
+        sampling_rate: Samples per second of an array. Encoded audio contains its own rate.
+    """
+
+    modality: ClassVar[Modality] = "audio"
+    sampling_rate: int | None = None
+
+
 class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     """A reasoning block among the content parts."""
 
     thinking: str
 
 
-Part: TypeAlias = TextPart | ImagePart | VideoPart | ThinkingPart
+Part: TypeAlias = TextPart | ImagePart | VideoPart | AudioPart | ThinkingPart
 
-UNKNOWN_PARTS: Final[Mapping[Modality, ImagePart | VideoPart]] = {
+UNKNOWN_PARTS: Final[Mapping[Modality, ImagePart | VideoPart | AudioPart]] = {
     "image": ImagePart(UNKNOWN_SOURCE),
     "video": VideoPart(UNKNOWN_SOURCE),
+    "audio": AudioPart(UNKNOWN_SOURCE),
 }
-"""A part of each modality without known pixels (probes only)."""
+"""A part of each modality without a known source (probes only)."""
 
 
 def text_of(content: str | Iterable[Part] | None) -> str:
@@ -230,6 +245,10 @@ class ContentPartDict(TypedDict, total=False):
     video_metadata: Mapping[str, Any]
     fps: float
     times: Sequence[float]
+    audio: Any
+    audio_url: Any
+    input_audio: Any
+    sampling_rate: int
     thinking: str
 
 

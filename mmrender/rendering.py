@@ -18,7 +18,15 @@ from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
 from mmrender.errors import InputError, MediaError, PlaceholderError, ProcessorError, TemplateError
 from mmrender.media.resolve import MediaResolver
-from mmrender.messages import UNKNOWN_SOURCE, MediaPart, Message, Part, RenderRequest, TextPart
+from mmrender.messages import (
+    UNKNOWN_SOURCE,
+    MediaPart,
+    Message,
+    Part,
+    RenderRequest,
+    RequestMedia,
+    TextPart,
+)
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.template.known import KnownTemplate
 from mmrender.template.text import TracedStr, clip, plain
@@ -244,31 +252,51 @@ class Rendering:
         if self.media is None:
             if not parts:
                 return ()
+            noun = "image" if parts[0].part.modality == "image" else "media"
             raise ProcessorError(
-                "the model has no image processor",
+                f"the model has no {noun} processor",
                 where=parts[0].path,
                 expected="preprocessor_config.json or processor_config.json in the model directory",
                 got="a text-only model",
-                remedy="Use a vision-language model, or remove the image",
+                remedy="Use a vision-language model, or remove the image"
+                if noun == "image"
+                else "Use a model that takes it, or remove the part",
             )
         # The parts of a probe stay unexpanded placeholders.
         is_probe = any(entry.part.source is UNKNOWN_SOURCE for entry in parts)
         if parts and not is_probe and self.media.processor.is_deferred:
             self.media.require_processor(parts[0].path)
+        for entry in parts if not is_probe else ():
+            if entry.part.modality == "audio" and not self.media.takes("audio"):
+                raise self.media.refusal(entry)
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:
             return [None] * len(parts)
-        videos = [entry.path for entry in parts if entry.part.modality == "video"]
-        items = self.media.resolve(parts, earlier=earlier.mm_hashes)
-        processor = self.media.processor.videos
-        many = videos and len(videos) + len(earlier.mm_hashes.get("video", ())) > 1
-        if many and processor is not None and not processor.takes_several:
+        self._require_one("video", parts, earlier)
+        self._require_one("audio", parts, earlier)
+        items = self.media.resolve(parts, earlier=earlier)
+        return [items[index] for index in order]
+
+    def _require_one(
+        self, modality: Literal["video", "audio"], parts: Sequence[RequestMedia], earlier: MultiModalData
+    ) -> None:
+        """Raise if there are several media of a modality of which a prompt may have one."""
+        paths = [entry.path for entry in parts if entry.part.modality == modality]
+        if self.media is None or not paths or len(paths) + len(earlier.mm_hashes.get(modality, ())) < 2:
+            return
+        videos, audio = self.media.processor.videos, self.media.processor.audio
+        if modality == "video" and videos is not None and not videos.takes_several:
             raise MediaError(
                 "the model's processor takes one video in a prompt",
-                where=videos[-1],
+                where=paths[-1],
                 remedy="Pass the frames of further videos as images.",
             )
-        return [items[index] for index in order]
+        if modality == "audio" and audio is not None and audio.effect_of_others == "refused":
+            raise MediaError(
+                "the model's processor takes one audio clip in a prompt",
+                where=paths[-1],
+                remedy="Join the clips into one.",
+            )
 
     def _covered(self, layout: Layout) -> Layout:
         """Widen placeholders of videos to the template text around them that the processor replaces, too.

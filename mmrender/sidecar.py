@@ -84,16 +84,16 @@ class PlaceholderRange:
 
 @runtime_checkable
 class MediaItem(Protocol):
-    """One processed image or video."""
+    """One processed image, video or audio clip."""
 
     @property
     def modality(self) -> Modality:
-        """`"image"` or `"video"`."""
+        """`"image"`, `"video"` or `"audio"`."""
         ...
 
     @property
     def identity(self) -> str:
-        """Hex blake3 digest of the decoded pixels and of the processor's settings.
+        """Hex blake3 digest of the decoded pixels or samples and of the processor's settings.
 
         Equal identities mean equal tensors and an equal expansion.
         """
@@ -101,7 +101,7 @@ class MediaItem(Protocol):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels of the image as loaded, orientation applied."""
+        """Height and width in pixels as loaded, orientation applied. Of audio: 1, and its samples."""
         ...
 
     @property
@@ -132,7 +132,7 @@ class MediaSpan(NamedTuple):
     """One media item and its tokens `[start, stop)`.
 
     Attributes:
-        modality: `"image"` or `"video"`.
+        modality: `"image"`, `"video"` or `"audio"`.
         position: Index among the items of its modality.
         range: Its placeholder range.
         item: The item.
@@ -296,14 +296,14 @@ def _check_embeds(span: MediaSpan, where: str) -> None:
         )
 
 
-TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2}
+TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2, "audio": 3}
 """Token types of Transformers 5 processors by modality. Text is 0."""
 
 
 def mm_token_type_ids(
     spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
 ) -> npt.NDArray[np.integer]:
-    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video.
+    """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video, 3 audio.
 
     A pad token that the model sampled is text, and so are the rows, columns and separators that a processor
     writes around an image's features.

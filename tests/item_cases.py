@@ -8,12 +8,12 @@ import numpy as np
 from kit import noise
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import ProcessedItem
-from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted
+from mmrender.media.levels import Floats, Integers, Levels, PixelArithmetic, compacted, padded
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.pixels import media_identity
 from mmrender.media.processors.patches import PatchItem, PatchLayout, PatchProcessor
 from mmrender.media.resolve import part_fingerprint
-from mmrender.messages import ImagePart, RequestMedia, VideoPart
+from mmrender.messages import MediaPart, RequestMedia
 from mmrender.sidecar import MediaItem, Repeat, Text
 
 ARITHMETIC = PixelArithmetic((0.5, 0.4, 0.3), (0.5, 0.2, 0.1), 1 / 255, "pil")
@@ -98,6 +98,23 @@ def processed_item(seed: int = 0) -> ProcessedItem:
     )
 
 
+def audio_item(seed: int = 0) -> ProcessedItem:
+    """Features of an audio clip, without their padding, and their mask."""
+    features = np.random.default_rng(seed).normal(size=(1, 4, 12)).astype(np.float32)
+    features[..., 7:] = -1.5
+    return ProcessedItem(
+        identity=media_identity(b"audio", features.view(np.uint8)),
+        size=(1, 1000 + seed),
+        grid=(5,),
+        expansion=(Repeat("<|audio|>", 5),),
+        modality="audio",
+        parts={
+            "input_features": padded(features),
+            "feature_attention_mask": compacted(np.arange(12)[None] < 7, None),
+        },
+    )
+
+
 def reference_item(seed: int = 0, source: bytes | str = b"\x89PNG" * 100) -> ReferenceItem:
     return ReferenceItem.of(patch_item(seed=seed), source, 6)
 
@@ -106,6 +123,7 @@ ITEMS: dict[str, Any] = {
     "patches": patch_item,
     "video": video_item,
     "processed": processed_item,
+    "audio": audio_item,
     "reference": reference_item,
 }
 
@@ -123,6 +141,6 @@ def same_tensors(first: MediaItem, second: MediaItem) -> bool:
     return True
 
 
-def media_part(part: ImagePart | VideoPart, path: str = "part") -> RequestMedia:
+def media_part(part: MediaPart, path: str = "part") -> RequestMedia:
     """Return a media part of a request at some path."""
     return RequestMedia(path, 0, 0, "user", part, part_fingerprint(part))

@@ -256,7 +256,10 @@ def _processor_files(family: dict[str, Any]) -> dict[str, Any]:
     processor = family["processor"] | {"processor_class": name}
     del processor["class"]
     parts = {kind: _part_settings(family[kind], key) for kind, key in PARTS.items() if kind in family}
-    if "audio" in parts:
+    if "audio_file" in family:
+        # One file describes images and audio.
+        parts["image"] = parts.pop("audio") | parts.get("image", {})
+    elif "audio" in parts:
         keys = {"image": "image_processor", "video": "video_processor", "audio": "feature_extractor"}
         return {"processor_config.json": processor | {keys[kind]: part for kind, part in parts.items()}}
     files = {

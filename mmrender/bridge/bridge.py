@@ -24,7 +24,16 @@ from mmrender.bridge.tail import (
     skeleton,
 )
 from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
-from mmrender.messages import MODALITIES, UNKNOWN_SOURCE, ImagePart, Message, RenderRequest, Role, TextPart
+from mmrender.messages import (
+    MODALITIES,
+    UNKNOWN_SOURCE,
+    AudioPart,
+    ImagePart,
+    Message,
+    RenderRequest,
+    Role,
+    TextPart,
+)
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr
@@ -133,6 +142,12 @@ class Bridge:
             media.require_processor("new_messages")
             if media.processor.depends_on_image_count:
                 raise NotBridged("the processor treats an image differently when more of them follow")
+        if any(isinstance(entry.part, AudioPart) for entry in request.media) and media.takes("audio"):
+            media.require_processor("new_messages")
+            effect = "none" if media.processor.audio is None else media.processor.audio.effect_of_others
+            is_unknown = not hashes and not self._writer.media_ids.isdisjoint(prompt)
+            if effect != "none" and (is_unknown or media.changes_earlier_clips(request.media, previous)):
+                raise NotBridged("the processor pads earlier audio clips to a longer one that follows")
 
     def _appended(self, sampled: BridgedTurn, messages: Sequence[Message], history: ProbeHistory) -> Layout:
         """Lay out the text that closes the completion, and the tail after it."""

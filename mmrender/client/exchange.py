@@ -110,15 +110,15 @@ def check_request(request: EngineRequest, *, takes_videos: bool = False) -> tupl
 
     Raises:
         InputError: The prompt is empty, or has an element outside the vocabulary.
-        EngineUnsupportedError: A video.
+        EngineUnsupportedError: Audio, or a video.
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
     ids = _check_ids(request.prompt_ids, request.vocab_size)
     spans = request.multi_modal_data.spans(len(ids))
     pads: dict[str, int] = {}
     for span in spans:
-        if span.modality != "image" and not takes_videos:
-            problem = "only images can be sent to this engine"
+        if span.modality == "audio" or (span.modality != "image" and not takes_videos):
+            problem = f"only images{' and videos' if takes_videos else ''} can be sent to this engine"
             raise EngineUnsupportedError(problem, where=span.where, got=span.modality)
         expected = _expected_tokens(span, ids, request.media_token_ids, pads)
         actual = ids[span.start : span.stop]

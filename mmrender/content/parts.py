@@ -10,7 +10,7 @@ as a `data:` URL, until the media layer reads it under its limits. A path in a `
 import math
 import numbers
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from mmrender.content.values import (
 from mmrender.errors import MessageError
 from mmrender.messages import (
     MODALITIES,
+    AudioPart,
     ImagePart,
     MediaPart,
     Message,
@@ -42,17 +43,21 @@ _KIND_OF_TYPE = {
     **dict.fromkeys(("text", "input_text", "output_text", "refusal"), "text"),
     **dict.fromkeys(("image", "image_url", "input_image", "image_pil"), "image"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("thinking", "reasoning", "reasoning_text"), "thinking"),
 }
 PART_TYPES = tuple(_KIND_OF_TYPE)
 """Every `type` that a part may name."""
 MEDIA_TYPES = frozenset(name for name, kind in _KIND_OF_TYPE.items() if kind in MODALITIES)
-"""Types of images and videos."""
+"""Types of images, videos and audio."""
 
+MEDIA_ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+"""Argument of a call that supplies parts without a source, by modality."""
 _KEYS = {
     "text": ("text", "refusal"),
     "image": ("image", "image_url", "image_pil", "source"),
     "video": ("video", "video_url", "source"),
+    "audio": ("audio", "audio_url", "input_audio", "source"),
     "thinking": ("thinking", "reasoning", "text"),
 }
 """Keys under which a part of each kind holds its text or source."""
@@ -65,12 +70,21 @@ _TIMING = {
 }
 """Fields of a `VideoPart`: problem and expectation of an error, whether they are whole, and whether lists."""
 _SETTINGS: dict[str, str] = dict.fromkeys(MODALITIES, ". A processor has the same settings for all parts")
-_ARTICLE = {"text": "a", "image": "an", "video": "a", "thinking": "a"}
+_NAMES = {
+    "text": "a text",
+    "image": "an image",
+    "video": "a video",
+    "audio": "an audio",
+    "thinking": "a thinking",
+}
+"""Kinds of parts, with their article."""
+_CLIP = {"image": "", "video": "", "audio": " clip"}
 _CONTENT_KEYS = tuple(key for keys in _KEYS.values() for key in keys if key in _KIND_OF_TYPE)
 """Keys that settle the kind of a part whose `type` is missing."""
 _RECORD_KEYS = ("bytes", "path", "url", "base64", "data")
 """Keys of the source, in a dict that describes one."""
-_MEDIA_TYPE_KEYS = ("media_type", "mimeType", "mime_type")
+_MEDIA_TYPE_KEYS = ("media_type", "mimeType", "mime_type", "format")
+"""Keys of the type of a source, by which it is not read."""
 
 IGNORED_KEYS = frozenset(
     {"annotations", "cache_control", "detail", "id", "index", "logprobs", "signature", "status", "uuid"}
@@ -88,7 +102,7 @@ _REMEDIES = {
 _SOURCES = {
     modality: f"{first}, numpy array, bytes, pathlib.Path, str (URL or path) or dict of one of "
     + ", ".join(f"'{key}'" for key in _RECORD_KEYS)
-    for modality, first in (("image", "a PIL image"), ("video", "a list of frames"))
+    for modality, first in (("image", "a PIL image"), ("video", "a list of frames"), ("audio", "a tensor"))
 }
 
 
@@ -133,7 +147,7 @@ def normalize_content(value: Any, where: str) -> str | tuple[Part, ...] | None:
 
 def normalize_part(value: Any, where: str) -> Part:
     """Normalise one part of a content list. Canonical parts stay as they are."""
-    if isinstance(value, (TextPart, ImagePart, VideoPart, ThinkingPart)):
+    if isinstance(value, (TextPart, ImagePart, VideoPart, AudioPart, ThinkingPart)):
         return value
     if isinstance(value, str):
         return TextPart(as_text(value, where))
@@ -149,9 +163,11 @@ def normalize_part(value: Any, where: str) -> Part:
         part = ThinkingPart(_take_text(kind, fields, where))
     elif kind == "image":
         part = ImagePart(_take_source("image", name, fields, where))
-    else:
+    elif kind == "video":
         timing = _take_timing(fields, where)
         part = VideoPart(_take_source("video", name, fields, where), **timing)
+    else:
+        part = _take_audio(name, fields, where)
     for key, rest in fields.items():
         if key in _CONTENT_KEYS or key in _RECORD_KEYS:
             problem = f"the part is {kind}, yet it also holds {describe(key)}"
@@ -160,7 +176,7 @@ def normalize_part(value: Any, where: str) -> Part:
             raise MessageError(
                 "unknown key in a part",
                 where=member(where, key),
-                expected=f"the keys of {_ARTICLE[kind]} {kind} part",
+                expected=f"the keys of {_NAMES[kind]} part",
                 got=describe(rest),
                 remedy="Remove the key, or set it to None" + _SETTINGS.get(kind, ""),
             )
@@ -240,8 +256,41 @@ def _take_timing(fields: dict[str, Any], where: str) -> dict[str, Any]:
     return timing
 
 
+def _take_audio(name: str | None, fields: dict[str, Any], where: str) -> AudioPart:
+    """Take an audio clip and its rate, which may lie next to an array or in the part."""
+    rate, path = fields.pop("sampling_rate", None), member(where, "sampling_rate")
+    key = next((key for key in ("audio", "source") if key in fields), None)
+    if key is not None:
+        fields[key], rate, path = _split_rate(fields[key], rate, path, f"{where}.{key}")
+    source = _take_source("audio", name, fields, where)
+    return AudioPart(source, _sampling_rate(rate, path))
+
+
+def _split_rate(value: Any, rate: Any, rate_path: str, where: str) -> tuple[Any, Any, str]:
+    """Return samples, their rate and the path of the rate, also of samples and rate in one value.
+
+    Datasets of Hugging Face hold `{"array", "sampling_rate", "path"}`, vLLM and torchaudio `(array, rate)`.
+    """
+    if isinstance(value, Mapping) and "array" in value and not {*value} - {"array", "path", "sampling_rate"}:
+        return value["array"], value.get("sampling_rate", rate), f"{where}.sampling_rate"
+    if isinstance(value, tuple) and len(value) == 2:
+        return value[0], value[1], f"{where}[1]"
+    return value, rate, rate_path
+
+
+def _sampling_rate(rate: Any, where: str) -> int | None:
+    if rate is None:
+        return None
+    is_flag = isinstance(rate, bool)
+    number = float(rate) if isinstance(rate, numbers.Real) and not is_flag else 0.0
+    if not 0 < number < math.inf or number % 1:
+        expected = "samples per second, a whole number above 0"
+        raise MessageError("not a sampling rate", where=where, expected=expected, got=describe(rate))
+    return int(number)
+
+
 def _take_source(modality: str, name: str | None, fields: dict[str, Any], where: str) -> Any:
-    """Take the source of a part whose type has this name; None if `images=` or `videos=` supply it."""
+    """Take the source of a part whose type has this name; None if an argument of the call supplies it."""
     keys = [key for key in _KEYS[modality] if key in fields]
     record = [key for key in _RECORD_KEYS if key in fields]
     if len(keys) + bool(record) > 1:
@@ -259,13 +308,13 @@ def _take_source(modality: str, name: str | None, fields: dict[str, Any], where:
             where=where,
             expected=f"a key '{modality}_url'",
             got=keys_of(fields),
-            remedy=f'Write {{"type": "{modality}"}} if {modality}s= of the call supplies it',
+            remedy=f'Write {{"type": "{modality}"}} if {MEDIA_ARGUMENTS[modality]}= of the call supplies it',
         )
     return None
 
 
 def media_source(value: Any, where: str, modality: str) -> Any:
-    """Reduce one description of an image or video to a source; a list of frames becomes a tuple.
+    """Reduce one description of a medium to a source; a list of frames becomes a tuple.
 
     Other objects stay as they are for the media layer.
     """
@@ -282,7 +331,7 @@ def media_source(value: Any, where: str, modality: str) -> Any:
     if value is None or isinstance(value, refused):
         is_empty = isinstance(value, str | bytes | bytearray | memoryview)
         raise MessageError(
-            f"the {modality} is empty" if is_empty else f"is not {_ARTICLE[modality]} {modality}",
+            f"the {modality} is empty" if is_empty else f"is not {_NAMES[modality]}{_CLIP[modality]}",
             where=where,
             expected=_SOURCES[modality],
             got=describe(value),
@@ -323,6 +372,7 @@ def attach_media(
     messages: Sequence[Message],
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
+    audio: Sequence[Any] | None = None,
     *,
     where: str = "messages",
 ) -> tuple[Message, ...]:
@@ -332,13 +382,18 @@ def attach_media(
         messages: Canonical messages.
         images: One source for each `ImagePart(None)`, in any form; None leaves the parts empty.
         videos: The same for `VideoPart(None)`.
+        audio: The same for `AudioPart(None)`. An array comes with its rate, as `(array, rate)`.
         where: Start of the paths in errors.
 
     Raises:
         MessageError: There are fewer or more sources than parts without one.
     """
-    sources: dict[type, Iterator[Any]] = {}
-    for kind, modality, values in ((ImagePart, "image", images), (VideoPart, "video", videos)):
+    parts: dict[type, Iterator[MediaPart]] = {}
+    for kind, name, values in (
+        (ImagePart, "images", images),
+        (VideoPart, "videos", videos),
+        (AudioPart, "audio", audio),
+    ):
         if values is not None:
             slots = [
                 f"{where}[{index}].content[{position}]"
@@ -346,12 +401,16 @@ def attach_media(
                 for position, part in message.media()
                 if type(part) is kind and part.source is None
             ]
-            sources[kind] = _sources_for(modality, values, slots)
+            parts[kind] = _parts_for(kind.modality, name, values, slots)
 
     def filled(part: Part) -> Part:
-        if isinstance(part, MediaPart) and part.source is None and type(part) in sources:
-            return msgspec.structs.replace(part, source=next(sources[type(part)]))
-        return part
+        if not isinstance(part, MediaPart) or part.source is not None or type(part) not in parts:
+            return part
+        new = next(parts[type(part)])
+        rate = getattr(new, "sampling_rate", None)
+        return msgspec.structs.replace(
+            part, source=new.source, **({} if rate is None else {"sampling_rate": rate})
+        )
 
     return tuple([
         msgspec.structs.replace(message, content=tuple([filled(part) for part in message.content]))
@@ -361,9 +420,8 @@ def attach_media(
     ])  # fmt: skip
 
 
-def _sources_for(modality: str, values: Any, slots: Sequence[str]) -> Iterator[Any]:
+def _parts_for(modality: str, name: str, values: Any, slots: Sequence[str]) -> Iterator[MediaPart]:
     """Read the sources for the parts at some paths."""
-    name = f"{modality}s"
     items = as_list(values, name, f"{name} come in a list")
     if len(items) != len(slots):
         few = len(items) < len(slots)
@@ -376,4 +434,13 @@ def _sources_for(modality: str, values: Any, slots: Sequence[str]) -> Iterator[A
             got=str(len(items)),
             remedy=f'Each {{"type": "{modality}"}} part without a source takes one, in order',
         )
-    return iter([media_source(item, f"{name}[{index}]", modality) for index, item in enumerate(items)])
+    parts: list[MediaPart] = []
+    for index, item in enumerate(items):
+        where = f"{name}[{index}]"
+        if modality == "audio":
+            source, rate, path = _split_rate(item, None, where, where)
+            parts.append(AudioPart(media_source(source, where, modality), _sampling_rate(rate, path)))
+        else:
+            kind = ImagePart if modality == "image" else VideoPart
+            parts.append(kind(media_source(item, where, modality)))
+    return iter(parts)

@@ -201,6 +201,35 @@ class Floats(_Form, frozen=True, eq=False, tag="floats"):
         np.copyto(out, cast(self.values.astype(np.float32, copy=False), dtype))
 
 
+class Padded(_Form, frozen=True, eq=False, tag="padded"):
+    """Floating-point values that end in one value along an axis, such as features of a short audio clip.
+
+    Attributes:
+        values: The values before the padding.
+        axis: The axis along which they are padded.
+        length: Number of rows along the axis, padding included.
+        fill: The value of the padding.
+    """
+
+    values: npt.NDArray[Any]
+    axis: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    length: Count
+    fill: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        shape = self.values.shape
+        return (*shape[: self.axis], self.length, *shape[self.axis + 1 :])
+
+    def write(self, out: npt.NDArray[Any], dtype: TensorDtype) -> None:
+        """Write the values and the padding, rounded to `dtype`, into `out`."""
+        before = (slice(None),) * self.axis
+        start = self.values.shape[self.axis]
+        np.copyto(out[(*before, slice(start))], cast(self.values.astype(np.float32, copy=False), dtype))
+        out[(*before, slice(start, None))] = cast(np.array([self.fill], np.float32), dtype)[0]
+
+
 class Integers(_Form, frozen=True, eq=False, tag="integers"):
     """Integers or booleans: a single value if all are equal, else the narrowest type."""
 
@@ -213,7 +242,7 @@ class Integers(_Form, frozen=True, eq=False, tag="integers"):
         np.copyto(out, self.values, casting="unsafe")
 
 
-Compact: TypeAlias = Levels | Floats | Integers
+Compact: TypeAlias = Levels | Floats | Padded | Integers
 
 
 def storage_of(part: Compact, dtype: TensorDtype) -> np.dtype[Any]:
@@ -244,6 +273,24 @@ def compacted(values: npt.NDArray[Any], arithmetic: PixelArithmetic | None) -> C
         if levels is not None:
             return levels
     return Floats(_frozen(values))
+
+
+def padded(values: npt.NDArray[Any]) -> Compact:
+    """Return the smallest exact form of an array that may end in one value, repeated."""
+    if values.dtype != np.float32 or not values.size or not np.isfinite(fill := values.flat[-1]):
+        return compacted(values, None)
+    axis, start = 0, values.shape[0]
+    differs = values.view(np.uint32) != fill.view(np.uint32)
+    for candidate in range(values.ndim):
+        others = tuple(other for other in range(values.ndim) if other != candidate)
+        kept = np.flatnonzero(differs.any(axis=others))
+        stop = int(kept[-1]) + 1 if len(kept) else 0
+        if stop * values.shape[axis] < start * values.shape[candidate]:
+            axis, start = candidate, stop
+    if start == values.shape[axis]:
+        return Floats(_frozen(values))
+    head = values[(slice(None),) * axis + (slice(start),)]
+    return Padded(_frozen(head), axis, values.shape[axis], float(fill))
 
 
 def _levels(values: npt.NDArray[np.float32], arithmetic: PixelArithmetic) -> Levels | None:

@@ -19,17 +19,27 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 SCHEMES = frozenset({"data", "file", "http", "https"})
 
-Limit: TypeAlias = Literal["max_bytes", "max_pixels", "max_items", "max_frames", "max_video_bytes"]
+Limit: TypeAlias = Literal[
+    "max_bytes",
+    "max_pixels",
+    "max_items",
+    "max_frames",
+    "max_video_bytes",
+    "max_audio_seconds",
+    "max_audio_bytes",
+]
 _LIMITS: Mapping[Limit, tuple[str, str, str]] = {
     "max_bytes": ("the encoded file is too large", "bytes", ""),
     "max_pixels": ("the image or frame is too large to decode", "pixels", " if you trust the source"),
-    "max_items": ("the conversation holds too many images and videos", "", ""),
+    "max_items": ("the conversation holds too many media", "", ""),
     "max_frames": ("the video has too many frames", "frames", ", or sample it first"),
     "max_video_bytes": (
         "the sampled frames of the video are too large",
         "bytes",
         ", or pass fewer or smaller frames",
     ),
+    "max_audio_seconds": ("the audio is too long", "seconds", ", or pass a part of it"),
+    "max_audio_bytes": ("the samples of the audio are too large", "bytes", ", or pass a part of it"),
 }
 """For each limit the problem of exceeding it, its unit, and another remedy."""
 
@@ -39,7 +49,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPolicy:
-    """Sources that loading an image or a video may read, and its limits. Frozen and hashable.
+    """Sources that loading an image, a video or audio may read, and its limits. Frozen and hashable.
 
     Attributes:
         schemes: URL schemes that may be read, out of `data`, `file`, `http` and `https`.
@@ -50,17 +60,19 @@ class MediaPolicy:
             IPv6 addresses. Checked on the resolved address, before every connection.
         allow_networks: Networks that may be reached although they are not public, such as `"10.2.0.0/16"`.
         deny_networks: Networks that are never reached. Stronger than both of the above.
-        max_bytes: Maximum size of an encoded image or video, in bytes.
+        max_bytes: Maximum size of an encoded file, in bytes.
         max_pixels: Maximum size of an image or frame, in pixels, checked in the header before decoding.
-        max_items: Maximum number of images and videos of one conversation.
+        max_items: Maximum number of images, videos and audio clips of one conversation.
         max_frames: Maximum number of frames of one video, before sampling.
         max_video_bytes: Maximum size of the sampled frames of one video, in bytes.
-        decode_timeout: Seconds for decoding one video.
+        max_audio_seconds: Maximum duration of one audio clip, in seconds, whatever its header states.
+        max_audio_bytes: Maximum size of the samples of one audio clip as float32, all channels, in bytes.
+        decode_timeout: Seconds for decoding one video or audio clip.
         connect_timeout: Seconds for one name resolution, connection or TLS handshake.
         read_timeout: Seconds of silence allowed to a server.
         total_timeout: Seconds for one source in all, redirects included.
         max_redirects: Maximum number of redirects followed for one URL.
-        processes: Bounded child processes in which encoded images and videos are decoded, for a program that
+        processes: Bounded child processes in which encoded media are decoded, for a program that
             takes them from anyone; None decodes in this process.
 
     Raises:
@@ -78,6 +90,8 @@ class MediaPolicy:
     max_items: int = 4096
     max_frames: int = 1 << 17
     max_video_bytes: int = 1 << 31
+    max_audio_seconds: int = 2400
+    max_audio_bytes: int = 1 << 30
     decode_timeout: float = 120.0
     connect_timeout: float = 5.0
     read_timeout: float = 10.0

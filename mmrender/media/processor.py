@@ -7,7 +7,7 @@ height and width alone. It is immutable and may be used from many threads.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.caching import cached_property
+from mmrender.media.audio import LoadedAudio
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.video import Video
@@ -97,11 +98,12 @@ class MediaProcessor(ABC):
         image_backend: The equal back end of the reference.
         settings_digest: Digest of everything but the pixels that the tensors depend on, including
             `image_backend`. Videos have their own digest.
-        placeholder: The text that the model's template writes for one image or video.
+        placeholder: The text that the model's template writes for one medium, by modality.
         placeholder_tokens: Tokens of media, and tokens that media replace. Content never becomes one of them.
         depends_on_image_count: Whether the tensors of a lone image differ from the tensors of an image among
             several. All numbers above one are equal.
         videos: The model's processing of videos, or None.
+        audio: The model's processing of audio, or None.
         is_deferred: Whether `load` returns another object.
     """
 
@@ -112,6 +114,7 @@ class MediaProcessor(ABC):
     placeholder_tokens: frozenset[str]
     depends_on_image_count: bool = False
     videos: "VideoProcessor | None" = None
+    audio: "AudioProcessor | None" = None
     is_deferred: bool = False
 
     @abstractmethod
@@ -193,6 +196,39 @@ class VideoProcessor(ABC):
         """
 
 
+EffectOfOthers: TypeAlias = Literal["none", "longer", "any", "refused"]
+"""Whether other clips of a prompt change the tensors of a clip, and which do. Some prompts take one clip."""
+
+
+class AudioProcessor(ABC):
+    """One model's audio processing, with its settings fixed.
+
+    Attributes:
+        name: The equal feature extractor of the reference, for display.
+        sampling_rate: Samples per second that it takes.
+        settings_digest: Digest of everything but the samples that the tensors depend on.
+        effect_of_others: Effect of other clips of a prompt, which the reference pads to the longest.
+    """
+
+    name: str
+    sampling_rate: int
+    settings_digest: bytes
+    effect_of_others: EffectOfOthers = "none"
+
+    @abstractmethod
+    def prepare(self, loaded: LoadedAudio, *, longest: int | None = None) -> Prepared:
+        """Identify a clip, so that an existing item can be used instead of a new one.
+
+        Args:
+            loaded: The clip.
+            longest: Number of samples of the longest clip of a prompt with several clips.
+
+        Raises:
+            MediaError: The family cannot process the clip.
+            MissingDependencyError: It needs a package that is not installed.
+        """
+
+
 @dataclass(frozen=True)
 class ProcessorFiles:
     """The settings files of a model's processor.
@@ -202,12 +238,14 @@ class ProcessorFiles:
         image: Settings of the image processor, or empty.
         video: Settings of the video processor. Without a file of its own, settings of the image processor.
         processor: Settings of the whole processor, such as the number of tokens per tile.
+        audio: Settings of the audio feature extractor, or empty.
     """
 
     model: ModelDir
     image: Mapping[str, Any]
     video: Mapping[str, Any]
     processor: Mapping[str, Any]
+    audio: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path | ModelDir) -> "ProcessorFiles":
@@ -220,9 +258,15 @@ class ProcessorFiles:
         processor = model.read_json("processor_config.json")
         image, video = processor.get("image_processor"), processor.get("video_processor")
         image_file = model.read_json("preprocessor_config.json")
+        parts = (processor.get(name) for name in ("feature_extractor", "audio_processor"))
+        audio = next((part for part in parts if isinstance(part, dict)), {})
+        if not audio and "feature_extractor_type" in image_file:
+            audio = image_file
+            # Omni models describe images and audio in one file.
+            image_file = image_file if "image_processor_type" in image_file else {}
         if not isinstance(video, dict):
             video = model.read_json("video_preprocessor_config.json") or image_file
-        return cls(model, image if isinstance(image, dict) else image_file, video, processor)
+        return cls(model, image if isinstance(image, dict) else image_file, video, processor, audio)
 
     @property
     def directory(self) -> Path:
@@ -257,8 +301,10 @@ class ProcessorFiles:
         return self.model.special_tokens.get("bos_token") or ""
 
     def token_ids(self, modality: Modality) -> list[int]:
-        """Ids of the feature tokens of a modality in `config.json`."""
-        ids = (self.model.config.get(f"{modality}_token_{key}") for key in ("id", "index"))
+        """Ids of the feature tokens of a modality in `config.json`, also of an omni model's thinker."""
+        inner = self.model.config.get("thinker_config")
+        configs = (self.model.config, inner if isinstance(inner, dict) else {})
+        ids = (config.get(f"{modality}_token_{key}") for config in configs for key in ("id", "index"))
         return [index for index in ids if isinstance(index, int)]
 
 

@@ -6,7 +6,7 @@ with known pixels is decoded and not processed.
 """
 
 import secrets
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,16 @@ import xxhash
 from PIL import Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache, SingleFlight
+from mmrender.content.parts import MEDIA_ARGUMENTS
 from mmrender.errors import MediaError, MessageError, MMRenderError, ProcessorError
+from mmrender.media.audio import LoadedAudio, load_audio
 from mmrender.media.load import LoadedImage, decode_in_place, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processor import MediaProcessor, Prepared
+from mmrender.media.processor import AudioProcessor, MediaProcessor, Prepared
 from mmrender.media.video import as_array, open_video
-from mmrender.messages import MediaPart, Modality, RequestMedia, VideoPart
-from mmrender.sidecar import MediaItem
+from mmrender.messages import AudioPart, MediaPart, Modality, RequestMedia, VideoPart
+from mmrender.sidecar import MediaItem, MultiModalData
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -35,6 +37,7 @@ _MAX_SOURCES = 1 << 16
 _EXPECTED_SOURCES: dict[Modality, str] = {
     "image": "an image, bytes, a path or a URL",
     "video": "frames or a video",
+    "audio": "samples, bytes, a path or a URL",
 }
 # Fingerprints live in one process. Its own seed keeps anyone from preparing two images that share one.
 _SEED = secrets.randbits(64)
@@ -53,6 +56,8 @@ class MediaCache:
     def __init__(self, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._items: LRUCache[str, MediaItem] = LRUCache(max_bytes, size_of=lambda item: item.nbytes)
         self._identities: LRUCache[Hashable, str] = LRUCache(_MAX_SOURCES)
+        self.clip_lengths: LRUCache[Hashable, int] = LRUCache(_MAX_SOURCES)
+        """Number of samples of audio clips, by a key that determines it."""
         self._loading: SingleFlight[Hashable, MediaItem] = SingleFlight()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +105,7 @@ class MediaResolver:
     """Loads and processes media for one model, under one policy. Safe to use from many threads.
 
     Args:
-        processor: The model's processor of images and videos.
+        processor: The model's processor of media.
         policy: Limits of loading.
         cache: Keeps items. May be shared with other resolvers.
         executor: Threads that share the work of one call with the calling thread, item by item.
@@ -141,64 +146,117 @@ class MediaResolver:
             raise
 
     def resolve(
-        self, media: Sequence[RequestMedia], *, earlier: Mapping[str, Sequence[str]] | None = None
+        self, media: Sequence[RequestMedia], *, earlier: MultiModalData | None = None
     ) -> list[MediaItem]:
         """Return one item per media part, in order. Equal sources have the same item.
 
         Args:
             media: The parts.
-            earlier: Media of the conversation that `media` leaves out, as a sidecar's `mm_hashes`.
+            earlier: Sidecar of the media of the conversation that `media` leaves out.
 
         Raises:
             MessageError: A part has no source; `where` is the part's path.
             MediaError: A part cannot be loaded or processed.
             ProcessorError: The model does not support this kind of medium.
         """
-        earlier = earlier or {}
-        self.policy.check("max_items", len(media) + sum(map(len, earlier.values())), where="messages")
-        num_images = len(earlier.get("image", ())) + sum(entry.part.modality == "image" for entry in media)
+        hashes = {} if earlier is None else earlier.mm_hashes
+        self.policy.check("max_items", len(media) + sum(map(len, hashes.values())), where="messages")
+        num_images = len(hashes.get("image", ())) + sum(entry.part.modality == "image" for entry in media)
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:
             key, source = entry.fingerprint, entry.part.source
-            if source is None or (self.processor.videos is None and entry.part.modality == "video"):
-                raise self._refusal(entry)
+            if source is None or not self.takes(entry.part.modality):
+                raise self.refusal(entry)
             if key is None:
                 # Within one call a source cannot change, so without a fingerprint the object itself is a key.
                 same = source if isinstance(source, str) else id(source)
-                key = ("object", same, timing_of(entry.part))
+                key = ("object", entry.part.modality, same, timing_of(entry.part))
             keys.append(key)
             distinct.setdefault(key, entry)
-        item_of = partial(self._item, num_images=num_images)
+        longest = self.longest_clip(media, earlier)
+        item_of = partial(self._item, num_images=num_images, longest=longest)
         items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
         return [items[key] for key in keys]
 
-    def _refusal(self, entry: RequestMedia) -> MMRenderError:
-        """Build the error for a part without a source, or for a video if the model takes images alone."""
+    def takes(self, modality: Modality) -> bool:
+        """Whether the model's processor takes media of a modality. Images are refused by the processor."""
+        parts = {"video": self.processor.videos, "audio": self.processor.audio}
+        return modality == "image" or parts[modality] is not None
+
+    def refusal(self, entry: RequestMedia) -> MMRenderError:
+        """Build the error for a part without a source, or of a modality that the model does not take."""
         modality = entry.part.modality
-        if modality == "video" and self.processor.videos is None:
+        if not self.takes(modality):
+            is_video = modality == "video"
             return ProcessorError(
-                f"videos are not supported for {self.processor.name}",
+                f"{'videos are' if is_video else 'audio is'} not supported for {self.processor.name}",
                 where=entry.path,
-                expected="images",
-                remedy="Pass the frames as images.",
+                expected="images" if is_video else "a feature extractor, and a placeholder of the template",
+                remedy="Pass the frames as images." if is_video else "Pass a transcript as text.",
             )
         return MessageError(
             f"the {modality} part has no source",
             where=entry.path,
             expected=_EXPECTED_SOURCES[modality],
             got="None",
-            remedy=f"Put it into the part, or pass it with the messages: {modality}s=[...]",
+            remedy=f"Put it into the part, or pass it with the messages: {MEDIA_ARGUMENTS[modality]}=[...]",
         )
 
-    def _item(self, entry: RequestMedia, num_images: int) -> MediaItem:
+    def longest_clip(self, media: Sequence[RequestMedia], earlier: MultiModalData | None) -> int | None:
+        """Return the number of samples of a prompt's longest clip, if the processor pads the others to it.
+
+        None for a single clip, and for a processor that treats each clip as if it were alone.
+
+        Raises:
+            MediaError: A clip cannot be loaded.
+        """
+        audio = self.processor.audio
+        known = [item.size[1] for item in (earlier.mm_items.get("audio", ()) if earlier else ())]
+        clips = [entry for entry in media if isinstance(entry.part, AudioPart)]
+        if audio is None or not clips or len(clips) + len(known) < 2 or audio.effect_of_others == "none":
+            return None
+        return max([*known, *map(self._clip_length, clips)])
+
+    def changes_earlier_clips(self, media: Sequence[RequestMedia], earlier: MultiModalData) -> bool:
+        """Whether the clips of `media` change the tensors of the clips before them. Raises as `resolve`."""
+        clips = earlier.mm_items.get("audio", ())
+        longest = self.longest_clip(media, earlier) if clips else None
+        if longest is None or self.processor.audio is None:
+            return False
+        is_longer = longest > max(item.size[1] for item in clips)
+        return is_longer or (len(clips) == 1 and self.processor.audio.effect_of_others == "any")
+
+    def _load_clip(self, entry: RequestMedia, audio: AudioProcessor) -> LoadedAudio:
+        part: Any = entry.part
+        source, rate = part.source, part.sampling_rate
+        return load_audio(source, audio.sampling_rate, self.policy, source_rate=rate, where=entry.path)
+
+    def _clip_length(self, entry: RequestMedia) -> int:
+        """Return the number of samples of a clip at the model's rate, which is remembered."""
+        audio = self.processor.audio
+        if audio is None:
+            return 0
+        key = None if entry.fingerprint is None else (entry.fingerprint, audio.sampling_rate, self.policy)
+        length = None if key is None else self.cache.clip_lengths.get(key)
+        if length is None:
+            length = len(self._load_clip(entry, audio).samples)
+            if key is not None:
+                self.cache.clip_lengths.put(key, length)
+        return length
+
+    def _item(self, entry: RequestMedia, num_images: int, longest: int | None) -> MediaItem:
         """Return the item of one part, from the cache or loaded, identified and processed."""
         part, processor, policy = entry.part, self.processor, self.policy
         videos = processor.videos if isinstance(part, VideoPart) else None
+        audio = processor.audio if isinstance(part, AudioPart) else None
+        other = videos or audio
         fingerprint = entry.fingerprint
         loaded: LoadedImage | None = None
 
         def prepare() -> Prepared:
+            if audio is not None:
+                return audio.prepare(self._load_clip(entry, audio), longest=longest)
             if isinstance(part, VideoPart) and videos is not None:
                 with open_video(part, policy, entry.path) as video:
                     return videos.prepare(video)
@@ -206,15 +264,16 @@ class MediaResolver:
             return processor.prepare(image, num_images=num_images)
 
         try:
-            if fingerprint is None and videos is None:
+            if fingerprint is None and other is None:
                 loaded = load_image(part.source, policy, where=entry.path)
                 # An image that was opened lazily has a fingerprint once it is decoded.
                 fingerprint = source_fingerprint(part.source)
             if fingerprint is None:
                 return self.cache.get_or_load(None, prepare)
             # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
-            counted = num_images if processor.depends_on_image_count and videos is None else None
-            digest = (processor if videos is None else videos).settings_digest
+            counted = num_images if processor.depends_on_image_count and other is None else None
+            counted = counted if audio is None else longest
+            digest = (processor if other is None else other).settings_digest
             return self.cache.get_or_load((fingerprint, counted, digest, policy), prepare)
         except MMRenderError as error:
             error.at(entry.path)
@@ -222,8 +281,12 @@ class MediaResolver:
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:
-    """Return `source_fingerprint` of a part's source, with the times of a video."""
+    """Return `source_fingerprint` of a part's source, with the times of a video or the rate of audio."""
     source: Any = part.source
+    if isinstance(part, AudioPart):
+        array = as_array(source)
+        fingerprint = source_fingerprint(source if array is None else array)
+        return None if fingerprint is None else ("audio", fingerprint, part.sampling_rate)
     if not isinstance(part, VideoPart):
         return source_fingerprint(source)
     if isinstance(source, tuple | list):
@@ -235,7 +298,9 @@ def part_fingerprint(part: MediaPart) -> Hashable | None:
 
 
 def timing_of(part: MediaPart) -> Hashable:
-    """Return the times of a video as a key; None for an image."""
+    """Return the times of a video or the rate of audio as a key; None for an image."""
+    if isinstance(part, AudioPart):
+        return part.sampling_rate
     if not isinstance(part, VideoPart):
         return None
     return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration

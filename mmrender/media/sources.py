@@ -24,6 +24,8 @@ from mmrender.media.policy import MediaPolicy
 
 FORMATS = ("PNG", "JPEG", "WebP", "AVIF", "GIF", "TIFF", "BMP")
 """Image formats that are decoded."""
+AUDIO_FORMATS = ("WAV audio", "FLAC audio", "Ogg audio", "MP3 audio")
+"""Audio formats that are decoded."""
 
 _KINDS = tuple(
     (name, re.compile(pattern, re.DOTALL))
@@ -37,8 +39,15 @@ _KINDS = tuple(
         ("TIFF", rb"II[*+]\x00|MM\x00[*+]"),
         ("BMP", rb"BM"),
         ("a HEIC image", rb"....ftyp(?:hei[cx]|hev[cx]|m[is]f1)"),
+        ("M4A audio", rb"....ftypM4[AB]"),
         ("an MP4 or QuickTime video", rb"....ftyp"),
         ("an AVI video", rb"RIFF....AVI"),
+        ("WAV audio", rb"RIFF....WAVE"),
+        ("FLAC audio", rb"fLaC"),
+        ("Ogg audio", rb"OggS"),
+        ("MP3 audio", rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]"),
+        ("AAC audio", rb"\xff[\xf0\xf1\xf8\xf9]"),
+        ("AIFF audio", rb"FORM....AIF[FC]"),
         ("a Matroska or WebM video", rb"\x1aE\xdf\xa3"),
         ("an MPEG video", rb"\x00\x00\x01"),
         ("a PDF document", rb"%PDF"),
@@ -113,7 +122,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def format_name(data: bytes) -> str:
-    """Return the format of data, one of `FORMATS` or a few words, by its first bytes."""
+    """Return the format of data, one of the formats above or a few words, by its first bytes."""
     start = data[:512]
     name = next((name for name, pattern in _KINDS if pattern.match(start)), None)
     return name or f"{len(data)} bytes that begin with {data[:8]!r}"
@@ -137,7 +146,7 @@ def read_source(source: Any, policy: MediaPolicy) -> bytes:
     kind = type(source)
     is_tensor = kind.__module__.partition(".")[0] == "torch"
     raise MediaDecodeError(
-        "this names no image",
+        "this names no file",
         expected="a PIL.Image, uint8 array, bytes, path, URL or binary stream",
         got=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}",
         remedy="Pass a uint8 array of shape (H, W, 3), such as tensor.permute(1, 2, 0).cpu().numpy()."
@@ -176,18 +185,19 @@ def _read_str(source: str, policy: MediaPolicy) -> bytes:
             got=f"{name}:",
             remedy="Read it yourself and pass the bytes.",
         )
-    # A path never begins like base64 of an image.
+    # A path never begins like base64 of a file, but for formats that begin with two letters or a slash.
     start = source[: 2 * _SNIFFED].replace("\n", "").replace("\r", "")[:_SNIFFED]
     try:
-        image_format = sniff(pybase64.b64decode(start[: len(start) // 4 * 4], validate=True))
+        data = pybase64.b64decode(start[: len(start) // 4 * 4], validate=True)
     except ValueError:
-        image_format = None
-    if image_format not in (None, "BMP"):  # a BMP begins with two letters, as many words do
+        data = b""
+    kind = format_name(data) if data else ""
+    if kind in (*FORMATS, *AUDIO_FORMATS) and kind != "BMP" and not source.startswith("//"):
         return _decode_base64(source, policy)
     if not source or len(source) > _MAX_PATH or "\0" in source:
         raise MediaDecodeError(
-            "this string names no image",
-            expected="a URL, a path, or base64 of an image",
+            "this string names no file",
+            expected="a URL, a path, or base64 of an image or audio",
             got=_printable(source),
         )
     return _read_named_file(Path(source), policy)

@@ -27,7 +27,7 @@ import mmcodecs
 from mmrender.errors import MediaError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import Item, ProcessedItem
-from mmrender.media.levels import Compact, Integers, Levels, PixelArithmetic
+from mmrender.media.levels import Compact, Integers, Levels, Padded, PixelArithmetic
 from mmrender.media.processors.patches import PatchItem
 from mmrender.sidecar import MediaItem, feature_count
 
@@ -164,6 +164,8 @@ def _check_patches(item: PatchItem, where: str) -> None:
 
 def _check_part(part: Compact, where: str) -> None:
     shape, values, kinds = part.shape, part.values, "u"
+    if isinstance(part, Padded) and part.axis >= values.ndim:
+        _refuse("an axis is missing", f"{where}.axis", f"below {values.ndim}", str(part.axis))
     if math.prod(shape) > _MAX_VALUES:
         _refuse("a shape is too large", f"{where}.shape", f"at most {_MAX_VALUES} values", str(list(shape)))
     if isinstance(part, Levels):
@@ -180,6 +182,9 @@ def _check_part(part: Compact, where: str) -> None:
             fits = np.broadcast_shapes(values.shape, shape) == shape
         except ValueError:
             fits = False
+    elif isinstance(part, Padded):
+        kinds, expected = "f", f"fewer than {part.length} rows along axis {part.axis}, and a finite fill"
+        fits = values.shape[part.axis] < part.length and math.isfinite(part.fill)
     else:
         kinds, expected, fits = "f", "floating-point values", True
     if not fits or values.dtype.kind not in kinds:

@@ -4,7 +4,10 @@ One generator serves both the `mmrender parity` command, from a seed, and Hypoth
 randomness, so that both test the same language.
 """
 
+import base64
+import io
 import random
+import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +81,7 @@ class ConversationMaker:
         accepts: Whether a conversation can be rendered.
         videos: Parts of videos to choose from. A conversation takes all of them with times, or without.
         equal_frames: Whether all videos of a conversation have the same number of frames.
+        clips: Parts of audio to choose from.
     """
 
     profile: TemplateProfile
@@ -90,6 +94,7 @@ class ConversationMaker:
     accepts: Callable[[Conversation], bool] | None = None
     videos: Sequence[dict[str, Any]] = ()
     equal_frames: bool = False
+    clips: Sequence[dict[str, Any]] = ()
     _timed: bool = field(default=False, repr=False)
     _call_ids: int = field(default=0, repr=False)
     _pictured: bool = field(default=True, repr=False)
@@ -220,8 +225,12 @@ class ConversationMaker:
         may_hold = self._pictured and bool(self.images) and role in self.profile.image_roles
         with_images = may_hold and source.random() < 0.3
         with_video = may_hold and bool(self.videos) and source.random() < 0.2
+        with_audio = (
+            self._pictured and bool(self.clips) and role in ("user", "tool") and source.random() < 0.4
+        )
         text_only = self.profile.form.content == "text" or role == "tool"
-        if not with_images and not with_video and (source.random() < 0.6 or text_only):
+        with_media = with_images or with_video or with_audio
+        if not with_media and (source.random() < 0.6 or text_only):
             return self._text(source)
         texts = [self._text(source) for _ in range(source.randint(0 if with_images and self.odd else 1, 2))]
         parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
@@ -233,6 +242,8 @@ class ConversationMaker:
             if not self._timed:
                 video = {key: video[key] for key in ("type", "video", "fps")}
             parts.insert(source.randint(0, len(parts)), video)
+        for _ in range(source.choice([1, 1, 2]) if with_audio else 0):
+            parts.insert(source.randint(0, len(parts)), dict(source.choice(list(self.clips))))
         return parts
 
     def _name(self, source: random.Random, name: str) -> str:
@@ -279,6 +290,26 @@ def sample_videos(source: random.Random, count: int, *, largest: int = 200) -> l
             "total_num_frames": total,
         })  # fmt: skip
     return videos
+
+
+def sample_clips(source: random.Random, count: int, *, longest: float = 70.0) -> list[dict[str, Any]]:
+    """Parts of audio: WAV files of many rates and durations, of one or two channels, and silence."""
+    durations = [0.05, 0.3, 1.0, 31.0, longest, *[source.uniform(0.05, 8.0) for _ in range(count)]][:count]
+    rates = (8_000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000)
+    clips = []
+    for number, seconds in enumerate(durations):
+        rate, channels = rates[number % len(rates)], 1 + number % 2
+        frames = max(1, round(seconds * rate))
+        noise = np.frombuffer(source.randbytes(2 * frames * channels), "<i2").reshape(frames, channels) // 4
+        tone = 8_000 * np.sin(np.arange(frames)[:, None] * (0.02 + 0.01 * number))
+        levels = np.zeros_like(noise) if number == 2 else (noise + tone).astype("<i2")
+        out = io.BytesIO()
+        with wave.open(out, "wb") as file:
+            file.setparams((channels, 2, rate, frames, "NONE", ""))
+            file.writeframes(levels.tobytes())
+        data = base64.b64encode(out.getvalue()).decode()
+        clips.append({"type": "audio", "audio": f"data:audio/wav;base64,{data}"})
+    return clips
 
 
 def load_pictures(folder: Path) -> list[Image.Image]:

@@ -18,13 +18,21 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from mmrender.errors import MMRenderError, ProcessorError
+from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
 from mmrender.media.pixels import ImageBackend
+from mmrender.media.processors.adapted_audio import TOO_SHORT, AudioOnlyProcessor
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.media.processors.reference import INSTALL_TORCHVISION
+from mmrender.messages import MODALITIES
 from mmrender.renderer import Renderer
 from mmrender.template.text import Author
-from mmrender.testing.conversations import Conversation, ConversationMaker, sample_images, sample_videos
+from mmrender.testing.conversations import (
+    Conversation,
+    ConversationMaker,
+    sample_clips,
+    sample_images,
+    sample_videos,
+)
 from mmrender.testing.difference import (
     Difference,
     first_difference,
@@ -91,6 +99,7 @@ def check_parity(
     samples = sample_videos(source, 8) if images and pair.takes_videos else []
     refusals = [pair.reference_refusal(video) for video in samples]
     videos = [video for video, why in zip(samples, refusals, strict=True) if why is None]
+    clips = sample_clips(source, 9) if pair.takes_audio else []
     documents = pair.renderers["default"].templates.find({}, has_tools=False).template.reads_documents
     maker = ConversationMaker(
         pair.profile,
@@ -101,6 +110,7 @@ def check_parity(
         accepts=pair.accepts,
         videos=videos,
         equal_frames=not pair.joins_videos,
+        clips=clips,
     )
     for case in range(cases):
         # Two of four hold texts alone, one under each rule: most of the time goes into pictures.
@@ -116,7 +126,9 @@ def check_parity(
         report.not_compared = report.not_compared or "both sides refuse every conversation"
     elif report.mismatch is None and images and not report.images:
         report.not_compared = "no conversation held an image"
-    report.without_videos = pair.without_videos
+    elif report.mismatch is None and clips and not report.clips:
+        report.not_compared = "no conversation held audio"
+    report.without_videos, report.without_audio = pair.without_videos, pair.without_audio
     if len(videos) < len(samples):
         why = next(why for why in refusals if why is not None)
         left_out = len(samples) - len(videos)
@@ -137,6 +149,8 @@ class ParityPair:
         takes_videos: Whether its videos are compared.
         without_videos: Why the videos that our side takes cannot be compared, or None.
         joins_videos: Whether the reference joins videos of unlike numbers of frames.
+        takes_audio: Whether its audio is compared.
+        without_audio: Why the audio that our side takes cannot be compared, or None.
     """
 
     def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
@@ -152,7 +166,7 @@ class ParityPair:
         self.renderers = dict(zip(RULES, (renderer, parsing), strict=True))
         self.profile = renderer.profile
         self._read_tokens(directory)
-        self.takes_images = media is not None
+        self.takes_images = media is not None and not isinstance(media.processor, AudioOnlyProcessor)
         self.without_images = self._why_without_images(renderer)
         # A processor, rather than the tokenizer alone, may decide how text is encoded.
         affixes = media.processor.affixes("none", images=False) if media is not None else None
@@ -162,6 +176,9 @@ class ParityPair:
         self.without_videos = None if videos is None else self._why_without_videos(renderer)
         self.takes_videos = videos is not None and self.without_videos is None
         self.joins_videos = isinstance(videos, PatchVideoProcessor)
+        audio = media.processor.audio if media is not None else None
+        self.without_audio = None if audio is None else self._why_without_audio(renderer)
+        self.takes_audio = audio is not None and self.without_audio is None
         placeholders = media.processor.placeholder_tokens if media is not None else frozenset[str]()
         self._words = {
             name: _Words(self.literals, placeholders, renderer.rules)
@@ -190,7 +207,7 @@ class ParityPair:
         self.literals = [*named, *(token.translate(_FULL_WIDTH) for token in named)]
 
     def _why_without_images(self, renderer: Renderer) -> str | None:
-        if renderer.media is None:
+        if renderer.media is None or isinstance(renderer.media.processor, AudioOnlyProcessor):
             return None
         try:
             renderer.media.require_processor("images")
@@ -214,6 +231,14 @@ class ParityPair:
         ours = _outcome(lambda: renderer.render([{"role": "user", "content": [video]}]))
         return str(ours) if isinstance(ours, ProcessorError) else None
 
+    def _why_without_audio(self, renderer: Renderer) -> str | None:
+        if not self.reference.takes_audio:
+            return "the reference's feature extractor cannot be built here"
+        clip = sample_clips(random.Random(0), 2)[1]
+        ours = _outcome(lambda: renderer.render([{"role": "user", "content": [clip]}]))
+        refused = isinstance(ours, ProcessorError | MissingDependencyError)
+        return str(ours) if refused else None
+
     def reference_refusal(self, video: dict[str, Any]) -> str | None:
         """Return why the reference refuses a video without times that our side renders, or None."""
         messages = [{"role": "user", "content": [{key: video[key] for key in ("type", "video", "fps")}]}]
@@ -229,7 +254,7 @@ class ParityPair:
         renderer = self.renderers["default"]
         parts = [part for message in messages for part in message["content"] or ()]
         # Without media, only the template can refuse.
-        has_media = any(isinstance(part, dict) and part["type"] in ("image", "video") for part in parts)
+        has_media = any(isinstance(part, dict) and part["type"] in MODALITIES for part in parts)
         ours = renderer.render if has_media else renderer.render_text
         theirs = self.reference.render if has_media else self.reference.text
         sides = (partial(ours, messages, **options), partial(theirs, self._in_form(messages), **options))
@@ -277,6 +302,9 @@ class ParityPair:
         text = expected if isinstance(expected, Exception) else expected.text
         if is_replaced:
             text = _outcome(lambda: self.reference.text(theirs, **options))
+        if isinstance(ours, MediaError) and ours.problem == TOO_SHORT:
+            report.refusals[ours.problem] += 1  # the reference drops the clip without a word
+            return None
         if isinstance(ours, Exception):
             refusal = expected if isinstance(expected, Exception) else text
             if not isinstance(ours, MMRenderError) or not isinstance(refusal, Exception):
@@ -297,6 +325,7 @@ class ParityPair:
         items = ours.multi_modal_data.mm_items
         report.images += len(items.get("image", ()))
         report.videos += len(items.get("video", ()))
+        report.clips += len(items.get("audio", ()))
         if not is_replaced:
             return first_difference(renderer, ours, expected, report.values)
         difference = text_difference(ours.text or "", text)

@@ -21,6 +21,7 @@ from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import (
     INSTALL_TORCHVISION,
     VideoSettings,
+    build_audio_reference,
     build_image_processor,
     build_reference_processor,
 )
@@ -94,8 +95,9 @@ class ReferenceRenderer:
     """Renders with Transformers, through the processor's own `apply_chat_template` or else the tokenizer's.
 
     Attributes:
-        processor_missing: Why the model's images cannot be processed here, or None.
+        processor_missing: Why the model's media cannot be processed here, or None.
         takes_videos: Whether the model's videos can be processed here.
+        takes_audio: Whether the model's audio can be processed here.
     """
 
     def __init__(self, directory: Path, backend: ImageBackend) -> None:
@@ -111,18 +113,21 @@ class ReferenceRenderer:
         files = ProcessorFiles.read(directory)
         self.processor: Any = None
         self.processor_missing: str | None = None
-        self.takes_videos = False
+        self.takes_videos = self.takes_audio = False
         templates = None
-        if files.image:
+        if files.image or files.audio:
             templates = ProcessorMixin.get_processor_dict(directory)[0].get("chat_template")
             try:
-                self.processor = build_reference_processor(files, backend)
+                self.processor = (
+                    build_reference_processor(files, backend) if files.image else build_audio_reference(files)
+                )
             except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
                 self.processor_missing = " ".join(str(error).split()) or type(error).__name__
             if self.processor is not None and not hasattr(self.processor, "tokenizer"):
                 self.processor_missing = f"{type(self.processor).__name__} has no tokenizer"
                 self.processor = None
             self._find_video_processor(directory)
+            self._find_audio_processor(files)
             if getattr(self.processor, "video_processor", self) is None:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = VideoSettings()
@@ -133,7 +138,8 @@ class ReferenceRenderer:
 
     def read_text_alone(self, why: str) -> None:
         """Leave the model's processor out, and set the reason as `processor_missing`."""
-        self.processor, self.processor_missing, self.takes_videos = None, why, False
+        self.processor, self.processor_missing = None, why
+        self.takes_videos = self.takes_audio = False
         # Some processors change the tokenizer that they are given.
         self.tokenizer = _load_tokenizer(self._directory)
 
@@ -146,6 +152,18 @@ class ReferenceRenderer:
             with suppress(ImportError, OSError, ValueError, TypeError, AttributeError, RecursionError):
                 self.processor.video_processor = AutoVideoProcessor.from_pretrained(directory)
                 self.takes_videos = isinstance(getattr(self.processor, "video_token", None), str)
+
+    def _find_audio_processor(self, files: ProcessorFiles) -> None:
+        """Set the processor's part for audio, if it has one that can be built."""
+        names = () if self.processor is None else type(self.processor).get_attributes()
+        name = next((name for name in ("audio_processor", "feature_extractor") if name in names), None)
+        if name is not None and files.audio:
+            from transformers import AutoFeatureExtractor
+
+            with suppress(ImportError, OSError, ValueError, TypeError, AttributeError):
+                if getattr(self.processor, name, None) is None:
+                    setattr(self.processor, name, AutoFeatureExtractor.from_pretrained(files.directory))
+                self.takes_audio = isinstance(getattr(self.processor, "audio_token", None), str)
 
     def _of_videos(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return options that tell the processor the times of a conversation's videos."""

@@ -56,6 +56,7 @@ class ParityReport:
             template, which differs from the order in the messages.
         images: Images compared.
         videos: Videos compared.
+        clips: Audio clips compared.
         tokens: Token ids compared.
         values: Number of equal values, by the name of their tensor.
         seconds: Duration, including the opening of both sides.
@@ -63,6 +64,7 @@ class ParityReport:
         not_compared: Why a capability of the model, such as images, was left out, or None.
         mismatch: The first difference, or None.
         without_videos: Why some or all videos that our side takes were left out, or None.
+        without_audio: Why the audio that our side takes was left out, or None.
     """
 
     model: str
@@ -75,6 +77,7 @@ class ParityReport:
     reordered: int = 0
     images: int = 0
     videos: int = 0
+    clips: int = 0
     tokens: int = 0
     values: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -82,6 +85,7 @@ class ParityReport:
     not_compared: str | None = None
     mismatch: Mismatch | None = None
     without_videos: str | None = None
+    without_audio: str | None = None
 
     @property
     def refused(self) -> int:
@@ -130,6 +134,8 @@ class ParityReport:
             lines.append(f"{self.reordered} with the reference's images in the order of the template")
         if self.without_videos:
             lines.append(f"without videos: {self.without_videos}")
+        if self.without_audio:
+            lines.append(f"without audio: {self.without_audio}")
         if self.invented:
             lines.append(
                 f"the reference adds {', '.join(self.invented)}, in no file of the model and no text"
@@ -146,7 +152,7 @@ def parity_table(reports: Sequence[ParityReport]) -> "Table":
     for name in ("model", "mode", "result"):
         table.add_column(name, overflow="fold", no_wrap=name == "mode")
     # The refused ones are in the notes, with their reasons.
-    columns = ("compared", "tokens", "images", "videos", "pixel_values")
+    columns = ("compared", "tokens", "images", "videos", "clips", "pixel_values")
     shown = [name for name in columns if any(getattr(report, name) for report in reports)]
     headings = {"compared": "cases", "pixel_values": "pixels"}
     for name in (*(headings.get(name, name) for name in shown), "s"):

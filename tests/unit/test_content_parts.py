@@ -9,13 +9,14 @@ from kit import error_of
 from mmrender.content.messages import normalize_messages
 from mmrender.content.parts import attach_media, normalize_content, normalize_part
 from mmrender.errors import MessageError
-from mmrender.messages import ImagePart, VideoPart
+from mmrender.messages import AudioPart, ImagePart, VideoPart
 
 URL = "https://host/cat.png"
 PICTURE = PIL.Image.new("RGB", (2, 2))
 ARRAY = np.zeros((2, 2, 3), dtype=np.uint8)
 PATH = pathlib.Path("cat.png")
 BYTES = b"\x89PNG"
+SAMPLES = np.zeros(8, np.float32)
 
 
 @pytest.mark.parametrize("source", [PICTURE, ARRAY, PATH], ids=type)
@@ -39,6 +40,40 @@ def test_videos():
     frames = [PICTURE, {"url": URL}, BYTES]
     assert normalize_part({"video": frames, "fps": 2}, "p") == VideoPart((PICTURE, URL, BYTES), 2.0)
     assert normalize_part({"video": "a.mp4", "fps": np.float32(0.5)}, "p") == VideoPart("a.mp4", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "audio", "audio": "a.wav"}, AudioPart("a.wav")),
+        ({"type": "audio", "url": URL}, AudioPart(URL)),
+        ({"type": "audio", "path": PATH}, AudioPart(PATH)),
+        ({"type": "audio_url", "audio_url": {"url": URL}}, AudioPart(URL)),
+        (
+            {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+            AudioPart("data:wav;base64,UklGRg=="),
+        ),
+        ({"audio": BYTES}, AudioPart(BYTES)),
+        ({"type": "audio"}, AudioPart(None)),
+    ],
+)
+def test_encoded_audio(part, expected):
+    assert normalize_part(part, "p") == expected
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "audio", "audio": SAMPLES, "sampling_rate": 8000.0},
+        {"type": "audio", "audio": (SAMPLES, np.int64(8000))},
+        {"type": "audio", "audio": {"array": SAMPLES, "sampling_rate": 8000, "path": "x.wav"}},
+    ],
+)
+def test_samples_with_their_rate(part):
+    result = normalize_part(part, "p")
+    assert result.source is SAMPLES
+    assert result.sampling_rate == 8000
+    assert type(result.sampling_rate) is int
 
 
 def test_pydantic_parts():
@@ -68,7 +103,7 @@ def test_buffers_are_not_shared_with_the_caller(make):
 
 
 ERRORS = {
-    "unknown type": {"type": "input_audio", "input_audio": {}},
+    "unknown type": {"type": "hologram", "hologram": {}},
     "a tool call": {"type": "tool_use", "name": "f"},
     "a document": {"type": "document", "source": {}},
     "no type": {"answer": 42},
@@ -94,6 +129,13 @@ ERRORS = {
     "unknown metadata": {"type": "video", "video_metadata": {"codec": "h264"}},
     "an empty video": {"type": "video", "video": []},
     "a frame": {"type": "video", "video": [URL, 1]},
+    "no audio": {"type": "input_audio", "input_audio": {}},
+    "a list of samples": {"type": "audio", "audio": [0.0, 0.5]},
+    "an empty audio": {"type": "audio", "audio": b""},
+    "a sampling rate": {"type": "audio", "audio": SAMPLES, "sampling_rate": 0.5},
+    "a rate beside an array": {"type": "audio", "audio": (SAMPLES, None, 1)},
+    "two audios": {"type": "audio", "audio": URL, "url": URL},
+    "a setting of audio": {"type": "audio", "audio": URL, "n_mels": 80},
 }
 
 
@@ -147,3 +189,15 @@ MISFITS = {
 @pytest.mark.parametrize("case", MISFITS)
 def test_media_besides_messages_that_do_not_fit(case, sentence):
     assert error_of(MessageError, attach_media, MESSAGES, **MISFITS[case]) == sentence
+
+
+def test_audio_is_attached_with_its_rate():
+    messages = normalize_messages([{"role": "user", "content": [{"type": "audio"}, {"type": "audio"}]}])
+    (message,) = attach_media(messages, audio=[(SAMPLES, 8000), "a.wav"])
+    first, second = message.content
+    assert (first.source is SAMPLES, first.sampling_rate) == (True, 8000)
+    assert second == AudioPart("a.wav")
+    assert error_of(MessageError, attach_media, messages, audio=["a.wav"]) == (
+        "messages[0].content[1]: fewer audio than audio parts without a source - expected 2 audio, got 1. "
+        'Each {"type": "audio"} part without a source takes one, in order'
+    )

@@ -20,7 +20,7 @@ from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
 from mmrender.messages import ImagePart, RequestMedia
-from mmrender.sidecar import MediaItem
+from mmrender.sidecar import MediaItem, MultiModalData
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Counting:
 
     settings_digest: bytes = b"settings"
     videos: None = None
+    audio: None = None
     depends_on_image_count: bool = False
     prepared: int = 0
     finished: int = 0
@@ -125,8 +126,8 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns():
     images = resolver(max_items=3)
     given = parts(*[png((index, 0, 0)) for index in range(3)])
     assert len(images.resolve(given)) == 3
-    with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 3, got 4"):
-        images.resolve(given[:1], earlier={"image": ["1"], "video": ["2", "3"]})
+    with pytest.raises(MediaLimitError, match="too many media - expected at most 3, got 4"):
+        images.resolve(given[:1], earlier=MultiModalData({"image": ["1"], "video": ["2", "3"]}))
 
 
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
@@ -135,7 +136,7 @@ def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
     alone = made.resolve(parts(png()))[0]
     together = made.resolve(parts(png(), png((5, 5, 5))))[0]
     assert alone.identity != together.identity
-    assert made.resolve(parts(png()), earlier={"image": ["1"]})[0] is together
+    assert made.resolve(parts(png()), earlier=MultiModalData({"image": ["1"]}))[0] is together
 
 
 def test_fingerprints_see_all_that_pixels_are_made_of():

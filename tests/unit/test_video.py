@@ -351,5 +351,5 @@ def test_videos_count_among_the_media_of_a_conversation(shared_models):
     renderer = Renderer.from_pretrained(
         shared_models / "qwen3_vl", image_backend="pil", media_policy=MediaPolicy(max_items=2)
     )
-    with pytest.raises(MediaLimitError, match="too many images and videos - expected at most 2, got 3"):
+    with pytest.raises(MediaLimitError, match="too many media - expected at most 2, got 3"):
         renderer.render([{"role": "user", "content": [frames, frames, frames]}])

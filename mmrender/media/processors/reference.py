@@ -77,9 +77,10 @@ def _processor_of_parts(cls: Any, parts: dict[str, Any], files: ProcessorFiles) 
     # The class check forbids an empty video part. Everything else is the model's own.
     lenient: Any = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
     names = cls.get_attributes()
-    if unknown := {*names} - {*parts, *_OTHER_PARTS}:
+    if unknown := {*names} - {*parts, "image_processor", *_OTHER_PARTS}:
+        part = "an image processor" if "image_processor" in parts else "a feature extractor"
         raise ProcessorError(
-            f"{cls.__name__} has parts beside an image processor and a tokenizer",
+            f"{cls.__name__} has parts beside {part} and a tokenizer",
             got=", ".join(sorted(unknown)),
         )
 
@@ -130,6 +131,30 @@ def build_video_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
             remedy="Pass the frames as images.",
         )
     return processor
+
+
+def build_audio_reference(files: ProcessorFiles, *, trust_remote_code: bool = False) -> Any:
+    """Return the model's processor with its tokenizer and its audio feature extractor alone.
+
+    Raises:
+        MissingDependencyError: A package that Transformers needs for this family is not installed.
+        ProcessorError: Transformers does not know the processor, or cannot build it from these files.
+    """
+    name = files.processor_class or "the audio processor"
+    try:
+        from transformers import AutoFeatureExtractor, AutoTokenizer
+    except ImportError as error:
+        raise MissingDependencyError.of_extra("transformers", "hf", name) from error
+    with _build_errors(name):
+        cls = _processor_class(name)
+        if cls is None:
+            raise ProcessorError(
+                "Transformers does not know the processor of this model", where="processor_class", got=name
+            )
+        extractor = AutoFeatureExtractor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+        parts = dict.fromkeys(("feature_extractor", "audio_processor"), extractor)
+        return _processor_of_parts(cls, {**parts, "tokenizer": tokenizer}, files)
 
 
 def build_image_processor(

@@ -28,6 +28,7 @@ from mmrender.media.processor import (
     VideoProcessor,
     digest_settings,
 )
+from mmrender.media.processors.adapted_audio import AdaptedAudioProcessor, AudioOnlyProcessor
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.media.processors.patches import PatchProcessor
 from mmrender.media.processors.reference import build_reference_processor
@@ -70,7 +71,7 @@ def load_processor(
             with the first image, and raises the errors below then.
 
     Returns:
-        The processor, or None for a directory without image settings: a text-only model.
+        The processor, or None for a directory without settings of images or audio: a text-only model.
 
     Raises:
         ProcessorError: The settings cannot be read, or no processor here equals the described one.
@@ -85,15 +86,18 @@ def load_processor(
             got=repr(image_backend),
         )
     files = ProcessorFiles.read(directory)
-    if not files.image:
+    if not files.image and not files.audio:
         return None
     try:
+        if not files.image:
+            alone = AudioOnlyProcessor(str(files.audio.get("feature_extractor_type")), image_backend)
+            return _with_audio(alone, files, template, trust_remote_code)
         if (native := _native(files, image_backend)) is not None:
             if token := native.placeholder.get("video"):
                 image_token = native.placeholder["image"]
                 videos = PatchVideoProcessor.from_files(files, image_token=image_token, video_token=token)
                 native.videos = videos or _adapted_videos(files, template, trust_remote_code)
-            return native
+            return _with_audio(native, files, template, trust_remote_code)
         deferred = DeferredProcessor(files, image_backend, template, trust_remote_code=trust_remote_code)
         if template is None:
             return deferred.load()
@@ -167,24 +171,15 @@ class DeferredProcessor(MediaProcessor):
 
     def _read_tokens(self) -> None:
         """Find the tokens of media in the settings and the template."""
-        files, template = self._files, self._template
-        tokens: set[Any] = set()
-        seen: set[str] = set()
+        tokens: set[str] = set()
         for modality in MODALITIES:
-            if template is None:
+            if self._template is None:
                 break
-            features = {template.tokenizer.token(index) for index in files.token_ids(modality)}
-            key = f"{modality}_token"
-            named = files.model.special_tokens.get(key), files.processor.get(key)
-            # A template may write tokens around the feature token, and render any part as an image.
-            text = _template_text(template, modality)
-            added = {match.token for match in template.tokenizer.find(text)} - seen
-            placeholders = added & features or added
-            if len(placeholders) == 1:
-                self.placeholder = {**self.placeholder, modality: next(iter(placeholders))}
-            tokens |= {*features, *placeholders, *named}
-            seen |= added
-        self.placeholder_tokens = frozenset(token for token in tokens if token and isinstance(token, str))
+            placeholder, names = _media_tokens(self._files, self._template, modality)
+            if placeholder is not None:
+                self.placeholder = {**self.placeholder, modality: placeholder}
+            tokens |= names
+        self.placeholder_tokens = frozenset(tokens)
 
     def renew_after_fork(self) -> None:
         """Replace the lock: a load in another thread does not end in the child."""
@@ -217,7 +212,7 @@ class DeferredProcessor(MediaProcessor):
         processor = TransformersProcessor(files, self.image_backend, self._watched, text)
         if "video" in processor.placeholder:
             processor.videos = _adapted_videos(files, self._template, self._trust_remote_code)
-        return processor
+        return _with_audio(processor, files, self._template, self._trust_remote_code)
 
     def affixes(self, bos: BosPlace, *, images: bool) -> Affixes | None:
         """Return the affixes of a prompt. For text the processor is loaded only if they are not known yet.
@@ -280,6 +275,41 @@ class DeferredProcessor(MediaProcessor):
 def _template_text(template: KnownTemplate | None, modality: Modality) -> str:
     """Return the text that the template writes for one item in a user's message."""
     return (template and template.probes.added_by(modality, "user")) or ""
+
+
+def _media_tokens(
+    files: ProcessorFiles, template: KnownTemplate, modality: Modality
+) -> tuple[str | None, frozenset[str]]:
+    """Return the placeholder that the template writes for a modality, if it is plain, and its tokens."""
+    # A template may render any part as it renders an image.
+    others = MODALITIES[: MODALITIES.index(modality)]
+    seen = {match.token for one in others for match in template.tokenizer.find(_template_text(template, one))}
+    features = {template.tokenizer.token(index) for index in files.token_ids(modality)}
+    key = f"{modality}_token"
+    named = {files.model.special_tokens.get(key), files.processor.get(key)}
+    # It may write tokens around the feature token.
+    added = {match.token for match in template.tokenizer.find(_template_text(template, modality))} - seen
+    placeholders = added & features or added & named or added
+    tokens: set[Any] = {*features, *placeholders, *named}
+    return (
+        next(iter(placeholders)) if len(placeholders) == 1 else None,
+        frozenset(token for token in tokens if token and isinstance(token, str)),
+    )
+
+
+def _with_audio(
+    processor: MediaProcessor, files: ProcessorFiles, template: KnownTemplate | None, trust_remote_code: bool
+) -> MediaProcessor:
+    """Return a processor that takes audio as well, if the model has a feature extractor and a placeholder."""
+    if not files.audio or template is None:
+        return processor
+    token, tokens = _media_tokens(files, template, "audio")
+    if token is not None:
+        text = _template_text(template, "audio")
+        processor.audio = AdaptedAudioProcessor(files, token, text, trust_remote_code=trust_remote_code)
+        processor.placeholder = {**processor.placeholder, "audio": token}
+        processor.placeholder_tokens |= tokens
+    return processor
 
 
 def _adapted_videos(

@@ -1,0 +1,287 @@
+"""Audio of any family, through the model's own Transformers processor (extra `hf`).
+
+The processor runs whole, as for images: the text that replaces the placeholder is the expansion, whatever
+rule counts its tokens, and each output that a prompt without audio lacks is a tensor of the clip. Features
+stay as floats, without the constant columns that pad a clip to 30 seconds. Samples would not do in their
+place: matrix products of another machine give features of other bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from mmrender.caching import cached_property
+from mmrender.errors import MediaError, ProcessorError
+from mmrender.media.audio import LoadedAudio
+from mmrender.media.item import ProcessedItem
+from mmrender.media.levels import padded
+from mmrender.media.load import LoadedImage
+from mmrender.media.pixels import ImageBackend, media_identity
+from mmrender.media.processor import (
+    Affixes,
+    AudioProcessor,
+    BosPlace,
+    EffectOfOthers,
+    Geometry,
+    MediaProcessor,
+    Prepared,
+    ProcessorFiles,
+)
+from mmrender.media.processors.adapter import (
+    Tensors,
+    class_path,
+    digest_processor,
+    marks_of,
+    parse_expansion,
+    split_at,
+)
+from mmrender.media.processors.reference import build_audio_reference
+from mmrender.media.processors.watched import Run, WatchedProcessor, as_numpy
+from mmrender.sidecar import feature_count
+
+TOO_SHORT = "the clip is so short that the model's processor writes no token for it"
+_PROBE_SECONDS = (0.31, 1.27)
+"""Durations of the clips of probes."""
+
+
+class AdaptedAudioProcessor(AudioProcessor):
+    """The model's own processor behind the interface of `AudioProcessor`. Loaded with the first clip.
+
+    Args:
+        files: The model's settings.
+        token: The placeholder that the chat template writes.
+        audio_text: Text that the chat template writes for a clip, placeholder included.
+        trust_remote_code: Run processor code of the directory.
+    """
+
+    def __init__(
+        self, files: ProcessorFiles, token: str, audio_text: str, *, trust_remote_code: bool = False
+    ) -> None:
+        self.name = str(files.audio.get("feature_extractor_type") or "the model's own feature extractor")
+        self._files = files
+        self._token = token
+        start, _, end = audio_text.partition(token)
+        self._around = start, end
+        build = partial(build_audio_reference, files, trust_remote_code=trust_remote_code)
+        self._watched = WatchedProcessor(build, files.bos_token)
+
+    @property
+    def affixes(self) -> Mapping[BosPlace, Affixes]:
+        """Text and tokens that the processor adds to prompts without media."""
+        return self._watched.learn_affixes()
+
+    @cached_property
+    def sampling_rate(self) -> int:  # type: ignore[override]
+        """Samples per second that the feature extractor takes.
+
+        Raises:
+            MissingDependencyError: A package that it needs is not installed, such as torchaudio.
+            ProcessorError: Transformers cannot build it, or it names no rate.
+        """
+        rate = getattr(self._extractor, "sampling_rate", None)
+        if not isinstance(rate, int):
+            raise ProcessorError(f"{self.name} names no sampling rate", got=repr(rate))
+        return rate
+
+    @cached_property
+    def settings_digest(self) -> bytes:  # type: ignore[override]
+        """Digest of the reference's release and of all its settings. Raises as `sampling_rate`."""
+        reference, extractor = self._watched.reference, self._extractor
+        path = class_path(extractor)
+        return digest_processor(
+            reference, extractor, "audio of transformers", self._files, feature_extractor=path
+        )
+
+    @cached_property
+    def effect_of_others(self) -> EffectOfOthers:  # type: ignore[override]
+        """Effect of other clips, found on two clips and proved on three. See `AudioProcessor`."""
+        short, long = (_probe(seconds, self.sampling_rate) for seconds in _PROBE_SECONDS)
+        try:
+            run = self._run([long, short, short])
+            _, pieces, _ = self._pieces(run.text, 3)
+            together = self._tensors(run)
+            alone = [self._processed(clip) for clip in (long, short)]
+            if _are_joined(pieces, together, [alone[0], alone[1], alone[1]]):
+                return "none"
+            padded_clips = [self._processed(clip, len(long)) for clip in (long, short)]
+        except (MediaError, ProcessorError):
+            return "refused"
+        if not _are_joined(pieces, together, [padded_clips[0], padded_clips[1], padded_clips[1]]):
+            return "refused"
+        return "longer" if _are_joined([alone[0][0]], alone[0][1], [padded_clips[0]]) else "any"
+
+    def prepare(self, loaded: LoadedAudio, *, longest: int | None = None) -> Prepared:
+        """Identify a clip by its samples, their rate and the settings. See `AudioProcessor`."""
+        effect = "none" if longest is None else self.effect_of_others
+        if effect == "none" or (effect == "longer" and longest == len(loaded.samples)):
+            longest = None
+        about = f"audio at {loaded.rate}" if longest is None else f"audio at {loaded.rate} of {longest}"
+        identity = media_identity(self.settings_digest, loaded.samples.view(np.uint8), about.encode())
+        return Prepared(identity, partial(self._finish, identity, loaded.samples, longest))
+
+    def _finish(self, identity: str, samples: npt.NDArray[np.float32], longest: int | None) -> ProcessedItem:
+        piece, tensors = self._processed(samples, longest)
+        expansion = parse_expansion(piece, self._feature_token)
+        if not feature_count(expansion):
+            raise MediaError(
+                TOO_SHORT,
+                expected="a token of features or more",
+                got=f"{len(samples) / self.sampling_rate:.3f} s",
+                remedy="Leave it out, or pad it with silence.",
+            )
+        return ProcessedItem(
+            identity=identity,
+            size=(1, len(samples)),
+            grid=(feature_count(expansion),),
+            expansion=expansion,
+            modality="audio",
+            parts={name: padded(values) for name, values in tensors.items()},
+        )
+
+    @property
+    def _extractor(self) -> object:
+        reference = self._watched.reference
+        return getattr(reference, "audio_processor", None) or reference.feature_extractor
+
+    @cached_property
+    def _text_outputs(self) -> frozenset[str]:
+        """Names of the outputs for a prompt without audio."""
+        return frozenset(self._watched.run("before after", return_tensors="pt").output)
+
+    @cached_property
+    def _feature_token(self) -> str:
+        """The token that holds features: one that the settings name, or else the placeholder.
+
+        Raises:
+            ProcessorError: The processor adds other text to a prompt with audio than to others, or writes a
+                clip without a token of features.
+        """
+        run = self._run([_probe(_PROBE_SECONDS[0], self.sampling_rate)])
+        opening, (piece,), ending = self._pieces(run.text)
+        expected = self._watched.learn_affixes()["none"]
+        affixes = self._watched.affixes_of(run, opening, ending)
+        if expected.refusal is None and affixes != expected:
+            raise ProcessorError(
+                "the model's processor adds another text to a prompt with audio than to others",
+                expected=repr(expected),
+                got=repr(affixes),
+            )
+        reference = self._watched.reference
+        ids = self._files.token_ids("audio")
+        named = [
+            *map(reference.tokenizer.convert_ids_to_tokens, ids),
+            getattr(reference, "audio_token", None),
+        ]
+        token = next(
+            (one for one in (*named, self._token) if isinstance(one, str) and one and one in piece), None
+        )
+        if token is None:
+            raise ProcessorError(
+                "no token of the expansion holds features of the audio",
+                expected="a token that config.json names",
+                got=repr(piece[:200]),
+            )
+        return token
+
+    def _processed(self, samples: npt.NDArray[np.float32], longest: int | None = None) -> tuple[str, Tensors]:
+        """Return the text that replaces the placeholder of a clip, and its tensors.
+
+        With `longest`, the number of samples of another clip, they are of the clip among others.
+        """
+        if longest is None:
+            run = self._run([samples])
+            return self._pieces(run.text)[1][0], self._tensors(run)
+        run = self._run([samples, np.zeros(longest, np.float32)])
+        pieces, tensors = self._pieces(run.text, 2)[1], self._tensors(run)
+        if any(values.ndim == 0 or len(values) != 2 for values in tensors.values()):
+            raise ProcessorError(
+                f"{self.name} returns tensors without a row for each clip",
+                expected="two rows for two clips",
+                got=str({name: list(values.shape) for name, values in tensors.items()}),
+            )
+        return pieces[0], {name: values[:1] for name, values in tensors.items()}
+
+    def _tensors(self, run: Run) -> Tensors:
+        names = run.output.keys() - self._text_outputs - run.of_text
+        return {name: as_numpy(run.output[name]) for name in run.output if name in names}
+
+    def _pieces(self, text: str, copies: int = 1) -> tuple[str, list[str], str]:
+        """Return the text before a prompt, the expansions within it, and the text after it."""
+        return split_at(text, marks_of(self._around, copies), "audio", "the marks of the probe")
+
+    def _run(self, clips: Sequence[npt.NDArray[np.float32]]) -> Run:
+        """Run the whole processor on a text with a placeholder for each clip."""
+        rate = self.sampling_rate
+        seconds = " and ".join(f"{len(clip) / rate:.3f}" for clip in clips)
+        return self._watched.run(
+            self._token.join(marks_of(self._around, len(clips))),
+            f"audio of {seconds} s",
+            audio=[np.array(clip) for clip in clips],  # some processors refuse or change read-only arrays
+            sampling_rate=rate,
+            return_tensors="pt",
+        )
+
+
+class AudioOnlyProcessor(MediaProcessor):
+    """The processor of a model that takes audio and no images.
+
+    Args:
+        name: The feature extractor, for display.
+        backend: Of images, which it does not take.
+    """
+
+    def __init__(self, name: str, backend: ImageBackend) -> None:
+        self.name = name
+        self.image_backend = backend
+        self.settings_digest = b""
+        self.placeholder = {}
+        self.placeholder_tokens = frozenset()
+
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        """Refuse an image. See `MediaProcessor`."""
+        raise self._refusal()
+
+    def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
+        """Refuse an image. See `MediaProcessor`."""
+        raise self._refusal()
+
+    def _refusal(self) -> ProcessorError:
+        return ProcessorError(
+            f"images are not supported for {self.name}", expected="text and audio", remedy="Remove the image"
+        )
+
+
+def _probe(seconds: float, rate: int) -> npt.NDArray[np.float32]:
+    """Return a clip in which no two neighbouring samples are equal."""
+    count = np.arange(round(seconds * rate), dtype=np.uint32)
+    return (((count * 2654435761) >> 16) / np.float32(1 << 17) - np.float32(0.25)).astype(np.float32)
+
+
+def _are_joined(pieces: Sequence[str], together: Tensors, clips: Sequence[tuple[str, Tensors]]) -> bool:
+    """Whether texts and tensors of several clips are those of each, joined on the first axis."""
+    if list(pieces) != [piece for piece, _ in clips]:
+        return False
+    if any(tensors.keys() != together.keys() for _, tensors in clips):
+        return False
+    return all(_is_joined([tensors[name] for _, tensors in clips], whole) for name, whole in together.items())
+
+
+def _is_joined(parts: Sequence[npt.NDArray[np.generic]], whole: npt.NDArray[np.generic]) -> bool:
+    """Whether a tensor is its parts along the first axis, each with zeros at its ends."""
+    if any(part.ndim != whole.ndim or part.dtype != whole.dtype for part in parts) or not whole.ndim:
+        return False
+    if sum(map(len, parts)) != len(whole):
+        return False
+    start = 0
+    for part in parts:
+        rest = whole[start : start + len(part)].copy()
+        start += len(part)
+        inside = tuple(map(slice, part.shape))
+        if rest[inside].shape != part.shape or not np.array_equal(rest[inside], part):
+            return False
+        rest[inside] = 0
+        if rest.any():
+            return False
+    return True

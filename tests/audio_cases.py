@@ -1,0 +1,163 @@
+"""Audio clips, and small directories of models that take audio, as their own classes write them. No weights."""
+
+import io
+import json
+import wave
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+RATE: Final = 16_000
+"""Samples per second that the models here take."""
+_CHATML: Final = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'audio' %}PLACEHOLDER{% elif part.type == 'image' %}<|image|>"
+    "{% elif part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def clip(seconds: float = 0.5, seed: int = 0, rate: int = RATE, channels: int = 1) -> npt.NDArray[np.float32]:
+    """Noise under a slow wave: `(samples,)`, or `(channels, samples)` for several channels."""
+    count = max(1, round(seconds * rate))
+    noise = np.random.default_rng(seed).uniform(-0.4, 0.4, (channels, count))
+    samples = (noise + 0.3 * np.sin(np.arange(count) / (200 + seed))).astype(np.float32)
+    return samples[0] if channels == 1 else samples
+
+
+def wav(samples: npt.NDArray[np.float32], rate: int = RATE) -> bytes:
+    """A WAV file of 16-bit samples."""
+    levels = np.rint(np.atleast_2d(samples).T * 32767).astype("<i2")
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(levels.shape[1])
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(levels.tobytes())
+    return out.getvalue()
+
+
+def heard(samples: Any, rate: int = RATE) -> dict[str, Any]:
+    """A part with samples."""
+    return {"type": "audio", "audio": samples, "sampling_rate": rate}
+
+
+def _directory(
+    folder: Path,
+    processor: str,
+    audio: Mapping[str, Any],
+    written: str,
+    tokens: Mapping[str, str],
+    config: Mapping[str, str],
+    **settings: Any,
+) -> Path:
+    folder.mkdir(parents=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict.fromkeys(("<|endoftext|>", "<|im_start|>", "<|im_end|>", *tokens.values()))
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "extra_special_tokens": dict(tokens),
+            **tokens,
+        },
+        "config.json": {key: tokenizer.token_to_id(token) for key, token in config.items()},
+        "processor_config.json": {"processor_class": processor, "feature_extractor": dict(audio), **settings},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(_CHATML.replace("PLACEHOLDER", written))
+    return folder
+
+
+_WHISPER: Final = {"feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": RATE}
+
+
+def qwen2_audio(folder: Path) -> Path:
+    """Clips are padded to a fixed length, and so do not depend on each other."""
+    tokens = {
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    }
+    audio = {**_WHISPER, "feature_size": 16, "chunk_length": 4}
+    written, config = "".join(tokens[f"audio_{one}"] for one in ("bos_token", "token", "eos_token")), tokens
+    return _directory(
+        folder,
+        "Qwen2AudioProcessor",
+        audio,
+        written,
+        tokens,
+        {"audio_token_index": config["audio_token"]},
+    )
+
+
+def qwen3_omni(folder: Path) -> Path:
+    """Clips are padded to the longest of the prompt, which changes the last frames of the others."""
+    tokens = {
+        "audio_token": "<|audio_pad|>",
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+        "image_token": "<|image|>",
+        "video_token": "<|video|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
+    audio = {**_WHISPER, "feature_size": 16}
+    written = "<|audio_start|><|audio_pad|><|audio_end|>"
+    return _directory(
+        folder,
+        "Qwen3OmniMoeProcessor",
+        audio,
+        written,
+        tokens,
+        {"audio_token_id": "<|audio_pad|>"},
+    )
+
+
+def gemma4(folder: Path) -> Path:
+    """Text around the features, and clips that do not depend on each other."""
+    tokens = {
+        "boi_token": "<|image>",
+        "image_token": "<|image|>",
+        "eoi_token": "<image|>",
+        "boa_token": "<|audio>",
+        "audio_token": "<|audio|>",
+        "eoa_token": "<audio|>",
+    }
+    audio = {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16}
+    return _directory(
+        folder,
+        "Gemma4Processor",
+        audio,
+        "<|audio|>",
+        tokens,
+        {"audio_token_id": "<|audio|>"},
+    )
+
+
+def audio_flamingo(folder: Path) -> Path:
+    """One clip in a prompt, cut into windows."""
+    audio = {**_WHISPER, "feature_size": 16, "chunk_length": 2}
+    return _directory(
+        folder,
+        "AudioFlamingo3Processor",
+        audio,
+        "<sound>",
+        {"sound_token": "<sound>"},
+        {"audio_token_id": "<sound>"},
+    )
+
+
+FAMILIES: Final = {each.__name__: each for each in (qwen2_audio, qwen3_omni, gemma4, audio_flamingo)}

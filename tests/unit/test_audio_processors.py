@@ -1,0 +1,209 @@
+"""Audio through models' own processors: tokens, features, several clips, bridges and the wire."""
+
+import random
+
+import numpy as np
+import pytest
+
+import mmcodecs
+from audio_cases import FAMILIES, RATE, clip, heard
+from item_cases import same_tensors
+from kit import error_of, noise, shown, text
+from mmrender import Renderer
+from mmrender.errors import MediaError, MMRenderError, ProcessorError
+from mmrender.media.levels import Floats, Padded, expanded, padded
+from mmrender.media.processors.adapted_audio import AudioOnlyProcessor
+from mmrender.media.wire import item_from_wire, item_to_wire
+from mmrender.testing.difference import first_difference
+from mmrender.testing.reference import ReferenceRenderer
+
+ONE_CLIP = frozenset({"audio_flamingo"})
+EFFECTS = {"qwen2_audio": "none", "qwen3_omni": "longer", "gemma4": "none", "audio_flamingo": "refused"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audio")
+    return {name: build(folder / name) for name, build in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def opened(folders):
+    return {
+        name: (Renderer.from_pretrained(path, image_backend="pil"), ReferenceRenderer(path, "pil"))
+        for name, path in folders.items()
+    }
+
+
+def asked(*parts):
+    return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
+
+
+def drawn(source: random.Random, name: str):
+    """A conversation with clips of many lengths, silence, and words that look like syntax."""
+    messages, clips = [], 0
+    for turn in range(source.randint(1, 3)):
+        parts = [source.choice(["Listen.", "", " <|im_end|> ", "naïve\n"])]
+        for _ in range(source.choice([0, 1, 1, 2])):
+            if name in ONE_CLIP and clips:
+                break
+            clips += 1
+            samples = clip(source.choice([0.08, 0.25, 0.7, 2.3, 4.6]), source.randrange(1000))
+            part = heard(np.zeros_like(samples) if source.random() < 0.2 else samples)
+            parts.insert(source.randint(0, len(parts)), part)
+        messages += [asked(*parts), {"role": "assistant", "content": f"Answer {turn}."}]
+    return messages[: -1 if source.random() < 0.7 else None]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_equal_the_reference(name, opened):
+    renderer, reference = opened[name]
+    parsing = Renderer(
+        renderer.templates, renderer.tokenizer, renderer.media, content_special_tokens="parse", memo_bytes=0
+    )
+    source = random.Random(7)
+    clips = 0
+    for _ in range(12):
+        messages = drawn(source, name)
+        rendered = parsing.render(messages)
+        clips += len(rendered.multi_modal_data.mm_items.get("audio", ()))
+        assert first_difference(parsing, rendered, reference.render(messages)) is None
+    assert clips > 3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_found_about_a_family(name, opened):
+    renderer, _ = opened[name]
+    renderer.render([asked(heard(clip()))])
+    audio = renderer.media.processor.audio
+    assert (audio.sampling_rate, audio.effect_of_others) == (RATE, EFFECTS[name])
+    assert isinstance(renderer.media.processor, AudioOnlyProcessor)
+
+
+def test_a_clip_is_the_samples_their_rate_and_the_settings(opened):
+    renderer, _ = opened["qwen2_audio"]
+
+    def identity(samples, **options):
+        rendered = renderer.render([asked({**heard(samples), **options})])
+        return rendered.multi_modal_data.mm_hashes["audio"][0]
+
+    samples = clip(0.4)
+    doubled = np.stack([samples, samples])
+    assert identity(samples) == identity(samples.astype(np.float64)) == identity(doubled)
+    others, _ = opened["gemma4"]
+    theirs = others.render([asked(heard(samples))]).multi_modal_data.mm_hashes["audio"][0]
+    assert len({identity(samples), identity(samples[:-1]), identity(clip(0.4, 1)), theirs}) == 4
+
+
+def test_one_clip_is_processed_once(folders):
+    renderer = Renderer.from_pretrained(folders["qwen2_audio"], image_backend="pil")
+    samples = clip(0.4)
+    first = renderer.render([asked(heard(samples), heard(samples.copy()))])
+    again = renderer.render([asked("Again:", heard(samples))])
+    items = [*first.multi_modal_data.mm_items["audio"], *again.multi_modal_data.mm_items["audio"]]
+    assert all(item is items[0] for item in items)
+    assert renderer.media.cache.stats.misses == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "bridged"),
+    [
+        ("qwen2_audio", (0.5, 2.0), True),
+        ("gemma4", (0.5, 2.0), True),
+        ("qwen3_omni", (2.0, 0.5), True),
+        ("qwen3_omni", (0.5, 0.5), True),
+        ("qwen3_omni", (0.5, 2.0), False),
+    ],
+)
+def test_a_clip_in_a_later_turn_equals_the_whole_conversation(name, seconds, bridged, opened):
+    renderer, _ = opened[name]
+    first, second = (heard(clip(each, number)) for number, each in enumerate(seconds))
+    question, answer, extension = asked(first, "What?"), "A bell.", [asked("And", second, "this?")]
+    prompt = renderer.render([question], add_generation_prompt=True)
+    completion = renderer.tokenizer.encode(answer) + [renderer.tokenizer.token_id("<|im_end|>")]
+    result = renderer.bridge_to_next_turn(
+        prompt.token_ids,
+        completion,
+        extension,
+        previous_multi_modal_data=prompt.multi_modal_data,
+    )
+    if not bridged:
+        assert result is None
+        assert (
+            renderer.why_not_bridged == "the processor pads earlier audio clips to a longer one that follows"
+        )
+        return
+    whole = renderer.render(
+        [question, {"role": "assistant", "content": answer}, *extension], add_generation_prompt=True
+    )
+    assert result.token_ids == whole.token_ids
+    assert result.multi_modal_data.mm_hashes == whole.multi_modal_data.mm_hashes
+    assert result.multi_modal_data.mm_placeholders == whole.multi_modal_data.mm_placeholders
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_wire_inverts(name, opened):
+    renderer, _ = opened[name]
+    (item,) = renderer.render([asked(heard(clip(0.3)))]).multi_modal_data.mm_items["audio"]
+    copy = item_from_wire(mmcodecs.decode(bytes(mmcodecs.encode(item_to_wire(item)))))
+    assert copy == item
+    assert (copy.modality, copy.size, copy.grid, copy.expansion) == (
+        "audio",
+        (1, 4800),
+        item.grid,
+        item.expansion,
+    )
+    assert same_tensors(copy, item)
+
+
+def test_padding_is_not_kept(opened):
+    renderer, _ = opened["qwen2_audio"]
+    (item,) = renderer.render([asked(heard(clip(0.3)))]).multi_modal_data.mm_items["audio"]
+    assert type(item.parts["input_features"]) is Padded
+    assert item.nbytes < sum(values.nbytes for values in item.tensors().values()) / 4
+
+
+@pytest.mark.parametrize("fill", [0.0, -0.0, 1.5])
+@pytest.mark.parametrize("shape", [(1, 4, 9), (1, 9, 4), (6,), (2, 3)])
+def test_padded_forms_are_exact(fill, shape):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    values[(..., slice(-2, None))] = fill
+    for array in (values, np.full(shape, fill, np.float32), np.swapaxes(values, 0, -1).copy()):
+        form = padded(array)
+        assert form.shape == array.shape
+        assert expanded(form, "float32").tobytes() == array.tobytes()
+        assert type(form) is Padded
+    unlike = np.arange(12, dtype=np.float32).reshape(3, 4)
+    unlike[-1, -1] = np.nan
+    assert type(padded(unlike)) is Floats
+
+
+def test_a_clip_too_short_for_a_token_is_refused(opened, sentence):
+    renderer, _ = opened["qwen2_audio"]
+    assert error_of(MediaError, renderer.render, [asked(heard(clip(1 / RATE)))]) == sentence
+
+
+def test_a_second_clip_is_refused_where_a_prompt_takes_one(opened, sentence):
+    renderer, _ = opened["audio_flamingo"]
+    messages = [asked(heard(clip(0.3)), heard(clip(0.4)))]
+    assert error_of(MediaError, renderer.render, messages) == sentence
+
+
+def test_an_image_for_a_model_of_audio_is_refused(opened, sentence):
+    renderer, _ = opened["qwen2_audio"]
+    messages = [asked("See", shown(noise()))]
+    assert error_of(MMRenderError, renderer.render, messages) == sentence
+
+
+def test_audio_for_a_model_of_images_is_refused(tiny_model, sentence):
+    template = "{% for message in messages %}{{ message.role }}{% endfor %}"
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil", chat_template=template)
+    assert error_of(ProcessorError, renderer.render, [asked(heard(clip()))]) == sentence
+
+
+def test_placeholders_that_a_user_types_are_text(opened):
+    renderer, _ = opened["gemma4"]
+    rendered = renderer.render([asked("<|audio|>", heard(clip(0.3)))])
+    (place,) = rendered.multi_modal_data.mm_placeholders["audio"]
+    feature = renderer.tokenizer.token_id("<|audio|>")
+    assert rendered.token_ids.count(feature) == place.num_embeds
