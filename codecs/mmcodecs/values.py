@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,12 +105,14 @@ class ValueWriter:
         limits: Bounds to stay within.
         table: The table of shared arrays of this connection, or None.
         frames: The payloads that the body names, in the order of their indices.
+        keys: The key of each payload that is a shared array, and an empty one of any other payload.
         uses: Effects of the message on the table.
     """
 
     limits: Limits
     table: SharedTable[bool] | None = None
     frames: list[AnyArray] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     uses: Uses[bool] = field(default_factory=dict)
     _num_values: int = 0
     # By identity, with the objects, so that no id can come to mean another object.
@@ -123,11 +125,6 @@ class ValueWriter:
             return pack(self._walk(value, 0))
         except CodecError as error:
             raise error.at("$") from error.__cause__
-
-    def keyed_frames(self) -> Iterator[tuple[bytes, int]]:
-        """Yield key and index of each frame that holds a shared array, as written without a table."""
-        for key, (_, _, rest) in self._keyed.items():
-            yield key, INDEX.unpack(rest)[0]
 
     def _walk(self, value: Any, depth: int) -> Any:
         """Return the msgpack form of a value: itself, or with extensions for types that msgpack lacks."""
@@ -218,22 +215,23 @@ class ValueWriter:
             if len(key) > self.limits.max_key_bytes:
                 raise limit_exceeded("max_key_bytes", self.limits.max_key_bytes, len(key))
             if self.table is None or nbytes > self.table.capacity_bytes:
-                storage, rest = FRAME, self._add(source.array)
+                storage, rest = FRAME, self._add(source.array, key)
             elif key in self.table.entries:
                 self.uses[key] = nbytes, None
                 storage, rest = REFER, key
             else:
                 self.uses[key] = nbytes, True
-                storage, rest = ENTER, self._add(source.array) + key
+                storage, rest = ENTER, self._add(source.array, key) + key
             self._keyed[key] = form, storage, rest
         known, storage, rest = self._keyed[key]
         if known != form:
             raise EncodeError("two arrays of different dtype or shape under one key", got=key.hex())
         return storage, rest
 
-    def _add(self, payload: AnyArray) -> bytes:
+    def _add(self, payload: AnyArray, key: bytes = b"") -> bytes:
         """Add a frame, and return its index in the form of a record."""
         self.frames.append(payload)
+        self.keys.append(key)
         return INDEX.pack(len(self.frames) - 1)
 
 

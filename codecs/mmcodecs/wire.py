@@ -116,10 +116,7 @@ def encode_keyed_frames(
     """
     writer = ValueWriter(limits)
     frames = Message(writer.write(value), writer.frames, limits).frames()
-    keys = [b""] * len(frames)
-    for key, index in writer.keyed_frames():
-        keys[1 + index] = key
-    return frames, keys
+    return frames, [b"", *writer.keys]
 
 
 def encode_parts(value: Any, *, limits: Limits = DEFAULT_LIMITS) -> list[bytes | bytearray | memoryview]:

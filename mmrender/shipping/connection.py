@@ -213,8 +213,9 @@ class Connection(asyncio.BufferedProtocol):
                     await self._changed.wait_until(lambda: self.lost is not None)
         self.close()
 
-    def close(self) -> None:
+    def close(self, reason: ShippingError | None = None) -> None:
         """Close the connection at once."""
+        self.lost = self.lost or reason
         if self._transport is not None:
             self._transport.abort()
 
@@ -248,8 +249,7 @@ class Connection(asyncio.BufferedProtocol):
             self._last_received = now
         if now - self._last_received > timing.silence:
             got = f"nothing for {timing.silence:g} s"
-            self.lost = ShippingConnectionError("the peer is silent", where=self.peer, got=got)
-            self.close()
+            self.close(ShippingConnectionError("the peer is silent", where=self.peer, got=got))
         elif now - self._last_sent > timing.heartbeat and not (self._is_mid_message or self._is_blocked):
             self.post(Ping())
         self._last_tick = now

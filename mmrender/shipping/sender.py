@@ -47,10 +47,6 @@ MAX_UNACKED: Final = 4096
 _MAX_FAILURES: Final = 1024
 
 
-class _LeftError(Exception):
-    """The sender goes to another receiver."""
-
-
 @dataclass(slots=True, eq=False)
 class Delivery:
     """One message in flight. `await` it for the receiver's acknowledgement.
@@ -368,8 +364,6 @@ class Sender(End):
                 await self._use_connection()
             except ShippingSecurityError:
                 raise
-            except _LeftError:
-                wait = self._timing.first_retry
             except ShippingError as error:
                 self._last_error = error
                 if self._ssl is not None and not self.connected:
@@ -416,11 +410,7 @@ class Sender(End):
             raise errors.exceptions[0] from None
 
     async def _leave_in_time(self, connection: Connection, address: Address) -> None:
-        """Look at the list of receivers, and leave the connection when this sender belongs elsewhere.
-
-        Raises:
-            _LeftError: It has left.
-        """
+        """Look at the list of receivers, and close the connection when this sender belongs elsewhere."""
         is_elsewhere = False
         while not is_elsewhere:
             await asyncio.sleep(self._timing.look)
@@ -434,7 +424,7 @@ class Sender(End):
                 await self._changed.wait_until(
                     lambda: all(each._carrier is not connection for each in self._unacked.values())
                 )
-        raise _LeftError
+        connection.close(ShippingConnectionError("the sender goes to another receiver", where=str(address)))
 
     async def _read(self, connection: Connection) -> None:
         """Take the receiver's answers."""

@@ -39,9 +39,10 @@ class FrameStore:
 
     def put(self, sender: str, key: bytes, frame: memoryview) -> None:
         """Keep a frame, which must not change any more."""
-        kept, senders = self._kept.pop(key, (frame, set[str]()))
-        self.num_bytes -= kept.nbytes + _SENDER_BYTES * len(senders) if senders else 0
-        if not np.array_equal(np.frombuffer(kept, "u1"), np.frombuffer(frame, "u1")):
+        kept, senders = self._kept.pop(key, (None, set[str]()))
+        if kept is not None:
+            self.num_bytes -= kept.nbytes + _SENDER_BYTES * len(senders)
+        if kept is None or not np.array_equal(np.frombuffer(kept, "u1"), np.frombuffer(frame, "u1")):
             kept, senders = frame, set()
         senders.add(sender)
         num_bytes = kept.nbytes + _SENDER_BYTES * len(senders)

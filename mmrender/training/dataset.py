@@ -33,7 +33,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 
 from mmrender.errors import BatchError, MMRenderError
-from mmrender.training.order import FORMAT, VERSION, Element, Pass, Place
+from mmrender.training.order import Element, Pass, Place, places_of
 from mmrender.training.packing import Descriptor
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.files import TrajectoryReader
@@ -138,45 +138,8 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
             BatchError: The state is of another order or of other files, or states of readers are missing.
             TrajectoryError: A file cannot be used.
         """
-        states = [*_states(state)]
-        try:
-            places = [Place.of(one) for one in states if one.get("version") == VERSION]
-        except TypeError:
-            places = []
-        if not places or len(places) < len(states):
-            raise BatchError(
-                "this is not a state of a dataset",
-                where="state",
-                expected=f"a dict with format {FORMAT!r}, version {VERSION}",
-                got=f"{len(states)} of another version or none",
-                remedy="Save and load with the same release of mmrender",
-            )
-        order = [self._seed, self._weights]
-        by_reader: dict[int, Place] = {}
-        passes = [places[0].epoch, places[0].readers, places[0].earlier]
+        places = places_of(state, self._seed, self._weights)
         for place in places:
-            if [place.seed, place.weights] != order:
-                raise BatchError(
-                    "the state belongs to another order",
-                    where="state",
-                    expected=f"shuffle {order[0]} and weights {order[1]}",
-                    got=f"{place.seed} and {place.weights}",
-                )
-            if [place.epoch, place.readers, place.earlier] != passes:
-                raise BatchError(
-                    "the states belong to several passes",
-                    where="state",
-                    expected=f"epoch {passes[0]} of {passes[1]} readers",
-                    got=f"epoch {place.epoch} of {place.readers} readers",
-                    remedy="Save the states of all ranks at one step",
-                )
-            if place != by_reader.setdefault(place.reader, place):
-                raise BatchError(
-                    "two states of one reader differ",
-                    where="state",
-                    got=f"reader {place.reader} of {place.readers}",
-                    remedy="Load the states of one checkpoint",
-                )
             self._check_files(place)
         self._loaded, self._epoch = places, places[0].epoch
         self._place = self._start()
@@ -511,26 +474,3 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
                 got=str(len(reader) if fewer else got),
                 remedy="Keep the file that was trained on, and only append to it",
             )
-
-
-def _states(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the states in mappings and lists of any depth, such as the states of loaders.
-
-    Raises:
-        BatchError: A loader's state is of batches before its last one.
-    """
-    if isinstance(value, Mapping):
-        if value.get("format") == FORMAT:
-            yield dict(value)
-            return
-        if value.get("_steps_since_snapshot"):
-            raise BatchError(
-                "the state of a loader is of earlier batches",
-                where="state",
-                got=f"a snapshot {value['_steps_since_snapshot']} batches before",
-                remedy="Make the StatefulDataLoader with snapshot_every_n_steps=1",
-            )
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for one in value:
-            yield from _states(one)

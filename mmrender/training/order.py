@@ -17,7 +17,7 @@ readers say which records are read. The new readers share the remaining records 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, NamedTuple, TypeAlias, overload
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from mmrender.errors import BatchError
 from mmrender.trajectory.index import RecordIds
 
 FORMAT: Final = "mmrender.reading"
@@ -121,6 +122,77 @@ class Place:
     def of(cls, state: dict[str, Any]) -> "Place":
         """Return the place of a state. Raises `TypeError` if fields are missing or unknown."""
         return cls(**{name: value for name, value in state.items() if name not in ("format", "version")})
+
+
+def places_of(state: Any, seed: int | None, weights: list[float]) -> list[Place]:
+    """Return the places of the states in mappings and lists of any depth, of this order and of one pass.
+
+    Raises:
+        BatchError: There are none, or they are of another release or order, or of several passes.
+    """
+    states = [*_states(state)]
+    try:
+        places = [Place.of(one) for one in states if one.get("version") == VERSION]
+    except TypeError:
+        places = []
+    if not places or len(places) < len(states):
+        raise BatchError(
+            "this is not a state of a dataset",
+            where="state",
+            expected=f"a dict with format {FORMAT!r}, version {VERSION}",
+            got=f"{len(states)} of another version or none",
+            remedy="Save and load with the same release of mmrender",
+        )
+    order = [seed, weights]
+    by_reader: dict[int, Place] = {}
+    passes = [places[0].epoch, places[0].readers, places[0].earlier]
+    for place in places:
+        if [place.seed, place.weights] != order:
+            raise BatchError(
+                "the state belongs to another order",
+                where="state",
+                expected=f"shuffle {order[0]} and weights {order[1]}",
+                got=f"{place.seed} and {place.weights}",
+            )
+        if [place.epoch, place.readers, place.earlier] != passes:
+            raise BatchError(
+                "the states belong to several passes",
+                where="state",
+                expected=f"epoch {passes[0]} of {passes[1]} readers",
+                got=f"epoch {place.epoch} of {place.readers} readers",
+                remedy="Save the states of all ranks at one step",
+            )
+        if place != by_reader.setdefault(place.reader, place):
+            raise BatchError(
+                "two states of one reader differ",
+                where="state",
+                got=f"reader {place.reader} of {place.readers}",
+                remedy="Load the states of one checkpoint",
+            )
+    return places
+
+
+def _states(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states in mappings and lists of any depth, such as the states of loaders.
+
+    Raises:
+        BatchError: A loader's state is of batches before its last one.
+    """
+    if isinstance(value, Mapping):
+        if value.get("format") == FORMAT:
+            yield dict(value)
+            return
+        if value.get("_steps_since_snapshot"):
+            raise BatchError(
+                "the state of a loader is of earlier batches",
+                where="state",
+                got=f"a snapshot {value['_steps_since_snapshot']} batches before",
+                remedy="Make the StatefulDataLoader with snapshot_every_n_steps=1",
+            )
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _states(one)
 
 
 class Pass:

@@ -285,7 +285,8 @@ class Trajectory(Drawn):
         Raises:
             TrajectoryError: Log probabilities are required and missing.
         """
-        self._settle()
+        if self._newest is not None:  # a rollout that is read has mostly ended
+            self._newest.prompt = []
         trained: dict[int, int] | None = {} if once else None
         samples = [
             branch.sample(trained=trained, require_logprobs=require_logprobs, trains=trains)
@@ -337,11 +338,6 @@ class Trajectory(Drawn):
         if self._newest is not None:
             self._newest.step._sequence = self._newest.step._sidecar = None
             self._newest = None
-
-    def _settle(self) -> None:
-        """Drop the list that makes the next call cheap, since a rollout that is read has mostly ended."""
-        if self._newest is not None:
-            self._newest.prompt = []
 
     def _add(self, step: Step) -> None:
         experts, known = step.own_experts, self._experts_form
@@ -473,7 +469,8 @@ def trajectories_to_wire(
     """
     records = []
     for each in trajectories:
-        each._settle()
+        if each._newest is not None:  # as in `samples`
+            each._newest.prompt = []
         records.append(Record(each.trajectory_id, each._steps, each.reward, each.error, each.extra))
     return write_records(records, media_sources=media_sources, share=share)
 
