@@ -264,7 +264,8 @@ class Pass:
 
     def _turns(self, file: str, count: int) -> Numbers:
         """Return the number whose remainder is the reader of each of a file's first records."""
-        turns = np.arange(count, dtype=np.int64) + _first_reader(file)
+        argument, path = _argument_and_path(file)
+        turns = np.arange(count, dtype=np.int64) + argument + (_digest(path) % (1 << 32) if path else 0)
         ids, senders = self._ids(file), self._senders(file)
         if senders:
             firsts = np.zeros(len(ids.names), np.int64)
@@ -328,12 +329,6 @@ def _argument_and_path(file: str) -> tuple[int, str]:
     """Return the parts of a file's name: the number of the argument that names it, and its path there."""
     argument, _, path = file.partition("/")
     return int(argument), path
-
-
-def _first_reader(file: str) -> int:
-    """Return the number of the reader of a file's first record, before the remainder is taken."""
-    argument, path = _argument_and_path(file)
-    return argument + (_digest(path) % (1 << 32) if path else 0)
 
 
 def _digest(text: str) -> int:
