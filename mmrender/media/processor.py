@@ -295,6 +295,20 @@ class ProcessorFiles:
                 return name
         return None
 
+    def has_own_code(self, *classes: str) -> bool:
+        """Whether the directory has Python code for one of these classes of Transformers."""
+        settings = (self.processor, self.image, self.model.tokenizer_config, self.model.config)
+        maps = [entry for each in settings if isinstance(entry := each.get("auto_map"), Mapping)]
+        return any(name in entry for entry in maps for name in classes)
+
+    def digest_code(self) -> str:
+        """Hash of the directory's Python code, whatever the directory's name."""
+        digest = blake3()
+        for file in sorted(self.directory.glob("*.py")):
+            content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest(length=16)
+
     @property
     def bos_token(self) -> str:
         """The BOS token, or an empty string."""

@@ -44,6 +44,11 @@ class Conversion(msgspec.Struct, frozen=True):
     template: str | None = None
     no_template: str = ""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether Transformers reads the vocabulary without another library."""
+        return self.library not in ("tiktoken", "mistral-common")
+
 
 @dataclass(frozen=True)
 class ModelDir:

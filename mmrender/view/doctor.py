@@ -90,10 +90,7 @@ def _tokenizer(renderer: Renderer, directory: Path | None) -> dict[str, Any]:
     conversion = tokenizer.conversion
     if conversion is not None:
         found["converted from"] = conversion.proof
-    # Transformers alone cannot read the vocabularies of these libraries.
-    if directory is not None and (
-        conversion is None or conversion.library not in ("tiktoken", "mistral-common")
-    ):
+    if directory is not None and (conversion is None or conversion.is_native):
         found["equals the Transformers tokenizer"] = _equals_transformers(renderer, directory)
     return found
 

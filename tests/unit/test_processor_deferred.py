@@ -216,7 +216,9 @@ def test_a_back_end_that_a_family_lacks_is_not_recommended(tmp_path, monkeypatch
     (directory / "processor_config.json").write_text(json.dumps(settings))
     assert error_of(ProcessorError, opened(directory).render, shown(PICTURE)) == sentence
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    with pytest.raises(MissingDependencyError, match=r"needs torchvision.* Install it\.$"):
+    with pytest.raises(
+        MissingDependencyError, match=r"needs torchvision.* Install it with: pip install torchvision$"
+    ):
         Renderer.from_pretrained(directory).render(shown(PICTURE))
 
 

@@ -20,6 +20,7 @@ from mmrender.renderer import Renderer
 from mmrender.template.text import plain
 from mmrender.testing.agents.recordings import records
 from mmrender.testing.conversations import ConversationMaker
+from mmrender.testing.parity import check_parity
 from mmrender.testing.tiny_model import ADDED_TOKENS, PRE_TOKENIZER, SPECIAL_TOKENS
 from other_formats import (
     SlowBytePairs,
@@ -186,6 +187,13 @@ def test_conversations_have_the_tokens_of_the_library(models, name, shared_agent
         count += 1
         assert renderer.render_ids(messages, **options) == model.encode(text)
     assert count > 200
+
+
+@pytest.mark.parametrize("name", ["pieces", "merges"])
+def test_conversations_with_images_equal_those_of_transformers(models, name):
+    report = check_parity(models(name).folder, image_backend="pil", cases=24)
+    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 24)
+    assert report.images > 10
 
 
 def test_pieces_that_no_file_declares_are_refused(tmp_path, sentence):

@@ -15,7 +15,8 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
-from kit import error_of
+from adapter_models import CLIP
+from kit import data_url, error_of, noise
 from mmrender.errors import TemplateMissingError, TemplateRefusedError
 from mmrender.model.convert import open_model
 from mmrender.renderer import Renderer
@@ -151,3 +152,24 @@ def test_stop_tokens_and_names_are_those_of_mistral_common(tmp_path):
         {"role": "user", "content": "and?"},
     ]
     assert bridged.token_ids == renderer.render_ids(whole)
+
+
+def test_images_have_the_tokens_of_mistral_common(tmp_path):
+    pytest.importorskip("cv2", reason="mistral-common counts the tokens of images by opencv")
+    folder = write_tekken(tmp_path, version="v3", multimodal={"image_patch_size": 16, "max_image_size": 128})
+    image = {**CLIP, "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 128}}
+    image |= {"patch_size": {"height": 16, "width": 16}, "resample": 3}
+    settings = {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 1}
+    (folder / "processor_config.json").write_text(json.dumps({**settings, "image_processor": image}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": 10}))
+    renderer = Renderer.from_pretrained(folder, image_backend="pil")
+    reference = MistralTokenizer.from_file(folder / "tekken.json", mode=ValidationMode.agnostic)
+    for seed, size in enumerate([(64, 64), (30, 300), (300, 30), (200, 100), (17, 19)]):
+        shown = [
+            {"type": "image_url", "image_url": {"url": data_url(noise(seed, *size))}}
+            for _ in range(1 + seed % 2)
+        ]
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": "What is it? [IMG]"}]}]
+        request = ChatCompletionRequest.from_openai(messages=messages)
+        assert renderer.render_ids(messages) == reference.encode_chat_completion(request).tokens, size

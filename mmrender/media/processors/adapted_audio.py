@@ -89,7 +89,7 @@ class AdaptedAudioProcessor(AudioProcessor):
     def settings_digest(self) -> bytes:  # type: ignore[override]
         """Digest of the reference's release and of all its settings. Raises as `sampling_rate`."""
         reference, extractor = self._watched.reference, self._extractor
-        path = class_path(extractor)
+        path = class_path(extractor, self._files)
         return digest_processor(
             reference, extractor, "audio of transformers", self._files, feature_extractor=path
         )

@@ -67,7 +67,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         """
         reference = self._watched.reference
         videos = reference.video_processor
-        path = class_path(videos)
+        path = class_path(videos, self._files)
         return digest_processor(
             reference, videos, "videos of transformers", self._files, video_processor=path
         )

@@ -99,9 +99,11 @@ def digest_processor(reference: Any, part: Any, kind: str, files: ProcessorFiles
     })  # fmt: skip
 
 
-def class_path(part: Any) -> str:
-    """Return the full name of a part's class."""
-    return f"{type(part).__module__}.{type(part).__name__}"
+def class_path(part: Any, files: ProcessorFiles) -> str:
+    """Return the name of a part's class with its module, or the hash of code of the directory."""
+    cls = type(part)
+    is_own = cls.__module__.startswith("transformers_modules.")
+    return f"{files.digest_code() if is_own else cls.__module__}.{cls.__name__}"
 
 
 class _Observation(NamedTuple):
@@ -176,7 +178,7 @@ class TransformersProcessor(MediaProcessor):
             "transformers",
             files,
             backend=backend,
-            image_processor=class_path(self._image_processor),
+            image_processor=class_path(self._image_processor, files),
             options=repr(sorted(self._image_options.items())),
         )
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
@@ -53,15 +54,16 @@ def build_reference_processor(
         ProcessorError: Transformers does not know the processor, or cannot build it from these files.
     """
     image_processor = build_image_processor(files, backend, trust_remote_code=trust_remote_code)
-    from transformers import AutoProcessor, AutoTokenizer
+    from transformers import AutoProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = files.processor_class or PROCESSOR_MAPPING_NAMES.get(str(files.model.config.get("model_type")))
+    # Code of the directory comes before a class of the same name, as in AutoProcessor.
+    is_own = trust_remote_code and files.has_own_code("AutoProcessor")
     with _build_errors(name or "the processor"):
-        cls = _processor_class(name) if isinstance(name, str) else None
+        cls = _processor_class(name) if isinstance(name, str) and not is_own else None
         if cls is not None:
-            tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
-            parts = {"image_processor": image_processor, "tokenizer": tokenizer}
+            parts = {"image_processor": image_processor, "tokenizer": _tokenizer(files, trust_remote_code)}
             return _processor_of_parts(cls, parts, files)
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
@@ -71,6 +73,18 @@ def build_reference_processor(
             )
         processor.image_processor = image_processor
         return processor
+
+
+def _tokenizer(files: ProcessorFiles, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    conversion = files.model.conversion
+    if conversion is None or conversion.is_native:
+        return AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
+    with TemporaryDirectory() as folder:
+        for file, text in conversion.files.items():
+            Path(folder, file).write_text(text, "utf-8")
+        return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def _processor_of_parts(cls: Any, parts: dict[str, Any], files: ProcessorFiles) -> Any:
@@ -142,7 +156,7 @@ def build_audio_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
     """
     name = files.processor_class or "the audio processor"
     try:
-        from transformers import AutoFeatureExtractor, AutoTokenizer
+        from transformers import AutoFeatureExtractor
     except ImportError as error:
         raise MissingDependencyError.of_extra("transformers", "hf", name) from error
     with _build_errors(name):
@@ -152,8 +166,8 @@ def build_audio_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
                 "Transformers does not know the processor of this model", where="processor_class", got=name
             )
         extractor = AutoFeatureExtractor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         parts = dict.fromkeys(("feature_extractor", "audio_processor"), extractor)
+        tokenizer = _tokenizer(files, trust_remote_code)
         return _processor_of_parts(cls, {**parts, "tokenizer": tokenizer}, files)
 
 
@@ -303,5 +317,10 @@ def named_errors(failed: Callable[[str], MMRenderError]) -> Iterator[None]:
 
 
 def _build_errors(name: str) -> AbstractContextManager[None]:
-    problem = f"{name} cannot be built from this directory"
-    return named_errors(lambda cause: ProcessorError(problem, got=cause))
+    def failed(cause: str) -> ProcessorError:
+        if "`trust_remote_code=True`" in cause:
+            problem = f"{name} is code of the model directory"
+            return ProcessorError(problem, remedy="Pass trust_remote_code=True to run it.")
+        return ProcessorError(f"{name} cannot be built from this directory", got=cause)
+
+    return named_errors(failed)

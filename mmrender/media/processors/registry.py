@@ -66,7 +66,7 @@ def load_processor(
         directory: Holds `preprocessor_config.json` or `processor_config.json`.
         image_backend: `"torch"` equals the reference's torchvision back end, which inference servers run.
             `"pil"` equals its PIL back end and needs neither torch nor, for native families, Transformers.
-        trust_remote_code: Run processor code of the directory.
+        trust_remote_code: Run processor code of the directory, also in place of a native family.
         template: The model's chat template. With it, the processor of a family that is not native is loaded
             with the first image, and raises the errors below then.
 
@@ -88,11 +88,13 @@ def load_processor(
     files = ProcessorFiles.read(directory)
     if not files.image and not files.audio:
         return None
+    is_own = trust_remote_code and files.has_own_code("AutoProcessor", "AutoImageProcessor")
     try:
         if not files.image:
             alone = AudioOnlyProcessor(str(files.audio.get("feature_extractor_type")), image_backend)
             return _with_audio(alone, files, template, trust_remote_code)
-        if (native := _native(files, image_backend)) is not None:
+        native = None if is_own else _native(files, image_backend)
+        if native is not None:
             if token := native.placeholder.get("video"):
                 image_token = native.placeholder["image"]
                 videos = PatchVideoProcessor.from_files(files, image_token=image_token, video_token=token)
@@ -227,7 +229,10 @@ class DeferredProcessor(MediaProcessor):
             return {}
         files = self._files
         settings = (files.processor_class, files.image, files.processor, files.model.tokenizer_config)
-        about = digest_settings({"settings": settings, "transformers": release_of("transformers")}).hex()
+        release = release_of("transformers")
+        if self._trust_remote_code and files.has_own_code("AutoProcessor", "AutoTokenizer"):
+            release += files.digest_code()
+        about = digest_settings({"settings": settings, "transformers": release}).hex()
         key = ("affixes", about, digest_of_code(("media/processors/*.py",)))
         try:
             return self._template.findings.get_or_find(key, dict[BosPlace, Affixes], self._learn_text_affixes)
