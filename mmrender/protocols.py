@@ -23,6 +23,7 @@ class RenderOptions(TypedDict, total=False):
     documents: Sequence[Mapping[str, Any]] | None
     images: Sequence[Any] | None
     videos: Sequence[Any] | None
+    audio: Sequence[Any] | None
     add_generation_prompt: bool
     continue_final_message: bool | str
     chat_template_kwargs: Mapping[str, Any] | None
@@ -37,6 +38,7 @@ class BridgeOptions(TypedDict, total=False):
     history: History
     images: Sequence[Any] | None
     videos: Sequence[Any] | None
+    audio: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -22,7 +22,7 @@ from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor
 from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
-from mmrender.messages import ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
+from mmrender.messages import AudioPart, ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
 from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.processes import BoundedProcesses
@@ -352,6 +352,7 @@ class Renderer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        audio: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -365,6 +366,7 @@ class Renderer:
             documents: Documents for templates that take them.
             images: Sources for the image parts without a source, in order.
             videos: The same for video parts.
+            audio: The same for audio parts. An array comes with its rate, as `(array, rate)`.
             add_generation_prompt: Whether to open the assistant's turn.
             continue_final_message: Leave the last message open for the model to continue. A field name such
                 as `"reasoning_content"` continues that field. The prefix does not count as sampled.
@@ -386,6 +388,7 @@ class Renderer:
             documents=documents,
             images=images,
             videos=videos,
+            audio=audio,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=self._variables("render", chat_template_kwargs, template_arguments),
@@ -412,6 +415,7 @@ class Renderer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        audio: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool | str = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -427,6 +431,7 @@ class Renderer:
             documents=documents,
             images=images,
             videos=videos,
+            audio=audio,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=self._variables("render", chat_template_kwargs, template_arguments),
@@ -434,9 +439,14 @@ class Renderer:
         return self._rendering(request).text(request)
 
     def encode_text(
-        self, text: str, *, images: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
+        self,
+        text: str,
+        *,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        audio: Sequence[Any] | None = None,
     ) -> RenderedTokens:
-        """Encode a rendered text, each placeholder widened to the next image or video.
+        """Encode a rendered text, each placeholder widened to the next image, video or audio clip.
 
         The text has no provenance, so every special token in it counts as syntax. Use `render` to keep the
         text of users literal.
@@ -445,14 +455,16 @@ class Renderer:
             text: The text.
             images: One source for each image placeholder, in order.
             videos: The same for videos.
+            audio: The same for audio. An array comes with its rate, as `(array, rate)`.
 
         Raises:
             MediaError: An image cannot be loaded or processed.
             PlaceholderError: There are more placeholders than sources, or fewer.
         """
         parts: list[Part] = [*map(ImagePart, images or ()), *map(VideoPart, videos or ())]
+        parts += [AudioPart(None)] * len(audio or ())
         message = Message(role="user", content=tuple(parts))
-        request = read_request([message], where="text", fingerprint=part_fingerprint)
+        request = read_request([message], audio=audio, where="text", fingerprint=part_fingerprint)
         layout = self._writer.lay_out(TracedStr(text))
         encoded, sidecar = self._rendering(request).encode(layout, request)
         return RenderedTokens(
@@ -495,6 +507,7 @@ class Renderer:
         history: History = "sampled",
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
+        audio: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_arguments: Any,
     ) -> RenderedTokens | None:
@@ -515,6 +528,7 @@ class Renderer:
                 would now write them differently.
             images: Sources for the image parts without a source.
             videos: The same for video parts.
+            audio: The same for audio parts. An array comes with its rate, as `(array, rate)`.
             chat_template_kwargs: Template variables of the previous rendering.
             **template_arguments: The same as keywords.
 
@@ -540,6 +554,7 @@ class Renderer:
                 tools=tools,
                 images=images,
                 videos=videos,
+                audio=audio,
                 variables=variables,
                 fingerprint=part_fingerprint,
                 where="new_messages",

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kit import text
+
 RATE: Final = 16_000
 """Samples per second that the models here take."""
 _CHATML: Final = (
@@ -45,6 +47,11 @@ def wav(samples: npt.NDArray[np.float32], rate: int = RATE) -> bytes:
 def heard(samples: Any, rate: int = RATE) -> dict[str, Any]:
     """A part with samples."""
     return {"type": "audio", "audio": samples, "sampling_rate": rate}
+
+
+def asked(*parts: Any) -> dict[str, Any]:
+    """A user's message of parts. A string is a part of text."""
+    return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
 
 
 def _directory(

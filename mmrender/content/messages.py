@@ -73,6 +73,7 @@ def read_request(
     documents: Sequence[Any] | None = None,
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
+    audio: Sequence[Any] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool | str = False,
     variables: Mapping[str, Any] | None = None,
@@ -97,8 +98,8 @@ def read_request(
             expected="add_generation_prompt=False",
         )
     conversation = () if allow_empty and not len(messages) else normalize_messages(messages, where=where)
-    if images is not None or videos is not None:
-        conversation = attach_media(conversation, images, videos, where=where)
+    if images is not None or videos is not None or audio is not None:
+        conversation = attach_media(conversation, images, videos, audio, where=where)
     media: tuple[RequestMedia, ...] = ()
     if fingerprint is not None:
         media = tuple([

@@ -65,8 +65,8 @@ def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = N
 
     Args:
         model_or_config: A Transformers model, or a configuration as `ModelFamily.from_config` takes it.
-        images: Four items of the model's own processor or more, the last two of one size. Needed if the
-            family's image processor cannot be built from its name alone.
+        images: Four items of the model's own processor or more, images or audio, the last two of one size.
+            Needed if the family's image processor cannot be built from its name alone.
 
     Returns:
         The family, with the layouts that failed and the module at fault in `refused`, and in

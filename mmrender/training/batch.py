@@ -68,7 +68,7 @@ class TrainingBatch(OutOfBand):
         input_ids: int64 `(rows, width)`.
         attention_mask: bool `(rows, width)`; False at padding.
         loss_mask: bool `(rows, width)`: tokens to train on, as targets of the token before them.
-        token_types: int64 `(rows, width)`: 0 text, 1 image, 2 video, from placeholder ranges.
+        token_types: int64 `(rows, width)`: 0 text, 1 image, 2 video, 3 audio, from placeholder ranges.
         positions: int64 `(axes, rows, width)`: time, height and width for models with M-RoPE, else one axis.
         fields: Images and videos by keyword of the model.
         logprobs: float32 `(rows, width)`: the sampler's, 0.0 at tokens that were not sampled, or None.

@@ -24,7 +24,7 @@ from mmrender.trajectory.truncate import truncate
 if TYPE_CHECKING:
     from mmrender.protocols import RendererProtocol
 
-_PASSED: Final = ("tools", "images", "videos", "extra")
+_PASSED: Final = ("tools", "images", "videos", "audio", "extra")
 _COLUMNS: Final = ("messages", "prompt", "completion", *_PASSED, "chat_template_kwargs")
 
 
@@ -34,9 +34,9 @@ class Collator:
 
     An example is a `TrainingSample`, a list of messages, or a mapping as in TRL's data sets, with `messages`,
     or with `prompt` and `completion`, both lists of messages, of which the second is trained on. Columns
-    `tools`, `images`, `videos`, `chat_template_kwargs` and `extra`, which travels into the batch, are read,
-    too, and may be None. It can be pickled if its renderer was made by `Renderer.from_pretrained`, so workers
-    of a `DataLoader` may call it.
+    `tools`, `images`, `videos`, `audio`, `chat_template_kwargs` and `extra`, which travels into the batch,
+    are read, too, and may be None. It can be pickled if its renderer was made by `Renderer.from_pretrained`,
+    so workers of a `DataLoader` may call it.
 
     Attributes:
         family: The model's inputs.

@@ -51,7 +51,12 @@ class FieldRule:
 _PER_ROW: Final = FieldRule("rows")
 _PER_ROW_PADDED: Final = FieldRule("rows", padded=True)
 _TILES: Final = {"pixel_values": FieldRule(padded=True)}
+_CLIPS: Final = dict.fromkeys(
+    ("input_features", "input_features_mask", "feature_attention_mask"), FieldRule(padded=True)
+)
+"""Features of audio whose extractors pad to the longest clip of a prompt."""
 _RULES: Final[Mapping[str, Mapping[str, FieldRule]]] = {
+    **dict.fromkeys(("gemma3n", "gemma4", "qwen3_omni_moe_thinker", "granite_speech"), _CLIPS),
     "idefics2": {"pixel_values": _PER_ROW_PADDED, "pixel_attention_mask": _PER_ROW_PADDED},
     "idefics3": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},
     "smolvlm": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},

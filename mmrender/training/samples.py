@@ -83,6 +83,7 @@ def build_training_sample(
     final_stop: bool = True,
     images: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
+    audio: Sequence[Any] | None = None,
     sample_id: str = "",
     extra: Mapping[str, Any] | None = None,
     **template_arguments: Any,
@@ -108,6 +109,7 @@ def build_training_sample(
             else teaches the model to stop. It is the only token that a plain rendering does not have.
         images: Sources for the image parts without one.
         videos: As `images`.
+        audio: As `images`. An array comes with its rate, as `(array, rate)`.
         sample_id: Names the sample in errors and batches.
         extra: Data of the caller's, such as a group id, which travels into the batch.
         **template_arguments: Further template variables, and `documents` of `Renderer.render`.
@@ -126,7 +128,7 @@ def build_training_sample(
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in template_arguments:
             raise InputError("a training sample is a whole conversation, not a prompt", where=name)
-    conversation = attach_media(normalize_messages(messages), images, videos)
+    conversation = attach_media(normalize_messages(messages), images, videos, audio)
     chosen = _to_train_on(train_on, conversation) & _selected(select, conversation)
     weight_of = _weights(weights, conversation)
     builder = _Builder(renderer, tools, template_arguments)

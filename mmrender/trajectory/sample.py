@@ -118,7 +118,7 @@ class TrainingSample:
 
     @cached_property
     def mm_token_type_ids(self) -> npt.NDArray[np.integer]:
-        """0 for text, 1 for an image's features, 2 for a video's: int64 of shape `(n,)`.
+        """0 for text, 1 for an image's features, 2 for a video's, 3 for audio's: int64 of shape `(n,)`.
 
         Raises:
             PlaceholderError: As `media_spans`.

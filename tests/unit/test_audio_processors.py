@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mmcodecs
-from audio_cases import FAMILIES, RATE, clip, heard
+from audio_cases import FAMILIES, RATE, asked, clip, heard
 from item_cases import same_tensors
-from kit import error_of, noise, shown, text
+from kit import error_of, noise, shown
 from mmrender import Renderer
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.levels import Floats, Padded, expanded, padded
@@ -33,10 +33,6 @@ def opened(folders):
         name: (Renderer.from_pretrained(path, image_backend="pil"), ReferenceRenderer(path, "pil"))
         for name, path in folders.items()
     }
-
-
-def asked(*parts):
-    return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
 
 
 def drawn(source: random.Random, name: str):
@@ -154,6 +150,19 @@ def test_the_wire_inverts(name, opened):
         item.expansion,
     )
     assert same_tensors(copy, item)
+
+
+def test_clips_that_the_call_supplies(opened):
+    renderer, _ = opened["qwen2_audio"]
+    first, second = clip(0.3), clip(0.5, 1)
+    inside = renderer.render([asked(heard(first), "and", heard(second))])
+    empty = [asked({"type": "audio"}, "and", {"type": "audio"})]
+    audio = [(first, RATE), {"array": second, "sampling_rate": RATE}]
+    beside = renderer.render(empty, audio=audio)
+    assert beside == inside
+    assert renderer.render_text(empty, audio=audio) == inside.text
+    again = renderer.encode_text(inside.text, audio=audio)
+    assert (again.token_ids, again.multi_modal_data) == (inside.token_ids, inside.multi_modal_data)
 
 
 def test_padding_is_not_kept(opened):
