@@ -117,7 +117,7 @@ $(FAMILIES)/.built: tools/families.py tools/families.toml $(PARITY_STAMP)
 	$(PARITY_VENV)/bin/python tools/families.py $(FAMILIES)/wheels $(FAMILIES)/models
 	@touch $@
 
-families: $(FAMILIES)/.built ## build directories of twenty-nine families, without weights, in .families/models
+families: $(FAMILIES)/.built ## build directories of families, without weights, in .families/models
 
 processors: $(FAMILIES)/.built ## compare every model type with images of Transformers, and write the table of docs/families.md
 	$(PARITY_VENV)/bin/python tools/processors_page.py $(FAMILIES)/wheels $(FAMILIES)/processors

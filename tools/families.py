@@ -17,6 +17,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from tokenizers import (
 from mmrender.testing.reference import import_torchvision
 
 TABLE = Path(__file__).with_name("families.toml")
+AUDIO_TABLE = Path(__file__).with_name("audio_families.toml")
 _RANKS = 6_000
 """Tokens of a published byte-level vocabulary that a stand-in keeps: the first, and so the most frequent."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -302,11 +304,13 @@ def build(name: str, family: dict[str, Any], packages: Packages, output: Path) -
         (folder / path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def read_table() -> dict[str, dict[str, Any]]:
-    """Rows of the table by family, with what they take from another."""
+def read_table(*, audio: bool = False) -> dict[str, dict[str, Any]]:
+    """Rows by family, with what they take from another: of models of audio, or of all other models."""
     rows = tomllib.loads(TABLE.read_text("utf-8"))
+    chosen = tomllib.loads(AUDIO_TABLE.read_text("utf-8")) if audio else rows
+    rows = rows | chosen
     table = {}
-    for name, row in rows.items():
+    for name, row in chosen.items():
         shared = rows[row["like"]] if "like" in row else {}
         table[name] = {key: value for key, value in shared.items() if key not in row.get("without", [])} | row
     return table
@@ -319,9 +323,13 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    table = read_table()
+    table = read_table() | read_table(audio=True)
     packages = Packages(options.packages)
     for name in options.names or table:
+        needed = table[name].get("needs")
+        if needed is not None and find_spec(needed) is None:
+            print(f"{name}: left out, since {needed} is not installed")
+            continue
         build(name, table[name], packages, options.output)
         print(f"{name}: {options.output / name}")
     return 0
