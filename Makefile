@@ -173,7 +173,7 @@ integration-dynamo: $(MAIN_STAMP) ## drive a real Dynamo, with a worker that run
 	fi
 
 # Each library is installed by itself, on top of .venv.
-LIBRARIES := renderers transformers trl datasets ray router skyrl tinker verl agents
+LIBRARIES := renderers transformers mistral trl datasets ray router skyrl tinker verl agents
 .PHONY: $(LIBRARIES:%=integration-%)
 $(LIBRARIES:%=integration-%): integration-%: $(MAIN_STAMP)
 	$(BIN)/python tools/libraries.py $* .venv-libraries/$*

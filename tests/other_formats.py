@@ -125,6 +125,38 @@ class SmallTokenizer(PreTrainedTokenizer):
 """
 
 
+PIECES_CODE = """
+import sentencepiece
+from transformers import PreTrainedTokenizer
+
+
+class SmallPieces(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tokenizer.model"}
+    model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, vocab_file, **kwargs):
+        self.sp_model = sentencepiece.SentencePieceProcessor(vocab_file)
+        super().__init__(**kwargs)
+
+    @property
+    def vocab_size(self):
+        return self.sp_model.get_piece_size()
+
+    def get_vocab(self):
+        return {**{self.sp_model.id_to_piece(i): i for i in range(self.vocab_size)}, **self.added_tokens_encoder}
+
+    def _tokenize(self, text, **kwargs):
+        return self.sp_model.encode(text, out_type=str)
+
+    def _convert_token_to_id(self, token):
+        return self.sp_model.piece_to_id(token)
+
+    def _convert_id_to_token(self, index):
+        return self.sp_model.id_to_piece(index)
+"""
+"""A slow class, as InternLM2's: each text between added tokens goes to SentencePiece as it is."""
+
+
 def needs(*packages: str) -> None:
     """Skip a test if a library of a format is not installed."""
     for package in packages:
@@ -242,6 +274,15 @@ def with_pieces(folder: Path, *, kind: str = "LlamaTokenizer", **options: Any) -
     config = {"tokenizer_class": kind, "bos_token": None, "unk_token": "<unk>", "add_bos_token": False}
     _directory(folder, {**config, "added_tokens_decoder": _listed(ids)})
     (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return folder
+
+
+def with_code_of_pieces(folder: Path, **options: Any) -> Path:
+    """`tokenizer.model` of SentencePiece with a slow class of the directory's own."""
+    file = with_pieces(folder, kind="SmallPieces", **options) / "tokenizer_config.json"
+    auto_map = {"AutoTokenizer": ["tokenization_pieces.SmallPieces", None]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": auto_map}))
+    (folder / "tokenization_pieces.py").write_text(PIECES_CODE)
     return folder
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 from blake3 import blake3
 from tokenizers import Tokenizer as Engine
+from tokenizers import normalizers
 
 from mmrender.caching import FileCache, cache_folder, digest_of_code, release_of
 from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError
@@ -243,11 +244,16 @@ def _from_pieces(model: ModelDir, file: Path, trust_remote_code: bool) -> Candid
         from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     proto = sentencepiece_model_pb2.ModelProto.FromString(content)
     check_work((piece.piece for piece in proto.pieces), file)
+    has_prefix = proto.normalizer_spec.add_dummy_prefix
     proto.normalizer_spec.add_dummy_prefix = False
     source = SentencePieceProcessor()
     source.LoadFromSerializedProto(proto.SerializeToString())
     reference = _reference(model, trust_remote_code)
-    engine, parse = _engine_of(reference, file), partial(_parsed, reference)
+    parse = partial(_parsed, reference)
+    if isinstance(getattr(reference, "backend_tokenizer", None), Engine):
+        engine = _engine_of(reference, file)
+    else:
+        engine = _engine_of_slow(model, reference, has_prefix)
     added = {token.content for token in engine.get_added_tokens_decoder().values()}
     whole = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
     if lacking := [piece for piece in whole if piece not in added and piece.strip(f"{_WORD_START} \n\t")]:
@@ -259,6 +265,19 @@ def _from_pieces(model: ModelDir, file: Path, trust_remote_code: bool) -> Candid
             remedy="List them in added_tokens_decoder of tokenizer_config.json",
         )
     return Candidate(engine, "sentencepiece", source.encode, parse, "text", _names_of(reference))
+
+
+def _engine_of_slow(model: ModelDir, reference: Any, has_prefix: bool) -> Engine:
+    """Return an engine for a class that hands each text between added tokens to SentencePiece."""
+    from transformers import LlamaTokenizer
+
+    engine: Engine = LlamaTokenizer.from_pretrained(model.path, local_files_only=True).backend_tokenizer
+    prefix = [normalizers.Prepend(_WORD_START)] if has_prefix else []
+    engine.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _WORD_START)])
+    engine.pre_tokenizer = None
+    for _, token in sorted(reference.added_tokens_decoder.items()):
+        (engine.add_special_tokens if token.special else engine.add_tokens)([token])
+    return engine
 
 
 def _from_merges(model: ModelDir, files: tuple[Path, ...], trust_remote_code: bool) -> Candidate:

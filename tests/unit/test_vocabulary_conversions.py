@@ -28,6 +28,7 @@ from other_formats import (
     byte_pairs,
     needs,
     sample_texts,
+    with_code_of_pieces,
     with_merges,
     with_pieces,
     with_ranks,
@@ -250,6 +251,18 @@ def test_the_blank_before_words_is_where_transformers_writes_it(tmp_path, legacy
     tokenizer = Tokenizer.load(open_model(folder))
     for text in sample_texts(500, sorted(tokenizer.added_ids)):
         assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids, repr(text)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_slow_class_of_the_directory_is_converted_with_the_flag(tmp_path, prefix):
+    needs("sentencepiece", "google.protobuf")
+    from transformers import AutoTokenizer
+
+    folder = with_code_of_pieces(tmp_path / "model", add_dummy_prefix=prefix)
+    slow = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = Tokenizer.load(open_model(folder, trust_remote_code=True))
+    for text in sample_texts(1000, sorted(tokenizer.added_ids)):
+        assert tokenizer.encode(text) == slow(text, add_special_tokens=False).input_ids, repr(text)
 
 
 def test_a_conversion_is_kept_and_follows_its_files(tmp_path, monkeypatch):

@@ -6,10 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mistral_common", reason="needs mistral-common, of the extra mistral")
-pytest.importorskip("transformers", reason="converts by Transformers")
-
 from mistral_common.exceptions import MistralCommonException
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
