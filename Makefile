@@ -51,8 +51,8 @@ $(MAIN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --group test --group dev -e '.[all]'
 	@touch $@
 
-demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures and show its tokens
-	$(BIN)/python -m mmrender.demo
+demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures and show its tokens, also as runs/demo.html
+	$(BIN)/mmrender demo --html runs/demo.html
 
 # Bytecode is kept, since each process would rewrite the assertions of 250 test modules anew. Files run in the order of
 # their names, which has the long ones at the beginning; by default those with the fewest tests come last.
@@ -149,6 +149,7 @@ browser: $(BROWSER_STAMP) ## test the page of tokens and the guides in headless 
 screenshots: MODEL ?= $(wildcard ../shared/models/qwen3_vl)
 screenshots: $(BROWSER_STAMP) ## make the pictures of docs/images; MODEL=DIR shows another model's tokens
 	$(BIN)/python tools/screenshots.py $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python tools/screenshots.py --live $(if $(MODEL),--model $(MODEL))
 
 # Installed once, 2.2 GB; a named environment is taken as it is.
 .venv-vllm: $(MAIN_STAMP)

@@ -1,9 +1,10 @@
-"""MkDocs hook: API pages of the public names, errors and the wire, made from what the sources hold.
+"""MkDocs hook: API pages of public names, errors and the wire from the sources, and the live page of tokens.
 
-A public name is one that a package's `__init__.pyi` lists. The sources are parsed, never imported.
+A public name is one that a package's `__init__.pyi` lists. API pages are parsed from sources, never imported.
 """
 
 import ast
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,19 @@ class Page:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the API pages at the end of the navigation."""
+    """Put the API pages at the end of the reference, and the version into the name of the site."""
     entries = [{page.name: page.uri} for page in pages()]
-    config.nav = [*(config.nav or []), {"API": ["api/index.md", *entries]}]
+    (reference,) = (entry["Reference"] for entry in config.nav or [] if "Reference" in entry)
+    reference.append({"API": ["api/index.md", *entries]})
+    config.site_name = f"{config.site_name} {version()}"
     return config
+
+
+def version() -> str:
+    """The version that is documented."""
+    tree = ast.parse((ROOT / "mmrender" / "_version.py").read_text("utf-8"))
+    (value,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
+    return str(ast.literal_eval(value))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -51,7 +61,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "api/index.md", content=index()))
     files.append(File.generated(config, "errors.md", content=errors_page()))
     files.append(File.generated(config, "wire.md", content=wire_page()))
+    files.append(File.generated(config, "live.html", content=live_page()))
     return files
+
+
+def live_page() -> str:
+    """A page of tokens with the script and the style of this checkout. `make screenshots` writes its data."""
+    from mmrender.view.page import as_html
+
+    return as_html(json.loads((ROOT / "docs" / "live.json").read_text("utf-8")))
 
 
 def pages() -> Iterator[Page]:

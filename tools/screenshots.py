@@ -23,6 +23,7 @@ from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.view import Page
 
 ROOT = Path(__file__).resolve().parent.parent
+LIVE = ROOT / "docs" / "live.json"
 TARGET = ROOT / "docs" / "images"
 DATA = files("mmrender.testing").joinpath("data")
 FLAGS = [
@@ -313,6 +314,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="directory whose tokenizer and template are shown")
     parser.add_argument("--only", nargs="*", help="names of screenshots")
+    parser.add_argument(
+        "--live", action="store_true", help="write the data of the page on the site's first page"
+    )
     parser.add_argument("--pages", type=Path, help="folder to keep the pages in")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -320,6 +324,10 @@ def main() -> None:
         tiny = build_tiny_model(Path(scratch) / "tiny")
         model = arguments.model or tiny
         renderer = Renderer.from_pretrained(model, image_backend="pil", media_policy=MediaPolicy())
+        if arguments.live:
+            document = rollout(renderer, turns=8)._document.as_json()
+            LIVE.write_text(json.dumps(document, separators=(",", ":"), ensure_ascii=False) + "\n", "utf-8")
+            return
         makers: dict[str, Callable[[], Page]] = {
             "conversation": lambda: conversation(renderer),
             "rollout": lambda: rollout(renderer),

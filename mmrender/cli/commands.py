@@ -351,6 +351,9 @@ def demo(
         str | None,
         typer.Option(help="Directory or hub id of the model, if the server uses another name for it."),
     ] = None,
+    html: Annotated[
+        Path, typer.Option("--html", help="File of the page with everything that was shown.")
+    ] = Path("mmrender-demo.html"),
 ) -> None:
     """Run the demonstration: here, or its rollouts against an inference server."""
     if server is not None:
@@ -362,7 +365,7 @@ def demo(
     from mmrender.testing.demo import main as demonstrate
 
     engine = _engine(backend) if server else None
-    raise typer.Exit(demonstrate(server, backend=engine, model=model, renderer_of=renderer))
+    raise typer.Exit(demonstrate(server, backend=engine, model=model, renderer_of=renderer, page=html))
 
 
 @app.command()

@@ -41,6 +41,7 @@ from mmrender.tokens.rendered import RenderedTokens
 from mmrender.training.samples import build_training_sample
 from mmrender.trajectory import load_trajectories, save_trajectories
 from mmrender.trajectory.tree import Trajectory
+from mmrender.view.page import Page
 from mmrender.view.terminal import legend, message_table, token_strip
 
 try:
@@ -107,12 +108,18 @@ class Claim(NamedTuple):
 
 
 class Report:
-    """Writes numbered steps and their claims, and keeps the claims."""
+    """Writes numbered steps and their claims, and keeps the claims and the sequences for a page.
+
+    Attributes:
+        claims: The tested claims.
+        shown: Renderings and trajectories by their names on the page.
+    """
 
     def __init__(self) -> None:
         self.console = Console(width=min(WIDTH, Console().width), soft_wrap=False)
         self.print = partial(self.console.print, highlight=False)
         self.claims: list[Claim] = []
+        self.shown: dict[str, RenderedTokens | Trajectory] = {}
         self._steps = itertools.count(1)
 
     @contextmanager
@@ -128,9 +135,25 @@ class Report:
         self.claims.append(Claim(text, holds, detail))
         self.print(f"  {_MARKS[holds]} {text:<35} [dim]{detail}[/]")
 
+    def save(self, path: Path, renderer: Renderer) -> None:
+        """Write all that was shown, and every claim, as one page, and print its path."""
+        marks = {True: "✓", False: "✗", None: "-"}
+        claims = [f"{marks[claim.holds]} {claim.text}: {claim.detail}" for claim in self.claims]
+        page = Page(
+            *self.shown.values(),
+            renderer=renderer,
+            tools=TOOLS,
+            title="The demonstration",
+            names=list(self.shown),
+            notes=claims,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        page.save(path)
+        self.print(f"\nAll of this as a page: {path}", soft_wrap=True)
 
-def run_here(report: Report, folder: Path) -> None:
-    """Build a tiny model, prove its rendering, sample from it and ship the trajectory."""
+
+def run_here(report: Report, folder: Path) -> Renderer:
+    """Build a tiny model, prove its rendering, sample and ship a trajectory. Return the renderer."""
     directory = folder / "tiny-vlm"
     with report.step("Build a vision-language model with random weights"):
         build_tiny_model(directory)
@@ -139,6 +162,7 @@ def run_here(report: Report, folder: Path) -> None:
     with report.step("Render three turns with two pictures, a tool call and reasoning"):
         messages = three_turns()
         rendered = renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
+        report.shown["three turns"] = rendered
         strip = token_strip(rendered)
         strip.rstrip()
         report.console.print(legend(), "", strip, "", message_table(rendered), sep="\n")
@@ -153,6 +177,7 @@ def run_here(report: Report, folder: Path) -> None:
         counts = f"{loss:.2f} nats, {sample.loss_mask.sum()} of {len(sample)} tokens"
         report.claim("its loss is finite", math.isfinite(loss), counts)
     sample_and_ship(report, RendererClient(renderer, backend=backend), renderer, folder, model=backend.model)
+    return renderer
 
 
 def describe(report: Report, renderer: Renderer) -> None:
@@ -230,6 +255,7 @@ def sample_and_ship(
                 report.print(f"  turn {seed + 1}: {step.prompt_length:,} tokens in, {count} sampled")
 
         asyncio.run(converse())
+        report.shown["rollout"] = trajectory
         prove_rollout(report, renderer, trajectory)
         if model is not None:
             (sample,) = trajectory.samples()
@@ -305,6 +331,7 @@ def main(
     backend: RendererBackend | BackendName | None = None,
     model: str | None = None,
     renderer_of: str | None = None,
+    page: Path = Path("mmrender-demo.html"),
 ) -> int:
     """Run the demonstration here, or its rollouts against a server, and return the exit status.
 
@@ -313,13 +340,14 @@ def main(
         backend: The server's engine, vLLM by default.
         model: The server's name for the model.
         renderer_of: The model's directory or hub id, if it differs from `model`.
+        page: File of the page with everything that was shown.
     """
     report = Report()
     report.print(f"[bold]mmrender {__version__}[/]: messages and pictures to tokens and tensors")
     try:
         with tempfile.TemporaryDirectory(prefix="mmrender-demo-") as folder:
             if server is None:
-                run_here(report, Path(folder))
+                renderer = run_here(report, Path(folder))
             else:
                 name = model or renderer_of or ""
                 with report.step(f"Load the renderer of {renderer_of or name}"):
@@ -327,6 +355,7 @@ def main(
                     describe(report, renderer)
                 client = RendererClient(renderer, server, model=name, backend=backend)
                 sample_and_ship(report, client, renderer, Path(folder))
+            report.save(page, renderer)
     except MMRenderError as error:
         report.print(f"{type(error).__name__}: {error}", style="red", markup=False)
         return 2

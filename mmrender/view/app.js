@@ -28,12 +28,15 @@ function described(sequence, token) {
   return parts.join(", ");
 }
 
+/** A window in which the panel covers tokens: it opens for a chosen token alone, or it would come and go under the pointer. */
+const narrow = matchMedia("(max-width: 720px)");
+
 const events = {
   described,
   variable,
   colour: (role, host) => variable(ROLES[role] || "--line", host),
   hover(strip, token) {
-    if (hovered === `${strip.sequence.index}-${token}`) return;
+    if (narrow.matches || hovered === `${strip.sequence.index}-${token}`) return;
     hovered = `${strip.sequence.index}-${token}`;
     inspect(strip.sequence, token);
   },
@@ -59,6 +62,28 @@ function choose(strip, token, options) {
   const at = Math.max(0, Math.min(strip.sequence.length - 1, token));
   inspect(strip.sequence, at); // first: on a narrow screen its panel grows, and takes lines of the strip
   strip.go(at, options);
+  clearTimeout(choose.linking); // browsers bound how often an address changes
+  choose.linking = setTimeout(() => link(strip, at), 300);
+}
+
+/** Name the chosen token in the address, as in `tokens.html#t=0-151`: sequence and position. */
+function link(strip, token) {
+  if (location.protocol !== "about:") history.replaceState(null, "", `#t=${strip.sequence.index}-${token}`);
+}
+
+/** Go to the token that the address names; return whether it names one. */
+function follow() {
+  const [, index, token] = /^#t=(\d+)-(\d+)$/.exec(location.hash) || [];
+  if (!sequences[index]) return false;
+  choose(show(+index), +token, { middle: true });
+  return true;
+}
+
+/** Save the data of this page, as JSON. */
+function download() {
+  const url = URL.createObjectURL(new Blob([JSON.stringify(data)], { type: "application/json" }));
+  element("a", { href: url, download: "tokens.json" }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
 function activate(strip) {
@@ -125,15 +150,22 @@ function inspect(sequence, token) {
   fact(list, "difference", values.difference === undefined ? "" : nats(values.difference));
   for (const name of ["advantage", "reward", "weight"]) fact(list, name, values[name] === undefined ? "" : `${values[name]}`);
   parts.push(list);
+  const close = element("button", { type: "button", className: "close", textContent: "×" });
+  close.setAttribute("aria-label", "Close");
+  close.addEventListener("click", welcome);
   inspector.classList.remove("idle");
-  inspector.replaceChildren(...parts);
+  inspector.replaceChildren(close, ...parts);
 }
 
 function welcome() {
   inspector.classList.add("idle");
-  const notes = (active?.sequence.notes || []).map((note) => element("p", { className: "remarks", textContent: note }));
   inspector.replaceChildren(element("h2", { textContent: "Token" }),
-    element("p", { className: "remarks", textContent: "Point at a token to see its id, its owner and its numbers; over a picture, the token that sees the patch there." }), ...notes);
+    element("p", { className: "remarks", textContent: "Point at a token to see its id, its owner and its numbers; over a picture, the token that sees the patch there." }), ...remarks());
+}
+
+/** The notes about the sequence. */
+function remarks() {
+  return (active?.sequence.notes || []).map((note) => element("p", { className: "remarks", textContent: note }));
 }
 
 function drawOutline() {
@@ -163,6 +195,8 @@ function drawOutline() {
     list.append(element("li", {}, button));
   });
   if (sequence.sections.length) parts.push(element("h2", { textContent: "Messages" }), list);
+  const notes = element("div", { className: "notes" }, ...remarks()); // a narrow window has no panel for them
+  parts.push(notes);
   menu.textContent = `☰ ${found || "Outline"}`;
   menu.setAttribute("aria-label", found ? `Outline and ${found}` : "Outline");
   outline.replaceChildren(...parts);
@@ -389,6 +423,8 @@ place("theme").addEventListener("click", () => {
   root.colorScheme = dark ? "light" : "dark";
   for (const strip of visible()) strip.drawMap();
 });
+place("save").addEventListener("click", download);
+addEventListener("hashchange", follow);
 menu.addEventListener("click", () => drawer(!outline.classList.contains("open")));
 panes.addEventListener("pointerdown", () => drawer(false));
 outline.addEventListener("click", (event) => {
@@ -467,7 +503,7 @@ function start() {
   for (let index = 0; index < Math.min(count, sequences.length); index++) show(index);
   activate(strips[0]);
   welcome();
-  if (data.sideBySide && data.marks.length) jump(data.marks[0]);
+  if (!follow() && data.sideBySide && data.marks.length) jump(data.marks[0]);
   new ResizeObserver(() => requestAnimationFrame(() => {
     if (visible().some((strip) => strip.scroller.clientWidth !== strip.width)) return arrange();
     for (const strip of visible()) {

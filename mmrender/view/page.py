@@ -16,8 +16,8 @@ from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory
-from mmrender.view.data import Document, of_audit, of_difference, of_rendered, of_sample, of_trajectory
-from mmrender.view.text import Decode
+from mmrender.view.data import Data, Document, of_audit, of_difference, of_rendered, of_sample, of_trajectory
+from mmrender.view.text import Decode, visible
 
 Shown: TypeAlias = RenderedTokens | TrainingSample | Trajectory | AuditReport
 _SCRIPTS: Final = ("model.js", "strip.js", "app.js")
@@ -33,6 +33,7 @@ class Page:
         tools: Tools that the model was offered in a trajectory, as `renderer.render` takes them.
         title: Heading of the page.
         names: Name of each of `shown`. Default: trajectory ids, or a number.
+        notes: Remarks to show with the first sequence.
 
     Raises:
         InputError: A value is of another class.
@@ -46,6 +47,7 @@ class Page:
         tools: Sequence[Any] | None = None,
         title: str = "",
         names: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ) -> None:
         decode = renderer.decode if renderer is not None else None
         self._document = Document(title)
@@ -56,6 +58,8 @@ class Page:
             elif isinstance(one, Trajectory):
                 name = one.trajectory_id if len(shown) > 1 else ""
             self._add(one, name, decode, renderer, tools)
+        for strip in self._document.strips[:1]:
+            strip["notes"] += map(visible, notes)
         if not title:
             self._document.title = (
                 self._document.strips[0]["name"] if len(self._document.strips) == 1 else "tokens"
@@ -97,27 +101,7 @@ class Page:
     @property
     def html(self) -> str:
         """The page: one file that loads nothing."""
-        folder = files("mmrender.view")
-        style = folder.joinpath("page.css").read_text("utf-8")
-        script = '"use strict";\n' + "".join(folder.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
-        rules = (
-            "default-src 'none'",
-            f"script-src {_digest(script)}",
-            f"style-src {_digest(style)}",
-            "img-src data:",
-        )
-        policy = "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
-        parts = {
-            "policy": policy,
-            "title": html.escape(self._document.as_json()["title"]),
-            "style": style,
-            "data": _as_inert(self._document.as_json()),
-            "script": script,
-        }
-        skeleton = folder.joinpath("page.html").read_text("utf-8")
-        pieces = skeleton.split("{{")
-        filled = [f"{parts[name]}{rest}" for name, _, rest in (piece.partition("}}") for piece in pieces[1:])]
-        return "".join([pieces[0], *filled])
+        return as_html(self._document.as_json())
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, and return its path."""
@@ -130,6 +114,31 @@ class Page:
             f'<iframe sandbox="allow-scripts" srcdoc="{source}" title="tokens" '
             f'style="width: 100%; height: {_NOTEBOOK_HEIGHT}px; border: 1px solid #8884"></iframe>'
         )
+
+
+def as_html(document: Data) -> str:
+    """Return the page of a document's data: a file that loads nothing."""
+    folder = files("mmrender.view")
+    style = folder.joinpath("page.css").read_text("utf-8")
+    script = '"use strict";\n' + "".join(folder.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
+    rules = (
+        "default-src 'none'",
+        f"script-src {_digest(script)}",
+        f"style-src {_digest(style)}",
+        "img-src data:",
+    )
+    policy = "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
+    parts = {
+        "policy": policy,
+        "title": html.escape(document["title"]),
+        "style": style,
+        "data": _as_inert(document),
+        "script": script,
+    }
+    skeleton = folder.joinpath("page.html").read_text("utf-8")
+    pieces = skeleton.split("{{")
+    filled = [f"{parts[name]}{rest}" for name, _, rest in (piece.partition("}}") for piece in pieces[1:])]
+    return "".join([pieces[0], *filled])
 
 
 def _digest(text: str) -> str:

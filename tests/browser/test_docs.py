@@ -11,7 +11,21 @@ import pytest
 
 from browser.conftest import AXE, ROOT, findings
 
-PAGES = ("", "quickstart/", "training/", "families/", "speed/", "api/mmrender/")
+PAGES = (
+    "",
+    "quickstart/",
+    "concepts/",
+    "debug/",
+    "gateway/",
+    "training/",
+    "families/",
+    "commands/",
+    "speed/",
+    "architecture/",
+    "changelog/",
+    "api/mmrender/",
+)
+WORDS = ("retokenization", "token-in token-out", "TITO", "drift", "off-policy", "mm_kwargs")
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -34,7 +48,7 @@ def site(tmp_path_factory):
 
 @pytest.mark.skipif(not AXE.is_file(), reason=f"needs {AXE}, which `make browser` fetches")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 768, 1440])
 def test_axe_finds_no_more_than_minor_faults_in_the_guides(browser, site, scheme, width):
     tab = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     found = []
@@ -43,3 +57,27 @@ def test_axe_finds_no_more_than_minor_faults_in_the_guides(browser, site, scheme
         found += [(page, *one) for one in findings(tab) if one[1] != "minor"]
     tab.close()
     assert found == []
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_search_finds_words_of_the_field(browser, site, word):
+    tab = browser.new_page()
+    tab.goto(f"{site}?q={word}")
+    tab.wait_for_selector(".md-search-result__item")
+    assert tab.locator(".md-search-result__item mark").count() > 0
+    tab.close()
+
+
+def test_the_first_page_shows_tokens(browser, site):
+    """The page in it is the real one, at a picture, and follows the colours of the site."""
+    tab = browser.new_page(color_scheme="light", viewport={"width": 1440, "height": 1200})
+    tab.goto(site)
+    live = tab.frame_locator("iframe.live")
+    live.locator(".card img").first.wait_for()
+    assert live.locator("#inspector dd").first.inner_text()
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = live.locator("body").evaluate(f"() => {colour}")
+    tab.evaluate("document.body.setAttribute('data-md-color-scheme', 'slate')")
+    dark = live.locator("body").evaluate(f"() => {colour}")
+    tab.close()
+    assert light != dark

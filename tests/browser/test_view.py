@@ -293,9 +293,6 @@ def test_findings_are_reached_without_a_keyboard_on_a_narrow_screen(opened, audi
     tab = opened(Page(report), viewport={"width": width, "height": 780}, has_touch=True)
     finding = tab.get_by_role("button", name="pixels: another picture")
     assert not finding.is_visible()
-    # Before a token is chosen, its panel leaves the height to the tokens.
-    panel = tab.locator("#inspector").bounding_box()
-    assert width > 720 or panel["height"] < 780 / 8
     outline = tab.get_by_role("button", name="Outline and 3 marks")
     outline.tap()
     assert outline.get_attribute("aria-expanded") == "true"
@@ -312,6 +309,42 @@ def test_findings_are_reached_without_a_keyboard_on_a_narrow_screen(opened, audi
     tab.keyboard.press("Escape")
     assert not finding.is_visible()
     assert tab.evaluate("document.activeElement.id") == "menu"
+
+
+def test_on_a_phone_there_is_a_panel_only_for_a_chosen_token(opened, rendered):
+    tab = opened(Page(replace(rendered, rewritten=(0,))), viewport={"width": 390, "height": 800})
+    panel = tab.locator("#inspector")
+    assert not panel.is_visible()
+    tab.get_by_role("button", name="Outline").click()
+    assert "message 0: rewritten by the template" in tab.inner_text("#outline")
+    tab.keyboard.press("Escape")
+    tab.locator(".strip .t.sampled").first.click()
+    assert panel.is_visible()
+    tab.get_by_role("button", name="Close").click()
+    assert not panel.is_visible()
+
+
+def test_an_address_leads_to_a_token(opened, renderer, rendered, tmp_path):
+    tab = opened(Page(rendered, rendered))
+    tab.locator(".strip").first.press("End")
+    tab.wait_for_url(f"**#t=0-{len(rendered) - 1}")
+    tab.goto(tab.url.partition("#")[0] + "#t=1-5")  # the same page, which scrolls
+    assert ", token 5, " in tab.locator(
+        "#" + tab.locator(".strip").last.get_attribute("aria-activedescendant")
+    ).get_attribute("aria-label")
+    tab.reload()
+    assert "5" in tab.locator("#inspector dd").all_inner_texts()
+    tab.goto(tab.url.partition("#")[0] + "#t=9-9")
+    assert tab.inner_text("h1") == "tokens"
+
+
+def test_the_data_can_be_saved(opened, rendered):
+    tab = opened(Page(rendered, title="Saved"))
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="Download the data of this page").click()
+    saved = json.loads(download.value.path().read_text("utf-8"))
+    assert saved["title"] == "Saved"
+    assert saved["strips"][0]["ids"] == rendered.token_ids
 
 
 @pytest.mark.skipif(not AXE.is_file(), reason=f"needs {AXE}, which `make browser` fetches")

@@ -133,8 +133,10 @@ def test_oldest_turns_are_left_out_by_the_servers_limit(server, renderer):
     assert any(step.extra.get("left_out") for step in steps)
 
 
-def test_the_demonstration_runs_against_the_server(server, tiny_model, capsys):
-    assert demo.main(server.base_url, model=MODEL, renderer_of=str(tiny_model)) == 0
+def test_the_demonstration_runs_against_the_server(server, tiny_model, capsys, tmp_path):
+    page = tmp_path / "demo.html"
+    assert demo.main(server.base_url, model=MODEL, renderer_of=str(tiny_model), page=page) == 0
+    assert "data:image/jpeg" in page.read_text("utf-8")
     assert capsys.readouterr().out.count("✓") == 7
 
 

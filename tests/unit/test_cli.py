@@ -384,11 +384,11 @@ def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, 
 def test_demo_takes_a_server(run, monkeypatch):
     from mmrender.testing import demo
 
-    asked = []
+    asked, page = [], Path("mmrender-demo.html")
     monkeypatch.setattr(demo, "main", lambda *args, **options: asked.append((args, options)) or 1)
     assert run("demo")[0] == 1
     assert run("demo", "--server", "http://127.0.0.1:1", "--model", "m", "--backend", "sglang")[0] == 1
     assert asked == [
-        ((None,), {"backend": None, "model": None, "renderer_of": None}),
-        (("http://127.0.0.1:1",), {"backend": "sglang", "model": "m", "renderer_of": None}),
+        ((None,), {"backend": None, "model": None, "renderer_of": None, "page": page}),
+        (("http://127.0.0.1:1",), {"backend": "sglang", "model": "m", "renderer_of": None, "page": page}),
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 from kit import error_of, shown
 from mmrender import RendererClient, Trajectory
@@ -13,8 +14,9 @@ from mmrender.testing.demo import TOOLS, Report, prove_parity, prove_shipping, s
 from mmrender.testing.receiver import trajectory_digest
 
 
-def test_it_runs_and_every_claim_holds(capsys):
-    assert demo.main() == 0
+def test_it_runs_and_every_claim_holds(capsys, tmp_path):
+    page = tmp_path / "runs" / "demo.html"
+    assert demo.main(page=page) == 0
     out = capsys.readouterr().out
     assert out.count("✓") == 14
     assert "✗" not in out
@@ -23,20 +25,28 @@ def test_it_runs_and_every_claim_holds(capsys):
         *("⟨image 13×19 = 247⟩", "<tool_call>⏎", "107 of 827 tokens"),
     ):
         assert line in out
-    assert max(map(len, out.splitlines())) <= demo.WIDTH
+    *lines, last = out.splitlines()
+    assert last == f"All of this as a page: {page}"
+    assert max(map(len, lines)) <= demo.WIDTH
+    written = page.read_text("utf-8")
+    assert all(name in written for name in ("three turns", '"name":"rollout"', "data:image/jpeg"))
+    assert written.count("\\u2713 ") == 14  # every claim
 
 
-def test_the_rollout_runs_against_a_server(tiny_model, capsys):
+def test_the_rollout_runs_against_a_server(tiny_model, capsys, tmp_path, monkeypatch):
     """The same steps with a way to a server. The model behind it is local."""
+    monkeypatch.chdir(tmp_path)
     backend = LocalBackend(tiny_model)
     assert demo.main(NullTransport(), backend=backend, model="tiny", renderer_of=str(tiny_model)) == 0
     out = capsys.readouterr().out
     assert out.count("✓") == 7
     assert "1 Load the renderer" in out
     assert "3 Save the trajectory, and ship it" in out
+    assert out.endswith("as a page: mmrender-demo.html\n")
+    assert "data:image/jpeg" in Path("mmrender-demo.html").read_text("utf-8")
 
 
-def test_a_wrong_token_is_noticed(monkeypatch, capsys):
+def test_a_wrong_token_is_noticed(monkeypatch, capsys, tmp_path):
     honest = Renderer.render
 
     def wrong(self, messages, **options):
@@ -45,7 +55,7 @@ def test_a_wrong_token_is_noticed(monkeypatch, capsys):
 
     monkeypatch.setattr(Renderer, "render", wrong)
     monkeypatch.setattr(demo, "sample_and_ship", lambda *_, **__: None)
-    assert demo.main() == 1
+    assert demo.main(page=tmp_path / "demo.html") == 1
     assert "not so: ids equal its processor's (ours " in capsys.readouterr().out
 
 

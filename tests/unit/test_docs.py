@@ -9,7 +9,7 @@ import pytest
 from doc_pages import ROOT, load_script
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MADE = {"errors.md", "wire.md", "api/index.md"}
+MADE = {"errors.md", "wire.md", "live.html", "api/index.md"}
 """Pages that `tools/docs_pages.py` makes with the site."""
 FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
@@ -49,3 +49,17 @@ def test_notebooks_are_kept_without_output() -> None:
 def test_diagrams_are_what_the_script_draws() -> None:
     for path, svg in load_script("tools/diagrams.py").files().items():
         assert path.read_text("utf-8") == svg, "run: python tools/diagrams.py"
+
+
+def test_figures_of_the_first_page_were_measured() -> None:
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    speed = json.loads((ROOT / "docs" / "speed.json").read_text("utf-8"))
+    (row,) = [row for row in speed["figures"] if row["name"].startswith("bridge of a tool result")]
+    ours, reference = row["seconds"]["mmrender"], row["seconds"]["reference"]
+    assert f"**{reference / ours:.0f}x** as fast" in text
+    assert f"in {1000 * ours:.2f} ms" in text
+    fleet = json.loads((ROOT / "docs" / "scale-fleet.json").read_text("utf-8"))
+    assert f"**{sum(fleet['kills'].values())}** processes killed in {fleet['games']:,} games" in text
+    assert f"of {fleet['sizes']['environments']:,} environments" in text
+    assert "at most 1.9e-6 nats" in " ".join((ROOT / "docs" / "learn.md").read_text("utf-8").split())
+    assert "**1.9e-6** nats" in text
