@@ -22,7 +22,6 @@ PAGES = (
     "commands/",
     "speed/",
     "architecture/",
-    "changelog/",
     "api/mmrender/",
 )
 WORDS = ("retokenization", "token-in token-out", "TITO", "drift", "off-policy", "mm_kwargs")
@@ -78,6 +77,7 @@ def test_the_first_page_shows_tokens(browser, site):
     colour = "getComputedStyle(document.body).backgroundColor"
     light = live.locator("body").evaluate(f"() => {colour}")
     tab.evaluate("document.body.setAttribute('data-md-color-scheme', 'slate')")
+    live.locator(":root[style*=dark]").wait_for()
     dark = live.locator("body").evaluate(f"() => {colour}")
     tab.close()
     assert light != dark
