@@ -320,7 +320,10 @@ def mm_token_type_ids(
 
 
 def collapse(
-    prompt_ids: Sequence[int], data: MultiModalData, placeholder_ids: Mapping[str, int] | None = None
+    prompt_ids: Sequence[int],
+    data: MultiModalData,
+    placeholder_ids: Mapping[str, int] | None = None,
+    spans: Sequence[MediaSpan] | None = None,
 ) -> list[int]:
     """Return the prompt with each range as the single token that the template wrote there.
 
@@ -329,6 +332,7 @@ def collapse(
         data: Its sidecar.
         placeholder_ids: The template's token by modality. Without it, only ranges of one repeated token can
             be collapsed, to that token.
+        spans: The sidecar's spans in this prompt, if they are known.
 
     Raises:
         PlaceholderError: An expansion begins or ends in text, which has joined its neighbours, or the
@@ -336,7 +340,7 @@ def collapse(
     """
     collapsed: list[int] = []
     position = 0
-    for span in data.spans(len(prompt_ids)):
+    for span in data.spans(len(prompt_ids)) if spans is None else spans:
         expansion = span.item.expansion
         token = (placeholder_ids or {}).get(span.modality)
         if token is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from kit import blocks
+from mmrender.client.http import encode_json, joined
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm_fields import PixelDtype, collate_items, item_tensors, layout_of
 from mmrender.media.vllm_items import encode_mm_kwargs_item
@@ -99,7 +100,7 @@ def served(rendered: RenderedTokens, pixels: PixelDtype = "uint8", **changes: An
 
 def to_json(value: Any) -> Any:
     """A value as it is after a way through JSON."""
-    return None if value is None else msgspec.json.decode(msgspec.json.encode(value))
+    return None if value is None else msgspec.json.decode(joined(encode_json(value)))
 
 
 def digested(value: Any) -> Any:

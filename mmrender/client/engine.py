@@ -297,8 +297,8 @@ class Engine:
 
 async def bridge_turn(
     renderer: RendererProtocol,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
+    prompt_ids: TokenIds,
+    completion_ids: TokenIds,
     new_messages: Sequence[Any],
     **options: Unpack[BridgeOptions],
 ) -> tuple[RenderedTokens | None, str]:

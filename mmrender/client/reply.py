@@ -44,6 +44,10 @@ class FailedInEngineError(EngineReplyError):
     """
 
 
+class PromptNotShownError(EngineReplyError):
+    """The server was asked to widen a prompt and does not show it, as one that ignored the images."""
+
+
 def decode_as(body: bytes, type: type[T], *, where: str) -> T:
     """Decode a JSON reply strictly, to a struct or another type."""
     try:
@@ -265,6 +269,8 @@ def _miscounted(noun: str, count: int, expected: int, where: str) -> EngineReply
 
 def check_prompt_seen(seen: Sequence[int], request: EngineRequest, *, where: str) -> None:
     """Require that the prompt that a server widened is the request's. `where` is the field in errors."""
+    if isinstance(request.prompt_ids, list) and seen == request.prompt_ids:  # ten times as fast as arrays
+        return
     theirs, ours = np.asarray(seen), np.asarray(request.prompt_ids)
     if np.array_equal(theirs, ours):
         return

@@ -31,6 +31,38 @@ _MAX_TRIES: Final = 4
 """Bounds the repetitions of a question while the answering process changes."""
 
 
+_REST: Final = 60.0
+"""Seconds for which images go with their data to a server that has dropped them again and again."""
+_MAX_MISSES: Final = 3
+"""Misses in a row after which a server counts as one that keeps no images."""
+
+
+@dataclass(slots=True, eq=False)
+class Recall:
+    """How well a server recalls images that it processed itself.
+
+    Attributes:
+        refusal: Why it takes no encoded images. Empty if it does, as far as is known.
+        misses: References in a row that it did not know.
+        rests_until: Until when no references are sent.
+    """
+
+    refusal: str = ""
+    misses: int = 0
+    rests_until: float = 0.0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the server is expected to know an image again."""
+        return not self.refusal and time.monotonic() >= self.rests_until
+
+    def note(self, *, knew: bool) -> None:
+        """Note whether the server knew the images of a request."""
+        self.misses = 0 if knew else self.misses + 1
+        if self.misses >= _MAX_MISSES:
+            self.misses, self.rests_until = 0, time.monotonic() + _REST
+
+
 @dataclass(slots=True, eq=False)
 class ServerFacts:
     """Answers of one server, or of one process of it.
@@ -40,6 +72,7 @@ class ServerFacts:
         answers: Answers by question.
         asking: Questions in flight.
         hashes: Hashes of the images whose data the server has been sent.
+        recall: How well it recalls images that it processed itself.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
         used_at: Time of the last question.
         used_over: Connections to the server at that time.
@@ -58,6 +91,7 @@ class ServerFacts:
     answers: dict[Hashable, Any] = field(default_factory=dict)
     asking: AsyncSingleFlight[Hashable, Any] = field(default_factory=AsyncSingleFlight)
     hashes: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1 << 16))
+    recall: Recall = field(default_factory=Recall)
     limits_failed_at: dict[Hashable, float] = field(default_factory=dict)
     used_at: float = 0.0
     used_over: Connections | None = None

@@ -4,10 +4,11 @@ Images go in one of three ways:
 
 - `features`: tensors of our own encoding, after a handshake that shows which pixels the server takes.
 - `hash_only`: the same, without the data of images that the server has seen.
-- `content_parts`: encoded images, which the server processes. Its prompt is then compared with ours.
+- `content_parts`: encoded images, which the server processes, and then their uuids. Its prompt is compared
+  with ours.
 
-`auto` takes the second if the server's cache is proved safe, else the first, and the third if server or items
-allow neither.
+`auto` takes the second if the server's cache is proved safe, else the third with uncompressed pixels, and the
+first for servers and items that allow neither.
 
 A request that would kill the engine, or be misread silently, is refused before it is sent. Verified with vLLM
 0.32.
@@ -26,13 +27,12 @@ from mmrender.client.exchange import (
     HTTPBackend,
     Ids,
     check_request,
-    check_size,
-    data_urls,
     post,
     require_one_of,
 )
 from mmrender.client.reply import (
     FailedInEngineError,
+    PromptNotShownError,
     ReportedExperts,
     ReportedLogprobs,
     ReportedUsage,
@@ -45,13 +45,12 @@ from mmrender.client.reply import (
     response_of,
 )
 from mmrender.client.sampling import limit_of, renormalised, reporting, spell, truncates
-from mmrender.client.server_facts import Process
+from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import Transport, read_events
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_fields import PIXEL_DTYPES, PixelDtype
 from mmrender.client.vllm_images import (
     GENERATE_PATH,
-    SIZE_SETTING,
     ImagePlan,
     Range,
     dense_spans,
@@ -60,20 +59,25 @@ from mmrender.client.vllm_images import (
     require_safe_cache,
     wire_forms,
 )
+from mmrender.client.vllm_parts import PartsPlan
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
     EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
-    MediaError,
 )
-from mmrender.sidecar import MediaSpan, collapse
+from mmrender.media.encoded import is_encodable
+from mmrender.sidecar import MediaSpan
 
 _log = logging.getLogger("mmrender.client")
 
 Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[EngineResponse]]
 ABORT_PATH: Final = "/inference/v1/abort_requests"
+Widened: TypeAlias = Literal["not", "anew", "again"]
+"""Whether a server widened the placeholders of images. `anew`: it processed an image, and the whole prompt
+must be ours. `again`: it knew all images by uuids whose widening was compared, and the number of tokens must
+be ours."""
 ImageMode: TypeAlias = Literal["auto", "features", "hash_only", "content_parts"]
 
 
@@ -129,13 +133,9 @@ class VLLMBackend(HTTPBackend):
         ids, spans = check_request(request, takes_videos=self.images != "content_parts")
         listener = on_tokens if limit is None else None
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
-        planned = None
-        if spans and self.images != "content_parts":
-            planned = await self._plan(request, transport, ids, spans)
-        if planned is not None:
-            response = await self._send_tensors(send, request, *planned)
-        elif spans:
-            response = await send(await self._encoded_images(request, ids, spans))
+        if spans:
+            plans = await self._plans(request, transport, ids, spans)
+            response = await self._send_images(send, request, transport, plans)
         else:
             response = await send({"token_ids": ids.tolist()})
         if limit is None:
@@ -145,24 +145,15 @@ class VLLMBackend(HTTPBackend):
             on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
         return response
 
-    async def _encoded_images(
-        self, request: EngineRequest, ids: Ids, spans: Sequence[MediaSpan]
-    ) -> dict[str, Any]:
-        """Return the members of a request whose images the server processes."""
-        urls = await asyncio.to_thread(data_urls, spans)
-        collapsed = collapse(ids.tolist(), request.multi_modal_data, request.placeholder_ids)
-        if self.max_body_bytes is not None:
-            check_size(len(collapsed), urls, self.max_body_bytes, where=GENERATE_PATH, setting=SIZE_SETTING)
-        parts = [{"type": "image_url", "url": url} for url in urls]
-        return {"token_ids": collapsed, "content_parts": parts, "return_token_ids": True}
-
-    async def _plan(
+    async def _plans(
         self, request: EngineRequest, transport: Transport, ids: Ids, spans: Sequence[MediaSpan]
-    ) -> tuple[ImagePlan, list[dict[str, Any]]] | None:
-        """Negotiate the form of the images, and encode those that the server lacks. Nothing is sampled.
-
-        None if `auto` sends encoded images instead.
-        """
+    ) -> list[ImagePlan | PartsPlan]:
+        """Negotiate the forms that the images may have, the best first. Nothing is encoded or sampled."""
+        parts = partial(PartsPlan, request, facts_of(transport), ids, spans, self.max_body_bytes)
+        if self.images == "content_parts":
+            return [parts()]
+        is_auto = self.images == "auto"
+        last = [parts()] if is_auto and all(is_encodable(span.item) for span in spans) else []
         try:
             steps = dense_spans(spans)
             asks = self.pixels == "ask" or self.images != "features"
@@ -171,43 +162,72 @@ class VLLMBackend(HTTPBackend):
             by_hash = self.images == "hash_only"
             if by_hash:
                 await require_safe_cache(process, trusted=self.trust_cache)
-            elif self.images == "auto":
+            elif is_auto:
                 by_hash = await has_safe_cache(process, trusted=self.trust_cache)
-            plan = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
-            hashes = process.facts.hashes
-            known = {name for name in plan.names if hashes.get(name)} if by_hash else None
-            if known is not None and known.issuperset(plan.names):
-                return plan, plan.prompts(known)  # nothing is to be encoded
-            return plan, await asyncio.to_thread(plan.prompts, known)
         except EngineUnsupportedError as refusal:
-            if self.images != "auto":
+            if not last:
                 raise
-            try:
-                await asyncio.to_thread(data_urls, spans)
-            except MediaError:
-                raise refusal from None
             _log.info("%s: images are sent encoded: %s", transport.base_url, refusal)
-            return None
+            return [*last]
+        tensors = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
+        # Pixels that are named were not compared with the pixels that the server makes of an image.
+        may_name = last and not by_hash and self.pixels == "ask" and last[0].may_be_named
+        return [*([parts(is_packed=False)] if may_name else []), tensors, *last]
 
-    async def _send_tensors(
-        self, send: Send, request: EngineRequest, plan: ImagePlan, prompts: list[dict[str, Any]]
+    async def _send_images(
+        self, send: Send, request: EngineRequest, transport: Transport, plans: list[ImagePlan | PartsPlan]
     ) -> EngineResponse:
-        """Send the requests of a plan. Verify that the server was not replaced meanwhile."""
-        process = plan.process
+        """Send the requests of the first plan that can be carried out."""
+        refused: tuple[PartsPlan, EngineError] | None = None
+        for plan in plans:
+            is_last = plan is plans[-1]
+            known = plan.known
+            try:
+                # If the server knows all, nothing is to be encoded.
+                encodes = known is None or not known.issuperset(plan.names)
+                prompts = await asyncio.to_thread(plan.prompts, known) if encodes else plan.prompts(known)
+            except EngineUnsupportedError:  # it is too long
+                if is_last:
+                    raise
+                continue
+            try:
+                response = await self._send_plan(send, request, transport, plan, prompts)
+            except (EngineStatusError, PromptNotShownError) as error:
+                if is_last or not isinstance(plan, PartsPlan) or not plan.is_refused_by(error):
+                    raise
+                refused = plan, error
+                continue
+            if refused is not None:
+                refused[0].note_refusal(refused[1])
+            return response
+        raise AssertionError("there is no plan")
+
+    async def _send_plan(
+        self,
+        send: Send,
+        request: EngineRequest,
+        transport: Transport,
+        plan: ImagePlan | PartsPlan,
+        prompts: list[dict[str, Any]],
+    ) -> EngineResponse:
+        """Send the requests of a plan, with all data once more if the server lacks an image."""
+        left_out = any(map(leaves_out_data, prompts))
         try:
-            response = await self._send_all(send, request, process.transport, prompts)
+            response = await self._send_all(send, request, transport, prompts)
         except (EngineStatusError, FailedInEngineError) as error:
-            # A cache miss is a status 500 like any failure, or on older servers an empty completion.
-            may_be_miss = isinstance(error, FailedInEngineError) or error.status == 500
-            if not may_be_miss or not any(map(leaves_out_data, prompts)):
+            if not left_out or not plan.may_be_miss(error):
                 raise
-            for name in plan.names:
-                process.facts.hashes.pop(name)
-            prompts = await asyncio.to_thread(plan.prompts, None if self.max_body_bytes is None else ())
-            response = await self._send_all(send, request, process.transport, prompts)
-        if plan.by_hash:
-            for name in plan.names:
-                process.facts.hashes.put(name, True)
+            plan.note(knew=False, left_out=True)
+            prompts = await asyncio.to_thread(plan.prompts, plan.after_miss)
+            response, left_out = await self._send_all(send, request, transport, prompts), False
+        plan.note(knew=True, left_out=left_out)
+        if isinstance(plan, ImagePlan):
+            await self._require_same_pixels(request, plan)
+        return response
+
+    async def _require_same_pixels(self, request: EngineRequest, plan: ImagePlan) -> None:
+        """Verify that the server was not replaced meanwhile by one that takes other pixels."""
+        process = plan.process
         now = await Process.answering(process.transport) if process.facts.name else process
         if now != process and plan.forms != await wire_forms(
             plan.spans, plan.ids, request.model, now, self.pixels
@@ -217,7 +237,6 @@ class VLLMBackend(HTTPBackend):
                 where=process.transport.base_url,
                 remedy="Ask again. It is not known which of the two answered",
             )
-        return response
 
     async def _send_all(
         self, send: Send, request: EngineRequest, transport: Transport, prompts: list[dict[str, Any]]
@@ -274,7 +293,9 @@ async def sample_tokens(
     headers = {name.lower(): value for name, value in request.extra_headers.items()}
     engine_id = f"generate-tokens-{headers.get('x-request-id', request.request_id)}"
     where = f"{transport.base_url}{GENERATE_PATH}"
-    widened = "content_parts" in prompt
+    widened: Widened = "not" if "content_parts" not in prompt else "again"
+    if "return_token_ids" in prompt:
+        widened = "anew"
     try:
         return await post(
             request,
@@ -327,16 +348,22 @@ class _Reply(msgspec.Struct):
 
 
 def read_reply(
-    request: EngineRequest, answer: bytes | _Reply, where: str, *, widened: bool = False
+    request: EngineRequest, answer: bytes | _Reply, where: str, *, widened: Widened = "not"
 ) -> EngineResponse:
-    """Read a whole answer. `widened` says that the server widened placeholders, as the renderer must have."""
+    """Read a whole answer. `widened` says whether the server widened the placeholders of images."""
     reply = decode_as(answer, _Reply, where=where) if isinstance(answer, bytes) else answer
     choice = only(reply.choices, where=where)
-    if widened and reply.prompt_token_ids is None:
-        raise EngineReplyError(
+    if widened == "anew" and reply.prompt_token_ids is None:
+        raise PromptNotShownError(
             "the reply lacks the server's prompt, which must be compared with ours",
             where=f"{where} prompt_token_ids",
             expected="a list",
+        )
+    if widened == "again" and (reply.usage is None or reply.usage.prompt_tokens is None):
+        raise PromptNotShownError(
+            "the reply lacks the number of the prompt's tokens, which must be ours",
+            where=f"{where} usage.prompt_tokens",
+            expected=str(len(request.prompt_ids)),
         )
     response = response_of(
         request,
@@ -345,7 +372,7 @@ def read_reply(
         entries=choice.logprobs.content or [] if choice.logprobs else [],
         reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
-        seen=reply.prompt_token_ids if widened else None,
+        seen=reply.prompt_token_ids if widened == "anew" else None,
         usage=reply.usage,
         experts=choice.routed_experts,
         versions=choice.weight_versions,
@@ -354,7 +381,7 @@ def read_reply(
     )
     if not response.allowed and response.completion_ids and truncates(request.sampling_params):
         _warn_of_truncation(where)
-    if widened and reply.mm_placeholders is not None:
+    if widened == "anew" and reply.mm_placeholders is not None:
         ours = {
             modality: [Range(place.offset, place.length) for place in ranges]
             for modality, ranges in request.multi_modal_data.mm_placeholders.items()
@@ -387,7 +414,7 @@ class _Stream:
     their masks if the stream broke.
     """
 
-    def __init__(self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: bool) -> None:
+    def __init__(self, request: EngineRequest, on_tokens: OnTokens, where: str, widened: Widened) -> None:
         self._request = request
         self._on_tokens = on_tokens
         self._where = where
@@ -412,9 +439,9 @@ class _Stream:
     def _take(self, decoded: dict[str, Any]) -> None:
         where = self._where
         if "error" in decoded:
-            raise EngineReplyError(
-                "the engine failed within a stream", where=where, got=repr(decoded["error"])[:300]
-            )
+            # Before the first token the request may be sent again.
+            kind = EngineReplyError if self._choice.token_ids else FailedInEngineError
+            raise kind("the engine failed within a stream", where=where, got=repr(decoded["error"])[:300])
         chunk = convert(decoded, _Reply, where=where)
         for choice in chunk.choices:
             before = len(self._choice.token_ids or ())

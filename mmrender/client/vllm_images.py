@@ -22,7 +22,7 @@ from PIL import Image
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError
 from mmrender.client.exchange import BYTES_PER_ID, check_size
-from mmrender.client.reply import decode_as
+from mmrender.client.reply import FailedInEngineError, decode_as
 from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.vllm_fields import (
@@ -34,7 +34,13 @@ from mmrender.client.vllm_fields import (
     item_tensors,
     layout_for,
 )
-from mmrender.errors import EngineMismatchError, EngineReplyError, EngineStatusError, EngineUnsupportedError
+from mmrender.errors import (
+    EngineError,
+    EngineMismatchError,
+    EngineReplyError,
+    EngineStatusError,
+    EngineUnsupportedError,
+)
 from mmrender.media.encoded import EncodedImage, encoded_image
 from mmrender.media.item import tensor_specs
 from mmrender.media.processors.patches import PatchItem, time_steps
@@ -437,6 +443,31 @@ class ImagePlan:
         """Hash of each item."""
         return [self.forms[span.item.identity].mm_hash(span.item) for span in self.spans]
 
+    @property
+    def known(self) -> set[str] | None:
+        """Hashes whose data the server has. None if no data is left out."""
+        hashes = self.process.facts.hashes
+        return {name for name in self.names if hashes.get(name)} if self.by_hash else None
+
+    @property
+    def after_miss(self) -> Collection[str] | None:
+        """Hashes whose data is left out once the server lacked one: none, and long requests stay split."""
+        return None if self.max_bytes is None else ()
+
+    def may_be_miss(self, error: EngineError) -> bool:
+        """Whether a request failed because the server lacked an image.
+
+        It is a status 500 like any failure, or on older servers an empty completion.
+        """
+        if isinstance(error, EngineStatusError):
+            return error.status == 500
+        return isinstance(error, FailedInEngineError)
+
+    def note(self, *, left_out: bool, knew: bool) -> None:
+        """Note an answered request, or one that the server lacked an image of."""
+        for name in self.names if self.by_hash else ():
+            self.process.facts.hashes.put(name, True) if knew else self.process.facts.hashes.pop(name)
+
     def prompts(self, known: Collection[str] | None) -> list[dict[str, Any]]:
         """Return the members for tokens and images of one or more requests. The last has the whole prompt.
 
@@ -504,7 +535,9 @@ def features_of(
 
 
 def leaves_out_data(prompt: Mapping[str, Any]) -> bool:
-    """Whether a request names an item by its hash alone."""
+    """Whether a request names an item by its hash or uuid alone."""
+    if "content_parts" in prompt:
+        return any("url" not in part for part in prompt["content_parts"])
     return any(None in texts for texts in prompt["features"]["kwargs_data"].values())
 
 

@@ -1,6 +1,7 @@
 """Items as encoded images: for servers with a processor of their own, and a reference in place of tensors."""
 
 import io
+import struct
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ from mmrender.sidecar import Count, Framework, MediaItem, TensorDtype
 
 _PNG_COMPRESSION: Final = 1
 """zlib level: on photographs level 6 saves a tenth of the bytes and takes four times as long."""
+_BITMAP_HEADER: Final = struct.Struct("<2sIHHI IiiHHIIiiII")
+"""Header of a Windows bitmap file and of its image, 54 bytes."""
 _VERBATIM: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp"}
 """Formats that are passed on unchanged. Servers decode them with the same libraries."""
 
@@ -111,7 +114,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
 class EncodedImage:
     """An encoded image and its MIME type, such as `image/png`."""
 
-    data: bytes = field(repr=False)
+    data: bytes | bytearray = field(repr=False)
     mime: str
 
     @property
@@ -123,6 +126,11 @@ class EncodedImage:
     def image(self) -> Image.Image:
         """The image, for processors of others."""
         return Image.open(io.BytesIO(self.data))
+
+    @property
+    def json_url(self) -> bytes:
+        """The `data:` URL as a JSON text."""
+        return b"".join([b'"data:', self.mime.encode(), b";base64,", pybase64.b64encode(self.data), b'"'])
 
 
 _encoded: LRUCache[tuple[str, type], EncodedImage] = LRUCache(64 << 20, size_of=lambda image: len(image.data))
@@ -168,6 +176,38 @@ def _encode(item: MediaItem) -> EncodedImage:
         got=f"{type(item).__name__} of modality {item.modality!r}",
         remedy="Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem",
     )
+
+
+def bitmap(item: MediaItem) -> EncodedImage:
+    """Return an item as `encoded_image` does, with a `PatchItem` as an uncompressed BMP.
+
+    For servers that are sent an image once: a PNG has a third of the bytes and takes fifty times as long. The
+    result is not kept.
+
+    Raises:
+        MediaError: As for `encoded_image`.
+    """
+    if not isinstance(item, PatchItem) or item.modality != "image":
+        return encoded_image(item)
+    planes = item.frames[0]
+    _, height, width = planes.shape
+    stride = -(-3 * width // 4) * 4  # rows are whole words
+    start, size = _BITMAP_HEADER.size, stride * height
+    data = bytearray(start + size)
+    _BITMAP_HEADER.pack_into(
+        data, 0, b"BM", start + size, 0, 0, start, 40, width, height, 1, 24, 0, size, 0, 0, 0, 0
+    )
+    rows = np.frombuffer(data, np.uint8, offset=start).reshape(height, stride)
+    for channel, plane in enumerate(planes):
+        rows[::-1, 2 - channel : 3 * width : 3] = plane  # the lowest row first
+    return EncodedImage(data, "image/bmp")
+
+
+def is_encodable(item: MediaItem) -> bool:
+    """Whether `encoded_image` can return the item."""
+    if isinstance(item, PatchItem):
+        return item.modality == "image" and not item.times
+    return isinstance(item, ReferenceItem) and item.modality == "image" and isinstance(item.source, bytes)
 
 
 def _png(image: Image.Image) -> EncodedImage:

@@ -146,6 +146,7 @@ async def record_default(server: EngineServer, renderer: Renderer) -> None:
     await record(server, "hash_hit", by(hashes, three), by(hashes, three))
     await record(server, "content_parts", by(parts, image))
     await record(server, "content_parts_three", by(parts, three))
+    await record(server, "content_parts_named", by(parts, three), by(parts, three))
     await record_refusals(server, renderer)
     await record_control(server)
 

@@ -1,7 +1,9 @@
 """`VLLMBackend`: what it sends, asks once, refuses first, and stops."""
 
 import asyncio
+import base64
 import dataclasses
+import io
 import threading
 from operator import attrgetter
 from types import SimpleNamespace
@@ -10,11 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from PIL import Image
 
 from kit import blocks, error_of, raised, shown
 from mmcodecs.arrays import RawTensor
 from mmrender.caching import LRUCache
-from mmrender.client import exchange, vllm_fields
+from mmrender.client import exchange, server_facts, vllm_fields
 from mmrender.client.exchange import data_urls
 from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
@@ -27,6 +30,7 @@ from mmrender.errors import (
     EngineConnectionError,
     EngineError,
     EngineMismatchError,
+    EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
     InputError,
@@ -43,7 +47,7 @@ from mmrender.media.vllm_items import (
 )
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
-from stub_server import StubServer, stub_server
+from stub_server import StubServer, stub_server, vllm_reply
 from vllm_contract import (
     LAYOUT,
     completion,
@@ -73,6 +77,9 @@ def server(rendered=None, pixels="uint8", **routes):
     if rendered is not None:
         answers[RENDER] = lambda _: served(rendered, pixels)
     return MemoryTransport({**answers, **routes})
+
+
+TENSORS = VLLMBackend(images="features")
 
 
 def run(transport, rendered, backend=None, **changes):
@@ -105,7 +112,8 @@ async def test_every_mode_of_images_survives_a_kept_connection_that_was_closed(
             asked = msgspec.json.decode(body)
             reply = completion(SimpleNamespace(json=asked))
             if images == "content_parts":
-                reply |= {"prompt_token_ids": rendered.token_ids, "usage": None}
+                reply["usage"]["prompt_tokens"] = len(rendered.token_ids)
+                reply["prompt_token_ids"] = rendered.token_ids
             line = msgspec.json.encode(reply)
             return web.Response(body=b"data: %s\n\ndata: [DONE]\n\n" % line if asked.get("stream") else line)
 
@@ -138,7 +146,7 @@ def test_everything_that_can_be_asked(renderer):
 def test_features_hold_the_pixels_that_the_server_takes(renderer, pixels):
     prompt = three_images(renderer)
     transport = server(prompt, pixels)
-    run(transport, prompt)
+    run(transport, prompt, TENSORS)
     features = sent(transport)[0]["features"]
     items = prompt.multi_modal_data.mm_items["image"]
     assert features["mm_hashes"] == {"image": [f"{item.identity}-{pixels}" for item in items]}
@@ -165,12 +173,12 @@ def test_features_hold_the_pixels_that_the_server_takes(renderer, pixels):
 def test_an_item_on_the_wire_does_not_depend_on_its_company(renderer):
     prompt = three_images(renderer)
     transport = server(prompt)
-    run(transport, prompt)
+    run(transport, prompt, TENSORS)
     first, second, third = sent(transport)[0]["features"]["kwargs_data"]["image"]
     assert first == third != second
     alone = renderer.render([{"role": "user", "content": [shown(blocks(3, 160, 128))]}])
     transport = server(alone)
-    run(transport, alone)
+    run(transport, alone, TENSORS)
     assert sent(transport)[0]["features"]["kwargs_data"]["image"] == [second]
 
 
@@ -182,13 +190,13 @@ def test_the_server_is_asked_once_for_each_processor(renderer, image):
 
     async def many():
         requests = [contract_request(image) for _ in range(5)]
-        await asyncio.gather(*(VLLMBackend().generate(request, transport) for request in requests))
-        await VLLMBackend().generate(requests[0], transport)
+        await asyncio.gather(*(TENSORS.generate(request, transport) for request in requests))
+        await TENSORS.generate(requests[0], transport)
 
     asyncio.run(many())
     assert len(transport.of_path(RENDER_PATH)) == 1
     assert len(sent(transport)) == 6
-    run(transport, image, model="other")
+    run(transport, image, TENSORS, model="other")
     assert len(transport.of_path(RENDER_PATH)) == 2
     asked = transport.of_path(RENDER_PATH)[0]
     (part,) = asked.json["messages"][0]["content"]
@@ -199,19 +207,19 @@ def test_the_server_is_asked_once_for_each_processor(renderer, image):
 def test_the_smallest_image_is_rendered(renderer):
     images = [shown(blocks(n, 128 * n, 128)) for n in (3, 1, 2)]
     transport = MemoryTransport({GENERATE: completion, RENDER: served(one_image(renderer))})
-    run(transport, renderer.render([{"role": "user", "content": images}]))
+    run(transport, renderer.render([{"role": "user", "content": images}]), TENSORS)
     assert len(sent(transport)) == 1
 
 
 def test_a_failed_handshake_is_not_remembered(image):
     transport = server(image, **{RENDER: [DROPPED, Answer("starting", status=503), served(image)]})
     with pytest.raises(EngineConnectionError):
-        run(transport, image)
+        run(transport, image, TENSORS)
     with pytest.raises(EngineStatusError):
-        run(transport, image)
+        run(transport, image, TENSORS)
     assert sent(transport) == []
-    run(transport, image)
-    run(transport, image)
+    run(transport, image, TENSORS)
+    run(transport, image, TENSORS)
     assert len(sent(transport)) == 2
 
 
@@ -220,10 +228,10 @@ def test_a_failed_handshake_is_not_remembered(image):
 )
 def test_after_a_failure_in_the_servers_place_it_is_asked_anew(image, failure, asked):
     transport = server(image, **{GENERATE: [completion, failure, completion]})
-    run(transport, image)
+    run(transport, image, TENSORS)
     with pytest.raises(EngineError):
-        run(transport, image)
-    run(transport, image)
+        run(transport, image, TENSORS)
+    run(transport, image, TENSORS)
     assert len(transport.of_path(RENDER_PATH)) == asked
 
 
@@ -389,24 +397,54 @@ def test_a_server_that_does_not_say_may_be_vouched_for(image):
     assert data_sent(transport) == [[True], [False]]
 
 
-# The default: hashes where they are proved safe, else tensors, else parts
+# The default: hashes where they are proved safe, else encoded images by uuid
 
 
-def parts_completion(rendered):
-    """A server that widens encoded images as the renderer does."""
-    places = rendered.multi_modal_data.mm_placeholders["image"]
+class Recalling:
+    """A server that processes encoded images, widens as the renderer does, and keeps the last of them.
 
-    def complete(asked):
+    Attributes:
+        room: Images that it keeps.
+        usage: What it counts of a prompt whose images it knows. None for the right number.
+        kept: Uuids of the kept ones.
+    """
+
+    def __init__(self, *prompts, room=100, usage=None):
+        self.prompts, self.room, self.kept, self.usage = prompts, room, [], usage
+
+    def __call__(self, asked):
         if "content_parts" not in asked.json:
             return completion(asked)
-        answer = completion(
-            dataclasses.replace(asked, body=msgspec.json.encode({"token_ids": rendered.token_ids}))
-        )
-        answer["prompt_token_ids"] = rendered.token_ids
-        answer["mm_placeholders"] = {"image": [{"offset": p.offset, "length": p.length} for p in places]}
-        return answer
+        parts = asked.json["content_parts"]
+        missing = [number for number, part in enumerate(parts) if "url" not in part]
+        missing = [number for number in missing if parts[number]["uuid"] not in self.kept]
+        if missing:
+            message = f"Cache miss for image at index {missing[0]} but data is not provided."
+            return Answer({"error": {"message": message, "code": 400}}, status=400)
+        self.kept = [*self.kept, *(part["uuid"] for part in parts)][
+            max(0, len(self.kept) + len(parts) - self.room) :
+        ]
+        (rendered,) = (each for each in self.prompts if len(each.multi_modal_data.spans()) == len(parts))
+        places = rendered.multi_modal_data.mm_placeholders["image"]
+        if not asked.json.get("return_token_ids"):
+            return vllm_reply([7], [-1.5]) | {
+                "usage": self.usage or {"prompt_tokens": len(rendered.token_ids)}
+            }
+        return vllm_reply([7], [-1.5]) | {
+            "usage": {"prompt_tokens": len(rendered.token_ids)},
+            "prompt_token_ids": rendered.token_ids,
+            "mm_placeholders": {"image": [{"offset": p.offset, "length": p.length} for p in places]},
+        }
 
-    return complete
+
+def recalling(*prompts, room=100, **routes):
+    """That server, which says nothing of its process and its cache."""
+    return server(prompts[0], **{GENERATE: Recalling(*prompts, room=room), **routes})
+
+
+def urls_sent(transport):
+    """For each request, which of its encoded images came with their data."""
+    return [["url" in part for part in body["content_parts"]] for body in sent(transport)]
 
 
 @pytest.mark.parametrize(
@@ -420,11 +458,154 @@ def parts_completion(rendered):
         {METRICS: [f"process_start_time_seconds {number % 2}" for number in range(400)]},
     ],
 )
-def test_whatever_is_not_proved_of_a_cache_data_is_sent(image, routes):
-    transport = hashing(image, **{METRICS: STARTED, **routes})
+def test_an_image_goes_once_where_a_cache_is_not_proved(image, routes):
+    """By its uuid, which a server that lacks it answers by an error of that request alone."""
+    transport = hashing(image, **{METRICS: STARTED, GENERATE: Recalling(image), **routes})
     for _ in range(3):
         run(transport, image)
-    assert data_sent(transport) == [[True]] * 3
+    assert urls_sent(transport) == [[True], [False], [False]]
+    (item,) = image.multi_modal_data.mm_items["image"]
+    for body in sent(transport):
+        (part,) = body["content_parts"]
+        assert (part["type"], part["uuid"]) == ("image_url", f"{item.identity}-image")
+        assert ("return_token_ids" in body) == ("url" in part)
+        assert body["token_ids"].count(body["token_ids"][5]) == 1
+
+
+def test_an_image_of_a_uuid_has_the_item_s_pixels(renderer):
+    prompt = three_images(renderer)
+    transport = recalling(prompt)
+    run(transport, prompt)
+    for part, item in zip(
+        sent(transport)[0]["content_parts"], prompt.multi_modal_data.mm_items["image"], strict=True
+    ):
+        head, _, data = part["url"].partition(",")
+        assert head == "data:image/bmp;base64"
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+        assert np.array_equal(pixels, item.frames[0].transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected", "error"),
+    [
+        ({"prompt_tokens": 5}, "counted other prompt tokens than were sent", EngineMismatchError),
+        ({"completion_tokens": 1}, "lacks the number of the prompt's tokens", EngineReplyError),
+    ],
+)
+def test_the_tokens_of_a_prompt_whose_images_are_known_are_counted(image, usage, expected, error):
+    transport = server(image, **{GENERATE: Recalling(image, usage=usage)})
+    backend = VLLMBackend(images="content_parts")
+    run(transport, image, backend)
+    with pytest.raises(error, match=expected):
+        run(transport, image, backend)
+
+
+def test_a_server_that_dropped_an_image_costs_one_request(renderer, image):
+    three = three_images(renderer)
+    transport = recalling(image, three, room=3)
+    for prompt in (image, three, image, image):
+        run(transport, prompt)
+    assert urls_sent(transport) == [[True], [True] * 3, [False], [True], [False]]
+
+
+def test_engine_and_frontend_that_dropped_different_images_cost_one_request(image):
+    """The frontend knows the uuid, and the engine answers by a failure like any other."""
+    broken = Answer({"error": {"message": "Internal server error"}}, status=500)
+    answers = Recalling(image)
+    transport = server(image, **{GENERATE: [answers, broken, answers, answers]})
+    for _ in range(3):
+        run(transport, image)
+    assert urls_sent(transport) == [[True], [False], [True], [False]]
+
+
+def test_a_server_that_keeps_no_images_is_sent_tensors(image, monkeypatch):
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(server_facts, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    transport = recalling(image, room=0)
+    for _ in range(6):
+        run(transport, image)
+        now.seconds += 1
+    forms = [
+        "url" if "url" in body["content_parts"][0] else "uuid"
+        for body in sent(transport)
+        if "content_parts" in body
+    ]
+    assert forms == ["url", *["uuid", "url"] * 3]
+    assert ["features" in body for body in sent(transport)] == [False] * 7 + [True] * 2
+    now.seconds += 59
+    run(transport, image)
+    assert "content_parts" in sent(transport)[-1]  # it is asked again
+
+
+@pytest.mark.parametrize("images", ["auto", "content_parts"])
+def test_a_server_whose_cache_is_off_refuses_a_uuid_in_other_words(image, images):
+    off = Answer({"error": {"message": "Failed to apply Qwen3VLProcessor on data"}}, status=400)
+
+    def answer(asked):
+        parts = asked.json.get("content_parts", ())
+        return off if any("url" not in part for part in parts) else Recalling(image)(asked)
+
+    transport = server(image, **{GENERATE: answer})
+    for _ in range(3):
+        run(transport, image, VLLMBackend(images=images))
+    forms = [
+        "tensors" if "features" in body else "url" if "url" in body["content_parts"][0] else "uuid"
+        for body in sent(transport)
+    ]
+    again = ["tensors", "tensors"] if images == "auto" else ["url", "uuid", "url"]
+    assert forms == ["url", "uuid", *again]
+
+
+@pytest.mark.parametrize("refusal", [completion, Answer({"error": {"message": "no images"}}, status=400)])
+def test_a_server_that_takes_no_encoded_images_is_sent_tensors(image, refusal):
+    def answer(asked):
+        return refusal if "content_parts" in asked.json and not callable(refusal) else completion(asked)
+
+    transport = server(image, **{GENERATE: answer})
+    for _ in range(3):
+        run(transport, image)
+    assert ["features" in body for body in sent(transport)] == [False, True, True, True]
+
+
+def test_what_fails_as_tensors_too_says_nothing_of_encoded_images(image):
+    wrong = Answer({"error": {"message": "temperature"}}, status=400)
+    transport = server(image, **{GENERATE: [wrong, wrong, Recalling(image)]})
+    assert "temperature" in error_of(EngineStatusError, run, transport, image)
+    run(transport, image)
+    assert ["features" in body for body in sent(transport)] == [False, True, False]
+
+
+def test_a_pad_that_the_model_sampled_is_no_image_to_the_server(renderer, image):
+    """Its processor would widen it."""
+    (place,) = image.multi_modal_data.mm_placeholders["image"]
+    pad = image.token_ids[place.offset]
+    transport = recalling(image)
+    run(transport, image, prompt_ids=[*image.token_ids, 5, pad, 6], vocab_size=None)
+    assert "features" in sent(transport)[0]
+
+
+def test_a_stream_that_misses_an_image_is_begun_again(image):
+    answers = Recalling(image)
+
+    def line(asked):
+        reply = answers(asked)
+        return (
+            reply
+            if isinstance(reply, Answer)
+            else b"data: %s\n\ndata: [DONE]\n\n" % msgspec.json.encode(reply)
+        )
+
+    lost = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\ndata: [DONE]\n\n'
+    transport = server(image, **{GENERATE: [line, lost, line]})
+    heard = []
+    for _ in range(2):
+        asyncio.run(
+            VLLMBackend().generate(
+                contract_request(image), transport, on_tokens=lambda *tokens: heard.append(tokens)
+            )
+        )
+    assert urls_sent(transport) == [[True], [False], [True]]
+    assert heard == [([7], [-1.5], "stop")] * 2
 
 
 @pytest.mark.parametrize(
@@ -437,7 +618,7 @@ def test_whatever_is_not_proved_of_a_cache_data_is_sent(image, routes):
 def test_parts_go_by_default_where_tensors_cannot(image, routes):
     if routes[RENDER] is None:  # fields joined in a way that is not known
         routes = {RENDER: served(image, pixel_values=lambda elem: FieldElem(elem.data, BatchedField()))}
-    transport = server(image, **{GENERATE: parts_completion(image), **routes})
+    transport = recalling(image, **routes)
     run(transport, image)
     (body,) = sent(transport)
     assert "features" not in body
@@ -486,12 +667,14 @@ def test_a_request_that_is_too_long_and_cannot_be_split_is_named_before_it_is_se
     assert caught.remedy.endswith("at the frontend and in VLLMBackend(max_body_bytes=...)")
     assert sent(transport) == []
     # Encoded images are shorter.
-    transport = server(prompt, **{GENERATE: parts_completion(prompt)})
+    transport = recalling(prompt)
     run(transport, prompt, VLLMBackend(max_body_bytes=300_000))
     assert "content_parts" in sent(transport)[0]
+    run(transport, prompt, VLLMBackend(max_body_bytes=2_000))  # it has them
+    transport = recalling(prompt)
     with pytest.raises(EngineUnsupportedError, match="larger than the server's frontend takes"):
         run(transport, prompt, VLLMBackend(max_body_bytes=2_000))
-    assert len(sent(transport)) == 1
+    assert sent(transport) == []
 
 
 # Refused first

@@ -153,6 +153,14 @@ def test_images(renderer, name, prompt_of, images):
     assert_is(replay(name, by(VLLMBackend(images=images), prompt)), name, len(prompt))
 
 
+def test_an_encoded_image_is_named_by_its_uuid_the_second_time(renderer):
+    backend, prompt = VLLMBackend(images="content_parts"), three_images(renderer)
+    response = replay("content_parts_named", by(backend, prompt), by(backend, prompt))
+    assert_is(response, "content_parts_named", len(prompt))
+    first, second = (exchange["request"]["content_parts"] for exchange in recorded("content_parts_named"))
+    assert ["url" in part for part in (*first, *second)] == [True] * 3 + [False] * 3
+
+
 def test_hashes_alone_go_the_second_time_and_only_to_a_server_with_a_cache(renderer):
     backend, prompt = VLLMBackend(images="hash_only"), three_images(renderer)
     assert_is(replay("hash_hit", by(backend, prompt), by(backend, prompt)), "hash_hit", len(prompt))

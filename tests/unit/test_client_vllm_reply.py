@@ -85,7 +85,7 @@ def widened(**members):
     data = MultiModalData(mm_placeholders={"image": [PlaceholderRange(1, 2)]})
     request = asked(prompt_ids=[1, 9, 9, 3], multi_modal_data=data)
     body = msgspec.json.encode({**reply(usage={"prompt_tokens": 4}), **members})
-    return read_reply(request, body, WHERE, widened=True)
+    return read_reply(request, body, WHERE, widened="anew")
 
 
 def test_a_returned_prompt_that_is_ours():
