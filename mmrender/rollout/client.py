@@ -20,12 +20,13 @@ from mmrender.client.transport import Server
 from mmrender.client.types import Generation, Prompt, RendererBackend, RequestOptions
 from mmrender.content import normalize_messages
 from mmrender.content.messages import to_openai
+from mmrender.content.values import copy_containers
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
-from mmrender.trajectory.conversation import same_message, without_sources
+from mmrender.trajectory.conversation import is_unchanged, same_message, without_sources
 from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
@@ -86,11 +87,12 @@ class _PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """Conversation of a step including its turn, with images, and its serialised form."""
+    """Conversation of a step including its turn, with images, its serialised form, and its sources."""
 
     messages: tuple[Message, ...]
     records: tuple[dict[str, Any], ...]
     left_out: frozenset[int]
+    given: tuple[tuple[Any, Message], ...]
 
 
 class RendererClient:
@@ -183,7 +185,7 @@ class RendererClient:
             PromptTooLongError: The prompt is too long, and the policy is `error` or no turn is left to drop.
             MMRenderError: As for `generate` and `Renderer.render`.
         """
-        conversation = normalize_messages(messages)
+        conversation, given = self._read(trajectory, messages)
         definitions = None if tools is None else check_tools(tools, "tools")
         options: RequestOptions = {**self._options, **request_options}
         params = {**self.sampling_params, **(sampling_params or {})}
@@ -236,12 +238,37 @@ class RendererClient:
             tools=definitions if plan.parent is None else plan.parent.tools,
             extra=extra | ({"left_out": list(turn.left_out)} if turn.left_out else {}),
         )
-        histories[step.index] = _History(whole, records, plan.left_out)
+        histories[step.index] = _History(whole, records, plan.left_out, given)
         return replace(turn, step=step)
 
     def forget(self, trajectory: Trajectory) -> None:
         """Drop the conversations of a trajectory with their images, after which it cannot be continued."""
         self._histories.pop(trajectory, None)
+
+    def _read(
+        self, trajectory: Trajectory | None, messages: Sequence[Any]
+    ) -> tuple[Sequence[Message], tuple[tuple[Any, Message], ...]]:
+        """Read a conversation. Also return what its messages were read from, with copies of dicts.
+
+        Dicts that are as they were at the newest turn are not read again.
+        """
+        if trajectory is None or type(messages) is not list:
+            return normalize_messages(messages), ()
+        histories = self._histories.get(trajectory)
+        known = histories[max(histories)].given if histories else ()
+        items = messages.copy()
+        for index, (item, (copy, message)) in enumerate(zip(messages, known, strict=False)):
+            if type(item) is dict and is_unchanged(item, copy):
+                items[index] = message
+        conversation = normalize_messages(items)
+        given: list[tuple[Any, Message]] = []
+        for index, (item, message) in enumerate(zip(messages, conversation, strict=True)):
+            if index < len(known) and known[index][1] is message:
+                given.append(known[index])
+            else:
+                copy = copy_containers(item, f"messages[{index}]") if type(item) is dict else None
+                given.append((copy, message))
+        return conversation, tuple(given)
 
     async def _plan(
         self,
@@ -279,7 +306,7 @@ class RendererClient:
             elif any(message.role == "assistant" for message in rest[1:]):
                 reasons.append(f"a turn after step {number} was not sampled here")
             else:
-                ids, count = step.token_ids.tolist(), step.prompt_length
+                ids, count = step.token_ids, step.prompt_length
                 bridged, why = await bridge_turn(
                     self.renderer,
                     ids[:count],

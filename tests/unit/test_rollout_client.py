@@ -59,6 +59,17 @@ def test_a_turn_is_bridged_from_the_one_before(renderer):
     ]  # without its picture
 
 
+def test_a_message_that_is_changed_in_its_place_begins_anew(renderer):
+    talk = Talk(renderer, "A cow.", "Sand.", "Grass.")
+    opening = [dict(SYSTEM), user("Which animal is this?", 1)]
+    turn = talk.ask(opening)
+    messages = [*opening, turn.message, user("And where is it?")]
+    talk.ask(messages)
+    opening[0]["content"] = "Look away."
+    assert talk.ask(messages).why_rendered == "the conversation continues no earlier step"
+    assert talk.trajectory.steps[-1].messages[0] == {"role": "system", "content": "Look away."}
+
+
 def test_messages_may_be_echoed_in_other_forms(renderer):
     talk = Talk(renderer, f"<think>\nIt has horns.\n</think>\n\nA cow.{call(3)}", "Sand.")
     first = talk.ask(OPENING, tools=TOOLS)

@@ -6,8 +6,9 @@ from PIL import Image
 
 from kit import user
 from mmrender.content import normalize_messages
+from mmrender.content.values import copy_containers
 from mmrender.rollout.client import droppable_units
-from mmrender.trajectory.conversation import same_message
+from mmrender.trajectory.conversation import is_unchanged, same_message
 from rollout_cases import text
 
 
@@ -98,3 +99,30 @@ def test_what_is_left_out_first(roles, shorter):
         dropped.update(unit)
         found.append("".join(role for index, role in enumerate(roles) if index not in dropped))
     assert found == shorter
+
+
+def test_a_message_that_was_changed_in_its_place_is_seen():
+    message = said("x", tool_calls=[{"function": {"name": "zoom", "arguments": {"a": [1, "b"]}}}])
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    copy = copy_containers(message, "message")
+    assert is_unchanged(message, copy)
+    assert is_unchanged(copy_containers(message, "message"), copy)
+    arguments["a"][1] = "c"
+    assert not is_unchanged(message, copy)
+    arguments["a"][1] = "b"
+    assert is_unchanged(message, copy)
+    arguments["a"][0] = True
+    assert not is_unchanged(message, copy)
+    arguments["a"] = [1]
+    assert not is_unchanged(message, copy)
+
+
+@pytest.mark.parametrize("value", [BLACK, RED, (1, 2), 1.5e300 * 10])
+def test_values_that_may_change_unseen_are_read_again(value):
+    message = {"role": "user", "content": [{"type": "image", "image": value}]}
+    expected = isinstance(value, float)
+    assert is_unchanged(message, copy_containers(message, "message")) is expected
+
+
+def test_the_order_of_keys_counts():
+    assert not is_unchanged({"b": 1, "a": 2}, {"a": 2, "b": 1})
