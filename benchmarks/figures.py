@@ -58,6 +58,16 @@ def figures(parts: Mapping[str, Document]) -> list[Figure]:
     return [figure for part, read in _READERS.items() if part in parts for figure in read(parts)]
 
 
+def _turn(parts: Mapping[str, Document]) -> Iterator[Figure]:
+    rows = parts["turn"]["contenders"]
+    names = {"mmrender": OURS, "verifiers": RENDERERS, "plain": REFERENCE}
+    yield Figure(
+        f"processor time of a whole turn, {parts['turn']['rollouts']} in flight (renderers by verifiers)",
+        {name: rows[key]["turn_s"] for key, name in names.items() if key in rows},
+        faster={RENDERERS: 3.0, REFERENCE: 8.0},
+    )
+
+
 def _text(parts: Mapping[str, Document]) -> Iterator[Figure]:
     names = {False: "text, 16 turns, cold", True: "text, 16 turns of new words after a known system prompt"}
     asked = {False: {RENDERERS: 8.0, NATIVE: 1.5}, True: {RENDERERS: 8.0}}
@@ -206,6 +216,7 @@ def _open(parts: Mapping[str, Document]) -> Iterator[Figure]:
 
 
 _READERS: dict[str, Callable[[Mapping[str, Document]], Iterator[Figure]]] = {
+    "turn": _turn,
     "text": _text,
     "images": _images,
     "bridge": _bridge,
