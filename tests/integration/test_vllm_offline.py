@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,9 @@ async def test_engines_of_a_process_sample_as_backends(renderer, tiny_model, tmp
     python = environment_of("MMRENDER_VLLM_ENV", ".venv-vllm")
     command = [python, Path(__file__).with_name("vllm_backends.py"), tiny_model, tmp_path / "answer"]
     folders = [ROOT, ROOT / "codecs", ROOT / "tools/servers/vllm", Path(__file__).parent]
-    path = os.pathsep.join(map(str, folders))
-    subprocess.run(list(map(str, command)), check=True, timeout=600, env={**os.environ, "PYTHONPATH": path})
+    path, below = os.pathsep.join(map(str, folders)), sysconfig.get_paths()["purelib"]
+    variables = {**os.environ, "PYTHONPATH": path, "PACKAGES_BELOW": below}
+    subprocess.run(list(map(str, command)), check=True, timeout=600, env=variables)
     found = json.loads((tmp_path / "answer").read_text())
     expected = await sampled(LocalBackend(tiny_model), renderer)
     assert set(found) == {"LLM", "AsyncLLM"}

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.append(os.environ["PACKAGES_BELOW"])  # mmrender's own, if the environment lacks them
+
 from serve import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)
