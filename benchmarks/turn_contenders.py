@@ -46,8 +46,7 @@ class Ours:
     """mmrender."""
 
     def __init__(self, directory: str, url: str) -> None:
-        from mmrender import Renderer
-        from mmrender.rollout import RendererClient
+        from mmrender import Renderer, RendererClient
 
         self.client = RendererClient(
             Renderer.from_pretrained(directory, image_backend="pil"),
@@ -57,7 +56,7 @@ class Ours:
         )
 
     async def roll_out(self, messages: Messages, following: Messages) -> int:
-        from mmrender.trajectory import Trajectory
+        from mmrender import Trajectory
 
         trajectory = Trajectory()
         for turn in range(TURNS):
