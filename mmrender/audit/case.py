@@ -26,6 +26,8 @@ Array: TypeAlias = npt.NDArray[Any]
 _MAX_ROWS: Final = 256
 """Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
 _SECTIONS: Final = 30
+_NEARER: Final = 0.98
+"""Maximum share of the differences under a number that is a step nearer."""
 
 
 class Trial(NamedTuple):
@@ -88,7 +90,7 @@ class Case:
         sources: Images before processing, by identity of their items.
         weights: Other weights that may have sampled, by name.
         alternatives: The sample as something else builds it, by name.
-        memory: What rows have computed of the images, by name and identity.
+        memory: What rows have computed of images and vocabulary, by name and identity.
     """
 
     compared: Comparison
@@ -314,3 +316,29 @@ def minimum(loss: Callable[[float], float], low: float, high: float, *, points: 
         one, two = right - ratio * (right - left), left + ratio * (right - left)
         left, right = (left, two) if loss(float(np.exp(one))) < loss(float(np.exp(two))) else (one, right)
     return float(np.exp((left + right) / 2 if losses[best] < enough else grid[best]))
+
+
+def fitted_number(
+    case: Case, make: Callable[[float], Trial], low: float, high: float, near: Sequence[float]
+) -> float | None:
+    """Return the number that explains the most; None if none of `near` brings the numbers nearer."""
+    if not np.isfinite(case.compared.sampler).all() or make(low).since > case.position:
+        return None
+
+    def losses(values: Sequence[float]) -> list[float]:
+        found = case.run([make(value) for value in values])
+        return [np.inf if one is None else float(np.abs(one.difference).mean()) for one in found]
+
+    before = float(np.abs(case.compared.difference).mean())
+    if min(losses(near)) > _NEARER * before:
+        return None
+    return minimum(lambda value: losses([value])[0], low, high, points=9, enough=0.7 * before)
+
+
+def fitted(
+    case: Case, make: Callable[[float], Trial], low: float, high: float, near: Sequence[float]
+) -> Iterator[Trial]:
+    """Yield the trial with the number that a search finds, if there is one."""
+    value = fitted_number(case, make, low, high, near)
+    if value is not None:
+        yield make(value)._replace(fitted=1)

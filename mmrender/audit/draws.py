@@ -1,22 +1,30 @@
 """Random faults of each stage, which show how faults without a row look in the numbers of one sample."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from mmrender.audit.case import Array, Case, ChangedItem, Edit, Trial, edited, part, with_items, with_sampled
-from mmrender.audit.computed import changed_weights, parts_of, rotary_modules, stacks, with_positions
+from mmrender.audit.computed import bound, changed_weights, giving, parts_of, stacks
+from mmrender.audit.positions import rotary_buffers, with_positions
+from mmrender.audit.prompts import blocks, bounds
 from mmrender.audit.report import Stage, described
 from mmrender.audit.stage import CUT, Effect
+from mmrender.sidecar import MediaSpan
 
 _PROMPTS: Final = 48
 _SAMPLED: Final = 12
 _IMAGES: Final = 2
 """Rounds over the kinds of changes of pixels, for each image and for all."""
 _POSITIONS: Final = 48
-_WHOLE: Final = 16
+_TEXTUAL: Final = 3
+"""Kinds of changes of positions that need no image."""
+_OUTPUTS: Final = 24
+"""Changes of the outputs of a kind of module."""
+_WHOLE: Final = 8
 """Changes of all weights, of each size."""
 _SIZES: Final = (0.05, 0.2)
 """Sizes of changes of weights, as a share of their deviation."""
@@ -49,42 +57,63 @@ def draws(case: Case) -> Iterator[Draw]:
 
 
 def _prompts(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
-    """Yield prompts with some tokens replaced, lost or added."""
+    """Yield prompts with tokens replaced, lost or added: at one place, at each of a kind, or a whole part."""
     sample, starts = case.sample, [0, *(stop for _, stop in case.runs)]
-    features = {
-        int(token) for span in sample.media_spans for token in sample.token_ids[span.start : span.stop]
-    }
-    known = np.array([token for token in np.unique(sample.token_ids) if int(token) not in features])
     free = np.ones(len(sample), np.bool_)
     for span in sample.media_spans:
         free[span.start : span.stop] = False
+    known = np.unique(sample.token_ids[free])
+    kinds = [at for at in blocks(case) if at.before or at.after]
+    edges = {0, *bounds(case, len(sample)), *(edge for run in case.runs for edge in run)}
+    edges |= {edge for span in sample.media_spans for edge in (span.start - 1, span.stop + 1)}
     for number, (since, (stop, _)) in enumerate(zip(starts, case.runs, strict=False)):
-        places = since + np.flatnonzero(free[since:stop])
-        for _ in range(_PROMPTS // len(case.runs) if len(places) else 0):
-            start = int(rng.choice(places))
-            lost = int(rng.geometric(0.4)) - 1
-            while not free[start : start + lost].all() or start + lost > stop:
-                lost -= 1
+        for kind in range(_PROMPTS // len(case.runs) if free[since:stop].any() else 0):
             # A few tokens, or a text such as a system prompt.
-            added = int(rng.geometric(0.4)) - (lost > 0) if rng.random() < 0.7 else int(rng.integers(5, 15))
-            new = rng.choice(known, added).tolist()
-            changed = edited(sample, [(start, start + lost, new)])
-            yield Draw("template", f"the prompt before completion {number}", Trial("", changed, since=start))
+            few = int(rng.geometric(0.4))
+            added = rng.choice(known, few if rng.random() < 0.7 else int(rng.integers(5, 15))).tolist()
+            lost = int(rng.geometric(0.4)) - 1
+            added = added if rng.random() < 0.7 or not lost else []
+            if kind % 2 == 0:
+                places = [(int(rng.choice(since + np.flatnonzero(free[since:stop]))), lost)]
+            elif kind % 4 == 1 and kinds:
+                at = kinds[int(rng.integers(len(kinds)))]
+                before = bool(at.before) and (not at.after or rng.random() < 0.5)
+                places = [(one[0] - lost if before else one[1], lost) for one in at.blocks]
+            else:
+                own = sorted(edge for edge in edges if 0 <= edge <= stop)
+                first, last = sorted(rng.choice(own, 2, replace=False).tolist())
+                places, added = [(first, last - first)], []
+            edits: list[Edit] = [(start, start + count, added) for start, count in places]
+            first = max(edits[0][0], since)
+            if edits[0][0] < 0 or any(a > b or b > len(sample) for a, b, _ in edits):
+                continue
+            cut = [span for span in sample.media_spans for a, b, _ in edits if _cuts(span, a, b)]
+            if cut or any(sample.loss_mask[max(a, since) : b].any() for a, b, _ in edits):
+                continue
+            mask = sample.loss_mask & (np.arange(len(sample)) >= since)
+            changed = edited(replace(sample, loss_mask=mask), edits)
+            yield Draw("template", f"the prompt before completion {number}", Trial("", changed, since=first))
     for span in sample.media_spans:
         number = sum(start < span.start for start, _ in case.runs)
         first, last = max(span.start - 1, 0), min(span.stop + 1, len(sample))
         block = part(sample, first, last, sampled=False)
-        for by in (-8, -4, -2, 2, 4, 8, 0) if number < len(case.runs) else ():
-            at = first + by if by < 0 else last + by
-            edits: list[Edit] = [(first, last, []), (at, at, block)] if by else [(first, last, [])]
-            edits.sort(key=lambda edit: edit[0])
+        for by in (-4, -2, 2, 4, 0) if number < len(case.runs) else ():
+            to = first + by if by < 0 else last + by
+            moved: list[Edit] = [(first, last, []), (to, to, block)] if by else [(first, last, [])]
+            moved.sort(key=lambda edit: edit[0])
             if (
-                0 < at < len(sample)
-                and free[at]
-                and not sample.loss_mask[min(at, first) : max(at, last)].any()
+                0 < to < len(sample)
+                and free[to]
+                and not sample.loss_mask[min(to, first) : max(to, last)].any()
             ):
-                trial = Trial("", edited(sample, edits), since=min(at, first))
+                trial = Trial("", edited(sample, moved), since=min(to, first))
                 yield Draw("template", f"the prompt before completion {number}", trial)
+
+
+def _cuts(span: MediaSpan, start: int, stop: int) -> bool:
+    """Whether an edit of tokens `[start, stop)` leaves a part of an image."""
+    whole = start <= span.start and span.stop <= stop
+    return not whole and start < span.stop and span.start < stop
 
 
 def _completions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
@@ -179,18 +208,18 @@ def _positions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
     edges = {at for pair in (*images, *case.runs) for at in pair} | {run[1] + 1 for run in case.runs}
     cuts = sorted(at for at in edges if 0 < at < length)
     for number in range(_POSITIONS):
-        cut = int(rng.choice(cuts))
-        kind, seed = number % (len(_RENUMBERED) if spans else 2), int(rng.integers(1 << 30))
+        cut = int(rng.choice(cuts)) if number % 3 else int(rng.integers(1, length))
+        kind, seed = number % (len(_RENUMBERED) if spans else _TEXTUAL), int(rng.integers(1 << 30))
         name, change = _RENUMBERED[kind]
-        start = cut if kind < 2 else images[0][0]
+        start = cut if kind < _TEXTUAL else images[0][0]
         moved = partial(with_positions, [(0, length)], partial(_renumbered, change, images, cut, seed))
-        place = f"the positions from token {cut} on" if kind < 2 else f"the positions {name}"
+        place = f"the positions from token {cut} on" if kind < _TEXTUAL else f"the positions {name}"
         yield Draw("positions", place, Trial("", positions=moved, since=start, token=start))
-    held = rotary_modules(case.trainer.model)
+    held = rotary_buffers(case.trainer.model)
     for _ in range(_POSITIONS // 4 if held else 0):
-        factors = np.exp(rng.normal(0, float(rng.choice([0.02, 0.5])), len(held[0].inv_freq)))
+        factors = np.exp(rng.normal(0, float(rng.choice([0.02, 0.5])), len(getattr(*held[0]))))
         factors = np.full_like(factors, factors[0]) if rng.random() < 0.5 else factors
-        change_of = partial(_scaled, [(one, "inv_freq") for one in held], factors)
+        change_of = partial(_scaled, held, factors)
         yield Draw("positions", "the rotary frequencies", Trial("", model=change_of))
 
 
@@ -210,6 +239,14 @@ def _after_cut(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
 
 def _restarted(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
     own[..., cut:] -= own[..., cut : cut + 1].clone() - int(rng.integers(0, 3))
+
+
+def _indexed(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
+    import torch
+
+    stop = own.shape[-1] if rng.random() < 0.5 else min(cut + int(rng.geometric(0.05)), own.shape[-1])
+    index = torch.arange(cut, stop).to(own)
+    own[..., cut:stop] = index if own.ndim == 3 else index.clamp(max=cut + _shift(rng) % 4)
 
 
 def _within(own: Any, images: Any, _: int, rng: np.random.Generator) -> None:
@@ -236,6 +273,7 @@ def _permuted(own: Any, images: Any, _: int, rng: np.random.Generator) -> None:
 _RENUMBERED: Final[tuple[tuple[str, Callable[[Any, Any, int, np.random.Generator], None]], ...]] = (
     ("from a token on", _after_cut),
     ("that restart", _restarted),
+    ("by index", _indexed),
     ("within images", _within),
     ("after images", _counted),
     ("of images", _permuted),
@@ -281,6 +319,21 @@ def _weights(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
             if any(True for _ in child.parameters()):
                 change = changed_weights(child, lambda data: data * 0)
                 yield Draw("model", place, Trial("", model=change, since=since), layer)
+    named: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        if (name and any(True for _ in module.parameters()) and ".layers." in name) or ".blocks." in name:
+            named.setdefault(name.rpartition(".")[2], []).append(module)
+    kinds = sorted(name for name in named if not name.isdigit())
+    for number in range(_OUTPUTS if kinds else 0):
+        some = named[str(rng.choice(kinds))]
+        factor = float(np.exp(rng.normal(0, 0.2 if number % 2 else 1.0)))
+        yield Draw(
+            "model", "a kind of module", Trial("", model=bound(giving, some, partial(_multiplied, factor)))
+        )
+
+
+def _multiplied(factor: float, data: Any) -> Any:
+    return data * factor
 
 
 # --- the stages behind the model

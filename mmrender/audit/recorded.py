@@ -6,6 +6,7 @@ must agree without it.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -111,6 +112,13 @@ def _forms(view: View) -> Iterator[Recorded]:
     yield Recorded(
         "the likeliest (top-1) token's log-probability was recorded, not the sampled one's, in {}", likeliest
     )
+    logs = view.logits.log_softmax(-1)
+    entropy = (logs.exp() * logs).sum(-1).cpu().numpy()
+    for sign, text in ((1, "with the opposite sign "), (-1, "")):
+        yield Recorded(f"entropies {text}were recorded, not log-probabilities, in {{}}", sign * entropy)
+    pairs = np.arange(len(view.trainer)) ^ 1
+    if len(pairs) > 2 and pairs[-1] < len(pairs):
+        yield Recorded("log-probabilities of neighbours were exchanged in {}", view.trainer[pairs])
     raw = view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
     yield Recorded("logits were recorded, which are not normalised, in {}", raw)
 
@@ -132,6 +140,8 @@ def _missing(view: View) -> Iterator[Recorded]:
         yield Recorded(f"{text}: a placeholder for none", expected, -1)
     elif count > 1 and view.trainer[departing].max() < value - view.case.tolerance:
         yield Recorded(f"log-probabilities below {value:g} were recorded as that in {{}}", expected)
+    elif count > 1 and view.trainer[departing].min() > value + view.case.tolerance:
+        yield Recorded(f"log-probabilities above {value:g} were recorded as that in {{}}", expected)
 
 
 def _rounded(view: View) -> Iterator[Recorded]:
@@ -148,6 +158,14 @@ def _rounded(view: View) -> Iterator[Recorded]:
         yield Recorded(
             f"log-probabilities were rounded to {count} decimals in {{}}", np.round(view.trainer, count)
         )
+    for count in (1, 2, 3, 4):
+        digits = [float(f"{value:.{count}g}") for value in view.trainer.tolist()]
+        text = f"log-probabilities were rounded to {count} significant digits in {{}}"
+        yield Recorded(text, np.asarray(digits, np.float32))
+        with np.errstate(divide="ignore"):
+            logs = np.log(np.round(np.exp(view.trainer.astype(np.float64)), count + 1))
+        text = f"probabilities were rounded to {count + 1} decimals before their logarithm in {{}}"
+        yield Recorded(text, logs.astype(np.float32))
 
 
 def _of_rounded_logits(view: View) -> Iterator[Recorded]:
@@ -225,6 +243,11 @@ def _scaled(view: View) -> Iterator[Recorded]:
     factor = float(np.median(view.sampler[usable] / view.trainer[usable]))
     text = f"log-probabilities were multiplied by {factor:.4g} in {{}}"
     yield Recorded(text, (view.trainer * factor).astype(np.float32), 1)
+    added = np.exp(view.sampler[usable].astype(np.float64)) - np.exp(view.trainer[usable].astype(np.float64))
+    if (epsilon := float(np.median(added))) > 0:
+        logs = np.log(np.exp(view.trainer.astype(np.float64)) + epsilon).astype(np.float32)
+        text = f"{epsilon:.3g} (epsilon) was added to probabilities before their logarithm in {{}}"
+        yield Recorded(text, logs, 1)
     offset = float(np.median(view.sampler[usable] - view.trainer[usable]))
     text = f"{offset:+.4g} was added to log-probabilities in {{}}"
     yield Recorded(text, (view.trainer + offset).astype(np.float32), 1)
@@ -311,6 +334,8 @@ def _truncated(view: View) -> Iterator[Recorded]:
             rule = f"top_p between {float(before.max()):.4g} and {float(kept.min()):.4g}"
         elif float(after.max()) <= float(last.min()):
             rule = f"min_p between {float(after.max()):.4g} and {float(last.min()):.4g}"
+        elif float(ordered.gather(1, beyond[:, None]).max()) <= float(ordered.gather(1, size[:, None]).min()):
+            rule = "epsilon_cutoff, one least probability for all tokens"
         elif int(size.max()) < _MAX_KEPT and view.case.tolerance < _CLOSE:
             rule = f"several of top_k (up to {int(size.max()) + 1}), top_p and min_p"
         else:
@@ -335,6 +360,18 @@ def _other_support(view: View) -> Iterator[Recorded]:
         kept = (1 - probabilities[:, sorted({*media})].sum(1)).clip(1e-12)
         text = "the tokens of media were forbidden (logit_bias, bad_words) and could not be sampled in {}"
         yield Recorded(text, (own - np.log(kept)).astype(np.float32))
+    ids = view.case.sample.token_ids
+    lengths = [length for length in (2, 3, 4) if length <= len(ids)]
+    for length, start in product(lengths, (0, view.case.runs[view.number][0])):
+        # Tokens that have followed the last ones before.
+        repeated, parts = np.zeros(len(own)), np.lib.stride_tricks.sliding_window_view(ids, length)
+        for row, place in enumerate(view.places.tolist()):
+            own_last, before = ids[place - length + 1 : place], parts[start : max(place - length + 1, start)]
+            after = before[(before[:, :-1] == own_last).all(1), -1]
+            repeated[row] = probabilities[row, np.unique(after)].sum()
+        where = "the completion" if start else "prompt and completion"
+        text = f"sequences of {length} tokens in {where} could not be repeated (no_repeat_ngram_size) in {{}}"
+        yield Recorded(text, (own - np.log((1 - repeated).clip(1e-12))).astype(np.float32))
     share = np.exp(own - view.sampler)  # the sampler's divisor as a share of the trainer's
     masses = probabilities.cumsum(-1)
     size = int(np.abs(np.log(masses) - np.log(share)[:, None]).max(0).argmin()) + 1

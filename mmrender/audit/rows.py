@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mmrender.audit import computed, pixels, recorded, tokens
+from mmrender.audit import computed, images, pixels, positions, prompts, recorded, tokens, weights
 from mmrender.audit.case import Case, Recorded, Trial
 from mmrender.audit.recorded import View
 from mmrender.audit.report import Finding, Stage
@@ -45,9 +45,13 @@ class Row:
 
 
 _TRIALS: Final[Mapping[str, Callable[[Case], Iterable[Trial]]]] = {
+    **prompts.TESTS,
     **tokens.TESTS,
     **pixels.TESTS,
+    **images.TESTS,
+    **positions.TESTS,
     **computed.TESTS,
+    **weights.TESTS,
 }
 
 

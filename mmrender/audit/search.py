@@ -6,6 +6,7 @@ each number that was fitted and less the digits of the number of trials, must ru
 leave as little are named together.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -35,6 +36,8 @@ _AS_WELL: Final = 3.0
 """Maximum remainder of a rival, as a multiple of the best row's remainder."""
 _LIKENESS: Final = 1 / 30
 """Maximum share of the differences that a cause may leave. A change that only resembles it leaves more."""
+_FITTED_LIKENESS: Final = 1 / 300
+"""The same for a number of the model that was searched for: the best of many likenesses."""
 _LOOSE_LIKENESS: Final = 1 / 8
 """The same if the sampler may have had another dtype, whose arithmetic the cause itself leaves."""
 _LOOSE: Final = 1.5
@@ -42,6 +45,8 @@ _LOOSE: Final = 1.5
 _SHARE: Final = 0.25
 """Share of the largest difference up to which differences between dtypes are ignored."""
 _AT_ONCE: Final = 16
+_HOPELESS: Final = 1.2
+"""Nats a token by which a stage is less likely than another before its rows are left out."""
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
@@ -143,7 +148,7 @@ class Search:
         self, case: Case, noise: Noise, budget: int = DEFAULT_BUDGET, before: Finding | None = None
     ) -> None:
         self.case, self.noise, self.count = case, noise, 0
-        self._left, self._before = budget, before
+        self._left, self._before, self._tries = budget, before, Counter[str]()
         self.fits: list[Fit] = []
         self.places: list[Place] = []
         self._effects: list[Effect] = []
@@ -169,15 +174,7 @@ class Search:
             faults = [*draws(case)]
             self._simulate(faults[::_ORDERING])
             self._read_off()
-            # The likeliest stage first, and all others if no row of it explains the sample.
-            order = [one.stage for one in self._weighed()]
-            order += [row.stage for row in ROWS if row.trials is not None]
-            if self._before is not None and self._before.cause == UNKNOWN:
-                order = [self._before.stage, order[0]]  # where the other sample's cause was not found either
-            for stage in dict.fromkeys(order):
-                fits += self._tried(case, [row for row in ROWS if row.stage == stage], firsts)
-                if any(map(self._is_certain, fits)):
-                    break
+            fits += self._by_stage(firsts)
         self.fits = fits
         likely = [fit for fit in fits if self._beyond_chance(fit)]
         if likely:
@@ -185,6 +182,25 @@ class Search:
         self._simulate([fault for number, fault in enumerate(faults) if number % _ORDERING])
         self.places = self._weighed()
         return self._two(firsts) or self.unknown(self.places)
+
+    def _by_stage(self, firsts: list[_Nearer]) -> list[Fit]:
+        """Return the rows that fit, the likeliest stage first, and all others that are not hopeless."""
+        fits: list[Fit] = []
+        left = list(dict.fromkeys(row.stage for row in ROWS if row.trials is not None))
+        before = self._before.stage if self._before is not None and self._before.cause == UNKNOWN else None
+        # If the cause of another sample was not found, its stage and the likeliest are tried alone.
+        tries = len(left) if before is None else 2
+        while left and not any(map(self._is_certain, fits)):
+            places = self._weighed()  # rows that were tried are faults too
+            evidence = {place.stage: place.evidence for place in places}
+            least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
+            stage = before if before in left else max(left, key=lambda one: evidence.get(one, least))
+            if evidence.get(stage, least) < least or not tries:
+                break
+            left.remove(stage)
+            tries -= 1
+            fits += self._tried(self.case, [row for row in ROWS if row.stage == stage], firsts)
+        return fits
 
     @cached_property
     def _chosen(self) -> Array:
@@ -255,22 +271,24 @@ class Search:
         noise = self.noise
         return noise.mixed > noise.tolerance and noise.alarm <= _SHARE * case.compared.largest
 
-    def _is_likeness(self, before: float, after: float, *, loose: bool) -> bool:
+    def _is_likeness(self, before: float, after: float, *, loose: bool, share: float = _LIKENESS) -> bool:
         """Whether a change leaves too much of the differences, both root mean squares, to be the cause."""
-        return after > max(2 * self.noise.exact, (_LOOSE_LIKENESS if loose else _LIKENESS) * before)
+        return after > max(2 * self.noise.exact, (_LOOSE_LIKENESS if loose else share) * before)
 
     def _is_certain(self, fit: Fit) -> bool:
         exact = fit.rms <= max(4 * self.noise.exact, self.case.compared.rms / _EXACT)
         return exact and fit.largest <= self.case.tolerance and fit.digits > _CERTAIN
 
     def _beyond_chance(self, fit: Fit) -> bool:
-        if fit.row.name == "final token":
-            return fit.largest <= self.case.tolerance  # few candidates, each of which was looked up
-        return self._rules_out_chance(fit.digits)
+        return self._rules_out_chance(fit.digits, fit.row)
 
-    def _rules_out_chance(self, digits: float) -> bool:
-        """Whether digits are more than the best of all changes that were tried would have by chance."""
-        return digits - float(np.log10(max(self.count, 1))) > _CHANCE
+    def _rules_out_chance(self, digits: float, *rows: Row) -> bool:
+        """Whether digits are more than the best change of some rows would have by chance.
+
+        All rows are as likely, so a row of few changes needs fewer digits than a row of many.
+        """
+        trials = [len(ROWS) * max(self._tries[row.name], 1) for row in rows]
+        return digits - float(np.log10(trials).sum()) > _CHANCE
 
     def _recorded(self, case: Case) -> list[Fit]:
         """Return rows whose numbers follow from the trainer's distribution without another forward."""
@@ -335,6 +353,7 @@ class Search:
         while chosen := list(islice(trials, max(0, min(_AT_ONCE, self._left)))):
             self.count += len(chosen)
             self._left -= len(chosen)
+            self._tries.update(row.name for row, _ in chosen)
             for (row, trial), varied in zip(chosen, case.run([trial for _, trial in chosen]), strict=True):
                 if varied is None or not len(varied.positions):
                     continue
@@ -352,9 +371,10 @@ class Search:
     def _fit(self, case: Case, row: Row, trial: Trial, varied: Comparison) -> Fit | None:
         """Return the fit of a change that explains the sample; None if it does not."""
         limits = {False: case.tolerance, True: _LOOSE * self.noise.mixed}
+        share = _FITTED_LIKENESS if trial.fitted and trial.model is not None else _LIKENESS
         explains = any(
             varied.largest <= limits[loose]
-            and not self._is_likeness(case.compared.rms, varied.rms, loose=loose)
+            and not self._is_likeness(case.compared.rms, varied.rms, loose=loose, share=share)
             for loose in ((False, True) if self._may_be_loose(case) else (False,))
         )
         if not explains:
@@ -395,6 +415,7 @@ class Search:
             rows = [row for row in ROWS if row.stage in stages]
             fits = [fit for fit in second._tried(rest, rows, []) if second._beyond_chance(fit)]
             self.count, self._left = self.count + second.count, second._left
+            self._tries.update(second._tries)
             if fits := [fit for fit in fits if self._is_pair(first, fit)]:
                 return self._both(first, fits)
         return None
@@ -403,8 +424,8 @@ class Search:
         """Whether two causes agree with more numbers than chance explains."""
         case = self.case
         departing = int(case.compared.beyond(case.tolerance).sum())
-        fitted = sum(one.trial.fitted + (one.row.name == "final token") for one in (first, fit))
-        return self._rules_out_chance(_agreement(case, fit.rms) * (departing - fitted))
+        fitted = first.trial.fitted + fit.trial.fitted
+        return self._rules_out_chance(_agreement(case, fit.rms) * (departing - fitted), first.row, fit.row)
 
     def _ranked(self, firsts: Sequence[_Nearer]) -> list[_Nearer]:
         """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
@@ -490,7 +511,10 @@ class Search:
 
 def _agreement(case: Case, left: float) -> float:
     """Return the digits in which each number agrees, if a cause leaves this root mean square, in nats."""
-    return float(np.log10(max(case.compared.rms / max(left, case.tolerance / 10), 1.0)))
+    differing = case.compared.difference[case.compared.beyond(case.tolerance)]
+    differing = differing[np.isfinite(differing)]
+    before = float(np.sqrt(np.mean(np.square(differing, dtype=np.float64)))) if len(differing) else 0.0
+    return float(np.log10(max(before / max(left, case.tolerance / 10), 1.0)))
 
 
 def _completions(case: Case, numbers: list[int]) -> str:

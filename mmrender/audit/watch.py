@@ -14,8 +14,8 @@ from mmrender.trajectory.sample import TrainingSample
 class Watch:
     """Audits some samples of each step, and explains them only if they differ.
 
-    The time of all calls is at most `share` of the time since the first call, explanations left out. The
-    arithmetic is measured once, at the first call, and later calls wait until that is paid back.
+    The time of all calls is at most `share` of all other time since the watch was made, explanations left
+    out. The arithmetic is measured once, at the first call, and later calls wait until that is paid back.
 
     Args:
         trainer: The model that is trained.
@@ -45,7 +45,7 @@ class Watch:
         """
         began = self._clock()
         # Half of it is kept for a call that takes longer than the last one.
-        left = (self._share * (began - self._began) - self._spent) / 2
+        left = (self._share * (began - self._began - self._spent) - self._spent) / 2
         if not samples or (self._noise is not None and left < self._rate * min(map(len, samples))):
             return None
         chosen: list[TrainingSample] = []

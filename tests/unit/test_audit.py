@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
+from mmrender.audit.search import Noise
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
 from mmrender.client.probe import probe_weights
@@ -213,7 +215,7 @@ def test_other_weights_are_not_blamed_on_an_image(samples, trainer):
         replace(sample, logprobs=(sample.logprobs * rng.uniform(0.5, 1.5, len(sample))).astype(np.float32))
         for sample in samples
     ]
-    report = audit(wrong, trainer, tolerance=TOLERANCE, explain=1, budget=300)
+    report = audit(wrong, trainer, tolerance=TOLERANCE, explain=1, budget=150)
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("recording", "unknown")
     assert finding.token == np.flatnonzero(wrong[0].loss_mask)[0]
@@ -258,23 +260,31 @@ def test_the_page_lists_the_rows():
     assert [row for row in rows if row not in page] == []
 
 
-def test_a_watch_spends_its_share_of_the_time(samples, trainer):
-    now = [0.0]
+def test_a_watch_spends_its_share_of_the_time(samples, monkeypatch):
+    now, seen = [0.0], set()
 
-    def clock():
-        now[0] += 1.0  # each look at the clock takes a second
-        return now[0]
+    def measured(chosen, _):
+        now[0] += 5.0
+        return Noise(1e-6, 1e-6, TOLERANCE, TOLERANCE)
 
-    watch = Watch(trainer, share=0.02, clock=clock)
-    audited = []
-    for _ in range(300):
-        now[0] += 10.0
-        audited.append(watch(samples))
-    reports = [report for report in audited if report is not None]
-    assert all(report.ok for report in reports)
-    assert audited[0] is reports[0]
-    assert 10 <= len(reports) <= 0.02 * now[0]
-    assert {report.comparisons[0].sample.sample_id for report in reports} == {s.sample_id for s in samples}
+    def audited(chosen, _, **options):
+        now[0] += 0.002 * sum(map(len, chosen))
+        seen.update(sample.sample_id for sample in chosen)
+        return SimpleNamespace(ok=True)
+
+    monkeypatch.setattr("mmrender.audit.watch.measure_noise", measured)
+    monkeypatch.setattr("mmrender.audit.watch.audit", audited)
+    watch, spent, reports = Watch(None, share=0.02, clock=lambda: now[0]), 0.0, []
+    for step in range(600):
+        now[0] += 1.0
+        began = now[0]
+        reports.append(watch(samples))
+        spent += now[0] - began
+        # The first call measures the arithmetic, and is paid back.
+        assert step < 300 or spent <= 0.02 * (step + 1)
+    assert reports[0] is not None
+    assert spent > 0.015 * 600
+    assert seen == {sample.sample_id for sample in samples}
 
 
 def test_a_watch_explains_a_sample_that_differs(samples, trainer):

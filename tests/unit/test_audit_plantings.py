@@ -4,6 +4,7 @@ import pytest
 
 from planting import judge
 from plantings_dev import DEV
+from plantings_third import THIRD
 
 
 @pytest.fixture(scope="module")
@@ -12,10 +13,10 @@ def folder(tmp_path_factory):
 
 
 def planting_of(name):
-    return next(one for one in DEV if one.name == name)
+    return next(one for one in (*DEV, *THIRD) if one.name == name)
 
 
-@pytest.mark.parametrize("name", ["bilinear", "gap-before-completion"])
+@pytest.mark.parametrize("name", ["bilinear", "gap-before-completion", "tool-as-user"])
 def test_a_planted_fault_is_named(name, folder):
     outcome = judge(planting_of(name), "one", folder)
     assert (outcome.verdict, outcome.stage_right, outcome.beside) == ("right", True, ""), outcome.cause

@@ -1,0 +1,178 @@
+"""Rows of the stage pixels: other images, another order or size of them, or none."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from mmrender.audit.canvas import canvas_of, levels, renewed, shrunk, source_of
+from mmrender.audit.case import Case, Trial, edited, part, plain, with_items
+from mmrender.audit.report import described, sampled_runs
+from mmrender.media.processors.patches import PatchItem
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, feature_count
+from mmrender.trajectory.sample import TrainingSample
+
+_MAX_PAIRS: Final = 15
+_MAX_OTHERS: Final = 24
+
+
+def _other_images(case: Case) -> Iterator[Trial]:
+    known = {item.identity: item for item in case.others}
+    for span in case.suspects:
+        own = span.item
+        fitting = [
+            other
+            for other in known.values()
+            if other.identity != own.identity
+            and other.modality == span.modality
+            and feature_count(other.expansion) == feature_count(own.expansion)
+        ]
+        for other in sorted(fitting, key=lambda item: item.grid != own.grid)[:_MAX_OTHERS]:
+            yield Trial(
+                f"the sampler saw another image (identity {other.identity[:12]}…) in place of "
+                f"{described(span)}: a stale image under this one's hash",
+                with_items(case.sample, [(span, other)]),
+                image=span.position,
+                since=span.start,
+            )
+
+
+def _image_order(case: Case) -> Iterator[Trial]:
+    spans = [span for span in case.sample.media_spans if span.modality == "image"]
+    places = list(range(len(spans)))
+    orders = {
+        f"images {one} and {two} in exchanged places (swapped)": [
+            {one: two, two: one}.get(at, at) for at in places
+        ]
+        for one, two in list(combinations(places, 2))[:_MAX_PAIRS]
+    }
+    if len(spans) > 2:
+        orders["all images in reverse order"] = places[::-1]
+        for by in (1, -1):
+            orders[f"images, each moved by {by:+d}"] = np.roll(places, by).tolist()
+    if len(spans) > 1:
+        orders |= {f"image {place} in the place of each (repeated)": [place] * len(spans) for place in places}
+    for text, order in orders.items():
+        if [spans[index].item.identity for index in order] == [span.item.identity for span in spans]:
+            continue
+        first = next(index for index, other in enumerate(order) if index != other)
+        others = [part(case.sample, spans[at].start, spans[at].stop) for at in order]
+        shown = [(span.start, span.stop, other) for span, other in zip(spans, others, strict=True)]
+        sample = edited(case.sample, shown)
+        yield Trial(f"the sampler saw {text}", sample, image=spans[first].position, since=spans[first].start)
+
+
+def _budget(case: Case) -> Iterator[Trial]:
+    """Yield images of fewer or more pixels or tiles, and of as many placeholder tokens as these make."""
+    # Rows and separators between features are written by rules that only the processor knows.
+    spans = [span for span in case.sample.media_spans if len(sampled_runs(span.range.is_embed)) == 1]
+    others = {span.start: dict(_sized(case, span.item)) for span in spans}
+    held = [span for span in spans if others[span.start]]
+    for scope in ([held] if len(held) > 1 else []) + [[span] for span in case.suspects if span in held]:
+        for text in others[scope[0].start]:
+            items = [others[span.start].get(text) for span in scope]
+            if None in items:
+                continue
+            new = [
+                (span.start, span.stop, _shown(case, span, item))
+                for span, item in zip(scope, items, strict=True)
+            ]
+            which = described(scope[0]) if len(scope) == 1 else "every image"
+            statement = f"the number of pixels was another ({text}) in {which}, as by another max_pixels"
+            sample = edited(case.sample, new)
+            yield Trial(statement, sample, image=scope[0].position, since=scope[0].start)
+
+
+def _sized(case: Case, item: Any) -> Iterator[tuple[str, MediaItem]]:
+    """Yield an image in other sizes."""
+    source = source_of(case, item)
+    if isinstance(item, PatchItem) and len(item.frames) == 1:
+        # Without the source it is compared as an image that was not resized.
+        source = source or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB")
+        seen = {item.grid}
+        for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
+            sides = [
+                max(1, round(side * share**0.5 / item.layout.merge)) * item.layout.merge
+                for side in item.grid[1:]
+            ]
+            grid = (item.grid[0], *sides)
+            if grid not in seen:
+                seen.add(grid)
+                size = sides[1] * item.layout.patch, sides[0] * item.layout.patch
+                yield f"{share:.3g} of the trainer's pixels", renewed(item, levels(source, size))
+                small = shrunk(share**0.5, Image.Resampling.BICUBIC)(source)
+                if small is not None:
+                    text = f"{share:.3g} of the trainer's pixels, of a smaller copy"
+                    yield text, renewed(item, levels(small, size))
+    canvas = None if source is None else canvas_of(case, item, source)
+    if source is None or canvas is None or canvas.tile is None:
+        return
+    height, width = canvas.tile
+    for rows, columns in ((a, b) for a in range(1, 7) for b in range(1, 12 // a + 1)):
+        size = columns * width, rows * height
+        for thumbnail in (True, False) if rows * columns > 1 else (False,):
+            other = canvas._replace(size=size, thumbnail=thumbnail)
+            if other != canvas:
+                text = f"{rows} x {columns} tiles{' and a thumbnail' * thumbnail}"
+                yield text, renewed(item, other.frames(source))
+
+
+def _shown(case: Case, span: MediaSpan, item: Any) -> TrainingSample:
+    """Return the placeholders of an item, between the text that is beside an image's, with the item."""
+    ((start, stop),) = sampled_runs(span.range.is_embed)
+    own, count = case.sample.token_ids[span.start : span.stop], feature_count(item.expansion)
+    ids = np.concatenate([own[:start], np.full(count, own[start]), own[stop:]])
+    alone = len(ids) == count
+    place = PlaceholderRange(0, count) if alone else PlaceholderRange(0, len(ids), ((start, start + count),))
+    return replace(plain(ids), multi_modal_data=MultiModalData.of([(place, item)]))
+
+
+def _unseen(case: Case) -> Iterator[Trial]:
+    spans = case.sample.media_spans
+
+    def without(inputs: dict[str, Any]) -> None:
+        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+            inputs.pop(key, None)
+
+    if spans:
+        text = "the sampler was given no image: it read the placeholder tokens as text"
+        yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
+
+
+def _frames(case: Case) -> Iterator[Trial]:
+    """Yield other frames of a video, in place of as many."""
+    for span in case.suspects:
+        item = span.item
+        if not isinstance(item, PatchItem) or span.modality != "video":
+            continue
+        places = list(range(len(item.frames)))
+        orders = {"with its frames in reverse order": places[::-1]}
+        orders["with each frame one place later"] = [0, *places[:-1]]
+        orders["with every other frame twice"] = [place // 2 * 2 for place in places]
+        for at in places:
+            orders[f"without frame {at}"] = [*places[:at], *places[at + 1 :], places[-1]]
+            orders[f"with frame {at} in the place of each"] = [at] * len(places)
+            after = (at + 1) % len(places)
+            orders[f"with frames {at} and {after} exchanged"] = [
+                {at: after, after: at}.get(p, p) for p in places
+            ]
+        for text, order in orders.items():
+            if order != places:
+                frames = np.ascontiguousarray(item.frames[order])
+                other = msgspec.structs.replace(item, frames=frames, identity=f"{id(frames):064x}")
+                statement = f"the sampler saw {described(span)} {text}"
+                yield Trial(statement, with_items(case.sample, [(span, other)]), since=span.start)
+
+
+TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
+    "stale image": _other_images,
+    "image order": _image_order,
+    "pixel budget": _budget,
+    "image unseen": _unseen,
+    "frames": _frames,
+}
+"""Changes to try, by row."""

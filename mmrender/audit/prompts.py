@@ -1,0 +1,443 @@
+"""Rows of the stages template and tokens: other prompts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise, product
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes
+from mmrender.audit.report import Float32Array, sampled_runs
+from mmrender.audit.vocabulary import MAX_SPECIALS, configured, name_of, pieces, said, specials
+from mmrender.sidecar import common_prefix
+from mmrender.trajectory.sample import TrainingSample
+
+_MAX_CANDIDATES: Final = 12
+_MAX_PEERS: Final = 8
+_MAX_CUT: Final = 65
+_MAX_REPLACED: Final = 3
+_NEARER: Final = 0.8
+"""Maximum share of the differences that one replaced token of several leaves."""
+_WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\n\n", "</think>", "\n\n"))
+"""Texts that templates write between others."""
+
+
+class Blocks(NamedTuple):
+    """Parts of prompts at whose borders templates and limits differ.
+
+    Attributes:
+        row: The row that tries them.
+        noun: Their name in a statement.
+        blocks: Runs `[start, stop)`, rising. An edit is made at each.
+        before: Tokens before a block that may be lacking.
+        after: The same, after a block.
+        inside: The same, at both ends of a block.
+        fillers: Tokens that may have been added beside a block.
+        since: Index of the first token that must be explained.
+        own: Whether each completion that differs may have had the edit in its own prompt alone.
+    """
+
+    row: str
+    noun: str
+    blocks: Sequence[tuple[int, int]]
+    before: int = 0
+    after: int = 0
+    inside: int = 0
+    fillers: Sequence[Sequence[int]] = ()
+    since: int | None = None
+    own: bool = False
+
+
+def _edits_at(case: Case, at: Blocks) -> Iterator[tuple[str, list[Edit]]]:
+    """Yield prompts with tokens less or more beside some blocks, or in them."""
+    starts, stops = map(list, zip(*at.blocks, strict=True))
+    shortest = min(stop - start for start, stop in at.blocks)
+    for count in range(1, at.before + 1):
+        yield f"lacked the {count} token(s) before {at.noun}", [(s - count, s, []) for s in starts]
+    for count in range(1, at.after + 1):
+        yield f"lacked the {count} token(s) after {at.noun}", [(e, e + count, []) for e in stops]
+    for count in range(1, min(at.inside, shortest - 1) + 1):
+        yield f"lacked the first {count} token(s) of {at.noun}", [(s, s + count, []) for s in starts]
+        yield f"lacked the last {count} token(s) of {at.noun}", [(e - count, e, []) for e in stops]
+    if at.inside:
+        yield f"lacked {at.noun}", [(start, stop, []) for start, stop in at.blocks]
+    for ids in at.fillers:
+        if at.before:
+            yield f"had {said(case, ids)} before {at.noun}", [(start, start, ids) for start in starts]
+        if at.after:
+            yield f"had {said(case, ids)} after {at.noun}", [(stop, stop, ids) for stop in stops]
+        if at.inside and len(ids) == 1:
+            yield f"ended {at.noun} with {said(case, ids)}", [(e - 1, e, ids) for e in stops]
+    for count in range(2, min(at.before, 4) + 1):
+        twice: list[Edit] = [(s, s, case.sample.token_ids[max(s - count, 0) : s].tolist()) for s in starts]
+        yield f"had the {count} token(s) before {at.noun} twice", twice
+
+
+def _beside(row: str, case: Case) -> Iterator[Trial]:
+    """Yield the edits of a row's blocks that leave images and sampled tokens whole."""
+    sample = case.sample
+    for at in blocks(case):
+        for text, edits in _edits_at(case, at) if at.row == row and at.blocks else ():
+            mask = sample.loss_mask[at.since or 0 :]
+            removed = [mask[max(a - (at.since or 0), 0) : max(b - (at.since or 0), 0)] for a, b, _ in edits]
+            if edits[0][0] < 0 or not _rising(edits) or any(run.any() for run in removed):
+                continue
+            yield _prompt_trial(case, text, edits, at.since)
+            if at.own and len(edits) == len(case.departing_runs) > 1:
+                yield _own_trial(case, text, edits)
+
+
+def blocks(case: Case) -> Iterator[Blocks]:
+    """Yield the parts of the prompts of a case."""
+    sample, ids = case.sample, case.sample.token_ids
+    common, special = _fillers(case)
+    yield Blocks(
+        "opening",
+        "the beginning",
+        [(0, 0)],
+        after=1,
+        fillers=[ids for ids in special if len(ids) == 1],
+        since=0,
+    )
+    for runs, which in scopes(case):
+        noun = f"{which.replace('all', 'each').replace('ions', 'ion')}, in the generation prompt,"
+        whole = runs is case.runs or len(case.departing_runs) == 1
+        more = common + special if whole else common
+        yield Blocks("generation prompt", noun, runs, before=8, fillers=more, own=True)
+    departing = [case.runs[number] for number in case.departing_runs]
+    if 1 < len(departing) < len(case.runs):
+        yield Blocks("generation prompt", "each completion, in the generation prompt,", departing, before=8)
+    spans = [(span.start, span.stop) for span in sample.media_spans]
+    for images in ([spans] if spans else []) + [[one] for one in spans if len(spans) > 1]:
+        which = "each image" if len(images) > 1 else f"image {spans.index(images[0])}"
+        inner = common if images is spans else ()
+        yield Blocks("image places", f"the placeholders of {which}", images, 1, 1, fillers=inner)
+        around = [(start - 1, stop + 1) for start, stop in images]
+        yield Blocks("image places", which, around, 2, 2, fillers=common if images is spans else ())
+    if number := case.departing_runs[0]:
+        runs, since = case.runs[:number], case.runs[number - 1][1]
+        for some, which in ((runs, "each earlier completion"), (runs[-1:], f"completion {number - 1}")):
+            if some is not runs or number > 1:
+                yield Blocks("history", which, some, 1, 4, _MAX_CUT, common, since)
+                kept = [(start, stop - 1) for start, stop in some]
+                yield Blocks(
+                    "history", f"{which}, but for its stop token", kept, inside=_MAX_CUT, since=since
+                )
+        if number == 1:
+            yield Blocks("history", "earlier turns' completion", runs, 0, 0, 0, common, since)
+    # The stop token closes messages too.
+    free = ~sample.loss_mask
+    stop = ids[case.runs[0][1] - 1]
+    ends = [(at, at + 1) for at in range(1, len(sample)) if free[at] and ids[at] == stop and free[at - 1]]
+    for some in ([ends] if len(ends) > 1 else []) + [[one] for one in ends[:_MAX_CANDIDATES]]:
+        which = "the end of each message" if len(some) > 1 else f"the end of the message at {some[0][0]}"
+        yield Blocks("prompt text", which, some, 8, fillers=common if len(some) > 1 else ())
+    lasts = [
+        max((end for end in ends if end[0] < case.runs[n][0]), default=(0, 0)) for n in case.departing_runs
+    ]
+    if len(lasts) > 1:
+        yield Blocks("prompt text", "the end of the last message", lasts, before=8, own=True)
+
+
+def _fillers(case: Case) -> tuple[list[list[int]], list[list[int]]]:
+    """Return tokens that may have been added: those that the sample has at borders, and special tokens."""
+    sample, (by_text, _) = case.sample, pieces(case)
+    edges = [
+        at for span in sample.media_spans for at in (span.start - 2, span.start - 1, span.stop, span.stop + 1)
+    ]
+    edges += [
+        at + by for start, stop in case.runs for at, by in ((start, -1), (stop, -1), (stop, 0), (stop, 1))
+    ]
+    free = ~sample.loss_mask
+    for span in sample.media_spans:
+        free[span.start : span.stop] = False
+    inside = [at for at in (0, *edges) if 0 <= at < len(sample)]
+    ends = {stop - 1 for _, stop in case.runs}
+    common = [
+        [token]
+        for token in dict.fromkeys(int(sample.token_ids[at]) for at in inside if free[at] or at in ends)
+    ]
+    common += [[by_text[text] for text in texts] for texts in _WRITTEN if by_text.keys() >= {*texts}]
+    last = int(sample.token_ids[case.runs[0][0] - 1])
+    special = [ids for token in specials(case) for ids in ([token], [token, last])]
+    return common, [ids for ids in special if ids not in common]
+
+
+def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
+    """Return the trial of another prompt, which need not explain tokens sampled before `since`."""
+    first = edits[0][0]
+    mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
+    changed = edited(replace(case.sample, loss_mask=mask), edits)
+    since = first if since is None else since
+    return Trial(f"the sampler's prompt {text}", changed, token=first, since=since)
+
+
+def _own_trial(case: Case, text: str, edits: Sequence[Edit]) -> Trial:
+    """Return the trial of prompts that each completion that differs saw for itself, by one edit each.
+
+    Later prompts have the trainer's tokens there, as of templates that rewrite earlier turns.
+    """
+    runs = [case.runs[number] for number in case.departing_runs]
+    samples = []
+    for (start, stop), edit in zip(runs, edits, strict=True):
+        mask = np.zeros(len(case.sample), np.bool_)
+        mask[start:stop] = True
+        samples.append(edited(replace(case.sample, loss_mask=mask), [edit]))
+
+    def values() -> Float32Array | None:
+        out, positions = case.compared.trainer.copy(), case.compared.positions
+        for (start, stop), own in zip(runs, case.trainer.sampled_of_many(samples), strict=True):
+            if own is None:
+                return None
+            out[(positions >= start) & (positions < stop)] = own
+        return out
+
+    since = edits[0][0]
+    return Trial(f"the sampler's prompt {text} when it was sampled", values=values, token=since, since=since)
+
+
+def bounds(case: Case, stop: int | None = None) -> list[int]:
+    """Return possible starts of turns before `stop`: where the first or second token of the sample recurs.
+
+    By default before the first completion.
+    """
+    ids, stop = case.sample.token_ids, case.runs[0][0] if stop is None else stop
+    for opener in ids[:2]:
+        places = np.flatnonzero((ids[:stop] == opener) & ~case.sample.loss_mask[:stop]).tolist()
+        if len(places) > 1:
+            return [int(place) for place in places]
+    return []
+
+
+def _opening(case: Case) -> Iterator[Trial]:
+    """Yield prompts that begin with a token more, or cut from the left."""
+    sample = case.sample
+    for token in sorted(
+        {int(sample.token_ids[0]), *configured(case, "bos_token_id", "eos_token_id", "pad_token_id")}
+    ):
+        for count in (1, 2, 3, 4, 8, 16):
+            text = f"{said(case, [token])} a BOS" if count == 1 and token == sample.token_ids[0] else ""
+            text = text or f"{count} more token(s) of id {token}, as of padding"
+            yield _prompt_trial(case, f"began with {text}", [(0, 0, [token] * count)], 0)
+    first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
+    for count in [*range(1, 33), *(len(sample) - 2**power for power in range(5, 16))]:
+        if 0 < count < first:
+            why = "without its BOS" if count == 1 else "cut from the left, truncated"
+            yield _prompt_trial(case, f"lacked the first {count} token(s): {why}", [(0, count, [])], 0)
+    yield from _beside("opening", case)
+
+
+def _turns(case: Case) -> Iterator[Trial]:
+    """Yield prompts without some turns, or with one twice, and other forms of earlier completions."""
+    number = case.departing_runs[0]
+    since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
+    starts = [*bounds(case, stop), stop]
+    for first, last in combinations(starts, 2):
+        about = f"the tokens {first} to {last - 1}, one turn or more,"
+        if last < stop or not number:  # the last turn opens the completion
+            yield _prompt_trial(case, f"lacked {about}", [(first, last, [])], since)
+    for first, last in pairwise(starts):
+        twice: list[Edit] = [(last, last, part(case.sample, first, last, sampled=False))]
+        yield _prompt_trial(case, f"had the tokens {first} to {last - 1}, a turn, twice", twice, since)
+    for start, last in case.runs[:number]:
+        for first in (at for at in (0, *starts) if at < start):
+            yield _prompt_trial(
+                case, f"lacked the tokens {first} to {last - 1}, a turn,", [(first, last, [])], since
+            )
+    yield from _beside("history", case)
+
+
+def _around_images(case: Case) -> Iterator[Trial]:
+    """Yield images elsewhere in their messages, again, or left out of later prompts."""
+    sample, spans, last = case.sample, case.sample.media_spans, case.departing_runs[-1]
+    if not spans:
+        return
+    since = case.runs[last - 1][1] if last else 0
+    for beside, text in ((1, "with the tokens beside them"), (0, "without the tokens beside them")):
+        blocks = [(span.start - beside, span.stop + beside) for span in spans]
+        if all(a >= 0 and b <= len(sample) and not sample.loss_mask[a:b].any() for a, b in blocks):
+            yield from _moved_images(case, blocks, text)
+            earlier = [block for block in blocks if block[1] <= since]
+            for chosen, which in (
+                (earlier, "all images but the last turn's"),
+                (earlier[:1], "the first image"),
+            ):
+                if chosen and (chosen == earlier or len(earlier) > 1):
+                    edits: list[Edit] = [(a, b, []) for a, b in chosen]
+                    what = f"lacked {which}, {text}, when it sampled completion {last}"
+                    yield _prompt_trial(case, what, edits, since)
+            for head, image in product(range(6), dict.fromkeys(earlier[:: max(len(earlier) - 1, 1)])):
+                turns = [at + head for at in bounds(case, case.runs[last][0]) if at >= since]
+                again = part(sample, *image, sampled=False)
+                for at in turns:
+                    what = f"had an image of an earlier message again, {text}, at {at}"
+                    yield _prompt_trial(case, what, [(at, at, again)], since)
+    yield from _beside("image places", case)
+
+
+def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> Iterator[Trial]:
+    """Yield prompts whose images come first or last in their messages."""
+    sample, turns = case.sample, [*bounds(case, len(case.sample)), len(case.sample)]
+    for head, first in product(range(1, 6), (True, False)):
+        edits: list[Edit] = []
+        for start, stop in pairwise(turns):
+            own = [(a, b) for a, b in blocks if start + head <= a and b <= stop - head]
+            if not own or sample.loss_mask[start : stop - head].any():
+                continue
+            images = [part(sample, a, b, sampled=False) for a, b in own]
+            edges = [start + head, *(edge for block in own for edge in block), stop - head]
+            between = [
+                part(sample, a, b, sampled=False) for a, b in zip(edges[::2], edges[1::2], strict=True)
+            ]
+            order = [*images, *between] if first else [*between, *images]
+            edits.append((start + head, stop - head, joined(order, sample)))
+        if edits:
+            place = f"{head} token(s) {'after' if first else 'before'} the {'start' if first else 'end'}"
+            side = "before" if first else "after"
+            what = f"had the images of a message {place} of it, {side} its text, {text}"
+            yield _prompt_trial(case, what, edits)
+
+
+def _texts(case: Case) -> Iterator[Trial]:
+    """Yield prompts whose text was cut short, or encoded in another way."""
+    yield from _beside("prompt text", case)
+    yield from _one_token(case)
+    sample, (by_text, texts), number = case.sample, pieces(case), case.departing_runs[0]
+    # Completions of earlier turns are text of later prompts.
+    since = case.runs[number - 1][1] if number else 0
+    ids, free = sample.token_ids, ~sample.loss_mask | (np.arange(len(sample)) < since)
+    for span in sample.media_spans:
+        free[span.start : span.stop] = False
+    named: dict[str, dict[int, Edit]] = {}
+    spelled = [(token, texts[token]) for token in specials(case)]
+    for at in range(len(sample) - 1) if texts else ():
+        pair, whole = texts[ids[at]] + texts[ids[at + 1]], texts[ids[at]]
+        if free[at : at + 2].all() and pair in by_text:
+            named.setdefault("two tokens as one", {})[at] = (at, at + 2, [by_text[pair]])
+        cuts = [(whole[:cut], whole[cut:]) for cut in range(1, len(whole))]
+        halves = next(([by_text[a], by_text[b]] for a, b in cuts if a in by_text and b in by_text), None)
+        if free[at] and halves:
+            named.setdefault("one token as two", {})[at] = (at, at + 1, halves)
+        for token, text in (one for one in spelled if whole and one[1].startswith(whole)):
+            spellings = ("".join(texts[one] for one in ids[at : at + n]) for n in range(2, len(text) + 1))
+            length = next((n for n, spelling in enumerate(spellings, 2) if spelling == text), 0)
+            if length and free[at : at + length].all():
+                named.setdefault(f"a text as the special token {text!r}", {})[at] = (at, at + length, [token])
+    for text, places in named.items():
+        after = {int(ids[stop]) for _, stop, _ in places.values() if stop < len(ids)}
+        some = {
+            "everywhere": [*places.values()],
+            **{f"at {at}": [edit] for at, edit in list(places.items())[:16]},
+        }
+        for token in sorted(after):
+            followed = [edit for edit in places.values() if edit[1] < len(ids) and ids[edit[1]] == token]
+            some[f"before each {name_of(case, token)}"] = followed
+        for where, edits in some.items():
+            apart = [
+                edit for number, edit in enumerate(edits) if not number or edit[0] >= edits[number - 1][1]
+            ]
+            yield _prompt_trial(case, f"had the same text encoded again, {text} {where},", apart, since)
+
+
+def _one_token(case: Case) -> Iterator[Trial]:
+    """Yield prompts in which one token, or two or three, are others: those to which the differences point."""
+    sample, best, own = case.sample, case.compared, case.sample.token_ids
+    changed: dict[int, int] = {}
+    for _ in range(_MAX_REPLACED):
+        found = case.trainer.likely_replacements(sample, best.positions, best.difference, MAX_SPECIALS)
+        options = [{**changed, place: token} for place, token in found]
+        # The order is approximate: the token may be right, and its place one off.
+        options += [
+            {**{at: one for at, one in changed.items() if at != place}, place + by: token}
+            for place, token in list(changed.items())[-1:]
+            for by in (-2, -1, 1, 2)
+            if 0 <= place + by < len(own) and not case.sample.loss_mask[place + by]
+        ]
+        samples = []
+        for option in options:
+            ids = own.copy()
+            ids[[*option]] = [*option.values()]
+            samples.append(replace(case.sample, token_ids=ids))
+        compared = case.run([Trial("", one) for one in samples])
+        tried = [(one.rms, number) for number, one in enumerate(compared) if one is not None]
+        least, number = min(tried, default=(np.inf, 0))
+        if not least < _NEARER * best.rms:
+            return
+        best, sample, changed = compared[number] or best, samples[number], options[number]
+        texts = [
+            f"{name_of(case, token)} at {at}, not {name_of(case, int(own[at]))}"
+            for at, token in changed.items()
+        ]
+        statement = f"the sampler's prompt had another token: {' and '.join(texts)}"
+        yield Trial(statement, sample, token=min(changed), since=min(changed), fitted=2 * len(changed))
+
+
+def _rising(edits: Sequence[Edit]) -> bool:
+    return all(first[1] <= second[0] for first, second in pairwise(edits))
+
+
+def _others_prompt(case: Case) -> Iterator[Trial]:
+    """Yield another sample's prompt, or its beginning, or all of another sample, before the completions."""
+    sample = case.sample
+    seen: set[tuple[int, ...]] = set()
+    rated = [(common_prefix(sample.token_ids, peer.sample.token_ids), peer.sample) for peer in case.peers]
+    for _, other in sorted(rated, key=lambda entry: -entry[0])[:_MAX_PEERS]:
+        name, runs = other.sample_id or "another sample", sampled_runs(other.loss_mask)
+        for number in case.departing_runs[:2]:
+            start, stop = case.runs[number]
+            if number < len(runs) and not _is_same(other, runs[number][0], sample, start):
+                prompt = part(other, 0, runs[number][0], sampled=False)
+                last = number == case.departing_runs[-1]
+                yield Trial(
+                    f"completion {number} was sampled after the prompt of {name}",
+                    joined([prompt, part(sample, start, len(sample))], sample),
+                    token=start,
+                    until=None if last else stop + len(prompt) - start,
+                )
+        before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
+        yield Trial(f"the sampler's tokens attended to {name}, which came before them", before)
+        # A turn that others begin with, such as a system prompt: up to where a token that opens turns recurs.
+        ids, first = other.token_ids, min([runs[0][0] if runs else 0, *(s.start for s in other.media_spans)])
+        for at, opener in enumerate(sample.token_ids[:3].tolist()):
+            places = np.flatnonzero(ids[:first] == opener)
+            turn = tuple(ids[places[0] : places[1]].tolist()) if len(places) > 1 else ()
+            if turn and turn != tuple(sample.token_ids[at : at + len(turn)].tolist()) and turn not in seen:
+                seen.add(turn)
+                text = (
+                    f"had the {len(turn)} token(s) more at {at} that {name} has there, as of a system prompt"
+                )
+                yield _prompt_trial(case, text, [(at, at, list(turn))], 0)
+                for bound in bounds(case)[1:2]:
+                    text = f"had the {len(turn)} token(s) of {name} in place of tokens {at} to {bound - 1}"
+                    yield _prompt_trial(case, text, [(at, bound, list(turn))], 0)
+
+
+def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:
+    """Whether two prompts have the same tokens and media."""
+    media = [[s.item.identity for s in of.media_spans if s.start < end] for of in (one, two)]
+    return stop == end and np.array_equal(one.token_ids[:end], two.token_ids[:end]) and media[0] == media[1]
+
+
+def _alternatives(case: Case) -> Iterator[Trial]:
+    for name, other in case.alternatives.items():
+        if int(other.loss_mask.sum()) == len(case.compared.positions):
+            logprobs = np.zeros(len(other), np.float32)
+            logprobs[other.loss_mask] = case.compared.sampler
+            first = common_prefix(other.token_ids, case.sample.token_ids)
+            text = f"the sampler's prompt was built by {name}: the tokens part at {first}"
+            since = min(first, *(span.start for span in case.sample.media_spans), len(case.sample))
+            yield Trial(text, replace(other, logprobs=logprobs), token=first, since=since)
+
+
+TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
+    "history": _turns,
+    "opening": _opening,
+    "generation prompt": partial(_beside, "generation prompt"),
+    "image places": _around_images,
+    "prompt text": _texts,
+    "another's prompt": _others_prompt,
+    "another template": _alternatives,
+}
+"""Changes to try, by row."""

@@ -1,0 +1,278 @@
+"""Rows of the stage model about its weights: rounded ones, and those of another step."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+
+from mmrender.audit.case import Case, Trial, fitted
+from mmrender.audit.computed import (
+    LANGUAGE,
+    Place,
+    attending,
+    bound,
+    other_dtypes,
+    parts_of,
+    replaced,
+    since_of,
+    tensors,
+    through,
+)
+from mmrender.audit.report import Float32Array
+
+_MAX_FITTED: Final = 3
+_MAX_GROUPS: Final = 48
+"""Parts of the model in which other weights are tried."""
+
+
+def quantised(case: Case) -> Iterator[Trial]:
+    """Yield weights that were rounded to fewer bits, in the model or a part."""
+    import torch
+
+    model = case.trainer.model
+    changes = {name: partial(through, dtype) for name, dtype in other_dtypes(model).items()}
+    low = torch.float8_e4m3fn
+    changes |= {f"float8{text}": partial(through, low) for text in ("", " but for vectors")}
+    changes |= {f"float8 with a scale{' a row' * by}": partial(_in_float8, by_row=by) for by in (False, True)}
+    changes["int8 with one scale"] = partial(_in_integers, bits=8, group=0)
+    for bits, even in product((8, 4), (True, False)):
+        for group in (None, 128, 64, 32, 16) if bits == 4 else (None, 128):
+            by = "rows" if group is None else f"groups of {group}"
+            text = f"int{bits} by {by}{'' if even else ' with zero points'}"
+            changes[text] = partial(_in_integers, bits=bits, group=group, even=even)
+    # Engines leave the head out, and often vision.
+    parts = parts_of(model)
+    body = torch.nn.ModuleList(part for name, part in parts.items() if name != "head")
+    language = parts.get(LANGUAGE, model)
+    scopes_of = {"model": model, "model but its head": body, LANGUAGE: language}
+    for text, ends in {
+        "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "perceptrons": ("_proj",),
+    }.items():
+        own = [one for name, one in language.named_modules() if name.endswith(ends)]
+        attention = {id(one) for name, one in language.named_modules() if "attn" in name}
+        chosen = [one for one in own if text == "attention" or id(one) not in attention]
+        scopes_of[f"{text} of the {LANGUAGE}"] = torch.nn.ModuleList(chosen)
+    for part, module in scopes_of.items():
+        linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
+        for name, change in changes.items():
+            chosen = linear if name.startswith(("int", "float8 ")) else module
+
+            def make(chosen: Any = chosen, change: Any = change) -> AbstractContextManager[None]:
+                return replaced([*tensors(chosen, change)])
+
+            text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
+            yield Trial(text, model=bound(make), since=since_of(case, part))
+
+
+def _in_integers(data: Any, bits: int, group: int | None, even: bool = True) -> Any:
+    """Return a matrix rounded to integers of `bits` bits, scaled by row, group of a row, or whole (0)."""
+    if data.ndim != 2 or (group and data.shape[1] % group):
+        return data
+    rows = data.reshape(1, -1) if group == 0 else data.reshape(-1, group) if group else data
+    if even:
+        scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+        return ((rows / scale).round() * scale).reshape(data.shape)
+    least = rows.amin(1, keepdim=True)
+    scale = ((rows.amax(1, keepdim=True) - least) / (2**bits - 1)).clamp(min=1e-12)
+    return (((rows - least) / scale).round() * scale + least).reshape(data.shape)
+
+
+def _in_float8(data: Any, by_row: bool) -> Any:
+    """Return a matrix rounded to float8, scaled by its largest value, or by each row's."""
+    import torch
+
+    if data.ndim != 2:
+        return data
+    largest = data.abs().amax(1, keepdim=True) if by_row else data.abs().max()
+    scale = largest.clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (data / scale).to(torch.float8_e4m3fn).to(data.dtype) * scale
+
+
+def other_weights(case: Case) -> Iterator[Trial]:
+    """Yield given weights that differ from the trainer's, whole and by parts, a tied head, and no adapter."""
+    import torch
+
+    model = case.trainer.model
+    named = dict(model.named_parameters(remove_duplicate=False))
+
+    def trial(statement: str, changed: Mapping[str, Any]) -> Trial:
+        owners = [(named[key], value) for key, value in changed.items()]
+        places = [(own, "data", value.to(own.device, own.dtype)) for own, value in owners]
+        return Trial(statement, model=bound(replaced, places))
+
+    for name, given in case.weights.items():
+        known = {
+            key: value for key, value in given.items() if key in named and value.shape == named[key].shape
+        }
+        changed = {k: v for k, v in known.items() if not torch.equal(v.to(named[k]), named[k])}
+        text = f"the sampler had the weights of {name}"
+        yield from [trial(text, changed)] if changed else ()
+        for part, keys in list(_groups(changed).items())[: _MAX_GROUPS // len(case.weights)]:
+            yield trial(f"{text} in {part}", {key: changed[key] for key in keys})
+            rest = {key: value for key, value in changed.items() if key not in keys}
+            yield trial(f"{text} everywhere but in {part}", rest)
+        steps = {key: value.to(named[key]) - named[key] for key, value in changed.items()}
+        scopes_of = {"all parts": {*changed}, **dict(list(_groups(changed).items())[:_MAX_FITTED])}
+        for part, keys in scopes_of.items() if changed else ():
+            some = {key: steps[key] for key in keys}
+
+            def moved(
+                factor: float, by: str = f"{name}'s in {part}", some: Mapping[str, Any] = some
+            ) -> Trial:
+                towards = {key: named[key] + factor * step for key, step in some.items()}
+                why = "averaged" if factor < 1 else "of another step"
+                text = f"the sampler's weights were {factor:.3g} of the way from the trainer's to {by}: {why}"
+                return trial(text, towards)
+
+            yield from fitted(case, moved, 0.1, 10, (0.5, 1.0))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for name, given in case.weights.items() if head is not None and head.weight is embedding.weight else ():
+        # A head that is tied to the embedding may be loaded apart from it.
+        tied_to = [key for key, own in named.items() if own is head.weight and key in given]
+        for part, text in ((head, "head"), (embedding, "embedding")) if tied_to else ():
+            other = torch.nn.Parameter(given[tied_to[0]].to(head.weight), requires_grad=False)
+            places = [(part._parameters, "weight", other)]
+            statement = f"the sampler had the weights of {name} in its {text} alone, which was not tied"
+            yield Trial(statement, model=bound(replaced, places))
+    if (
+        head is not None
+        and head.weight is not embedding.weight
+        and head.weight.shape == embedding.weight.shape
+    ):
+        tied = [(head.weight, "data", embedding.weight.data)]
+        yield Trial(
+            "the sampler's head was tied to its embedding (tie_word_embeddings)",
+            model=bound(replaced, tied),
+        )
+    yield from _adapters(case, named, trial)
+    yield from _restacked(named, trial)
+
+
+def _adapters(
+    case: Case, named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]
+) -> Iterator[Trial]:
+    """Yield weights without an adapter, or without it in some parts, or with another scale of it."""
+    import torch
+
+    if (disable := getattr(case.trainer.model, "disable_adapter", None)) is None:
+        return
+    yield Trial("the sampler's adapter (LoRA) was not merged: it had the base weights", model=bound(disable))
+    merged = {key: one.detach().clone() for key, one in named.items()}
+    with disable():
+        base = {key: one.detach().clone() for key, one in named.items()}
+    deltas = {key: one - base[key] for key, one in merged.items() if not torch.equal(one, base[key])}
+    for part, keys in _groups(deltas).items():
+        text = f"the sampler's adapter (LoRA) was left out of {part}"
+        yield trial(text, {key: base[key] for key in keys})
+
+    def adapted(factor: float) -> Trial:
+        text = f"the sampler's adapter (LoRA) had {factor:.3g} times its scale"
+        return trial(text, {key: base[key] + factor * delta for key, delta in deltas.items()})
+
+    yield from fitted(case, adapted, 1 / 32, 32, (1.5, 1 / 1.5)) if deltas else ()
+
+
+def _restacked(named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]) -> Iterator[Trial]:
+    """Yield projections that engines stack, in another order."""
+    for names in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("k_proj", "v_proj")):
+        both = [[value for key, value in named.items() if key.endswith(f"{one}.weight")] for one in names]
+        same = len(both[0]) == len(both[1]) and all(
+            one.shape == two.shape for one, two in zip(*both, strict=True)
+        )
+        if both[0] and same:
+            pairs = [*zip(*both, strict=True), *((two, one) for one, two in zip(*both, strict=True))]
+            text = (
+                f"the sampler had {names[0]} and {names[1]} in each other's place (stacked in another order)"
+            )
+            yield Trial(text, model=bound(replaced, [(one, "data", two.data) for one, two in pairs]))
+    stacked = {key: value.roll(len(value) // 2, 0) for key, value in named.items() if "gate_up_proj" in key}
+    if stacked:
+        text = "the sampler had gate and up in each other's place (gate_up_proj stacked in another order)"
+        yield trial(text, stacked)
+
+
+def stale_prefix(case: Case) -> Iterator[Trial]:
+    """Yield prompts whose keys and values were cached under other weights."""
+    named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
+    for name, given in case.weights.items():
+        known = {
+            key: value for key, value in given.items() if key in named and value.shape == named[key].shape
+        }
+        places = [(named[key], "data", value.to(named[key])) for key, value in known.items()]
+        values = partial(_behind_prefix, case, places)
+        text = f"the sampler's prefix cache held keys and values of the weights of {name}"
+        yield Trial(text, values=values)
+
+
+def _behind_prefix(case: Case, places: list[Place]) -> Float32Array | None:
+    """Return log-probabilities of completions behind a prompt that was cached under other weights."""
+    trainer, sample, out = case.trainer, case.sample, list[Float32Array]()
+    for start, stop in case.runs:
+        own = np.zeros(len(sample), np.bool_)
+        own[start:stop] = True
+        one = trainer.attempt(
+            replace(sample, loss_mask=own), model=bound(_after, trainer.model, places, start - 1)
+        )
+        if one is None:
+            return None
+        out.append(one)
+    return np.concatenate(out)
+
+
+@contextmanager
+def _after(model: Any, places: list[Place], stop: int) -> Iterator[None]:
+    """Take keys and values before token `stop` from a forward under other weights, within the block."""
+    cached: list[tuple[Any, Any]] = []
+    left: Iterator[tuple[Any, Any]] | None = None
+
+    def keep(key: Any, value: Any) -> tuple[Any, Any]:
+        cached.append((key, value))
+        return key, value
+
+    def put(key: Any, value: Any) -> tuple[Any, Any]:
+        for own, old in zip((key, value), (key, value) if left is None else next(left), strict=True):
+            own[..., :stop, :] = old[..., :stop, :]
+        return key, value
+
+    def before(_: Any, args: Any, kwargs: Any) -> None:
+        nonlocal left
+        hook.remove()
+        with replaced(places), attending(model, keep):
+            model(*args, **kwargs)
+        left = iter(cached)
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        with attending(model, put):
+            yield
+    finally:
+        hook.remove()
+
+
+def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return parameters by module, and by the last layers."""
+    groups: dict[str, set[str]] = {}
+    for key in keys:
+        parts = key.split(".")
+        for name in (
+            *(".".join(parts[:count]) for count in range(1, len(parts))),
+            f"each {'.'.join(parts[-2:])}",
+        ):
+            groups.setdefault(name, set()).add(key)
+        place = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), None)
+        for last in range(1, int(parts[place]) + 1) if place is not None else ():
+            groups.setdefault(f"{'.'.join(parts[:place])} from {last} on", set()).add(key)
+    return dict(sorted(groups.items(), key=lambda entry: -len(entry[1])))
+
+
+TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
+    "quantised weights": quantised,
+    "weights": other_weights,
+    "stale prefix": stale_prefix,
+}
+"""Changes to try, by row."""
