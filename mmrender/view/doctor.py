@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mmrender.errors import MMRenderError, PlaceholderError, ProcessorError, TemplateRefusedError
+from mmrender.media.processors.adapted_audio import AudioOnlyProcessor
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
 from mmrender.messages import UNKNOWN_PARTS, MessageDict, TextPart
 from mmrender.renderer import Renderer
@@ -128,6 +129,15 @@ def _equals_transformers(renderer: Renderer, directory: Path) -> bool | str:
     return True
 
 
+_OTHER_CLIPS = {
+    "none": "each clip by itself",
+    "longer": "clips padded to a longer one of the prompt",
+    "any": "clips padded to the longest of the prompt",
+    "refused": "one clip in a prompt",
+}
+"""What `AudioProcessor.effect_of_others` means."""
+
+
 def _images(renderer: Renderer) -> dict[str, Any]:
     if renderer.media is None:
         return {}
@@ -139,6 +149,13 @@ def _images(renderer: Renderer) -> dict[str, Any]:
     if processor.videos is not None:
         is_native = isinstance(processor.videos, PatchVideoProcessor)
         videos = f"{processor.videos.name}, {'native' if is_native else 'by Transformers with torchvision'}"
+    audio = "none"
+    if processor.audio is not None:
+        clips = _found(lambda: None if processor.audio is None else processor.audio.effect_of_others)
+        rate = _found(lambda: None if processor.audio is None else processor.audio.sampling_rate)
+        audio = f"{processor.audio.name}, {rate} samples a second, {_OTHER_CLIPS.get(clips, clips)}"
+    if isinstance(processor, AudioOnlyProcessor):
+        return {"placeholders": dict(processor.placeholder), "audio": audio}
     return {
         "processor": processor.name,
         "back end": processor.image_backend,
@@ -146,6 +163,7 @@ def _images(renderer: Renderer) -> dict[str, Any]:
         "an item depends on the number of images": processor.depends_on_image_count,
         "tokens of 1024\u00d71024": _found(lambda: processor.geometry(1024, 1024).num_tokens),
         "videos": videos,
+        "audio": audio,
     }
 
 
@@ -164,7 +182,7 @@ def _problems(renderer: Renderer, findings: dict[str, Any]) -> dict[str, str]:
             problems[name] = entry
     if "not available" in images:
         problems["images"] = images["not available"]
-    elif images and not profile.image_roles:
+    elif "processor" in images and not profile.image_roles:
         problems["images"] = "the template writes no placeholder for an image in any role"
     if not {"user", "assistant"} <= {*profile.roles}:
         problems["roles"] = "the template omits messages of users or the assistant"

@@ -231,13 +231,14 @@ class Strip {
       frames.append(shown);
     }
     const open = this.unfolded.has(place);
-    const grid = medium.grid && `${medium.grid[0] > 1 ? `${medium.grid[0]} × ` : ""}${medium.grid[1]} × ${medium.grid[2]} patches`;
-    const tiles = !medium.grid && item.layout.length ? `${item.layout.join(" × ")} tiles` : "";
+    const isAudio = item.modality === "audio";
+    const grid = !isAudio && medium.grid && `${medium.grid[0] > 1 ? `${medium.grid[0]} × ` : ""}${medium.grid[1]} × ${medium.grid[2]} patches`;
+    const tiles = !isAudio && !medium.grid && item.layout.length ? `${item.layout.join(" × ")} tiles` : "";
     const tokens = medium.stop - medium.start;
     const about = element("div", { className: "about" },
       element("b", { textContent: `${item.modality} ${medium.position}` }),
       element("div", { textContent: `${number(tokens)} tokens, ${medium.start}\u2060–\u2060${medium.stop - 1}` }),
-      element("div", { textContent: [item.frames > count && `${count} of ${item.frames} frames`, grid || tiles, `${item.width} × ${item.height} px`].filter(Boolean).join(", ") }),
+      element("div", { textContent: [item.frames > count && `${count} of ${item.frames} frames`, grid || tiles, isAudio ? `${item.width} samples` : `${item.width} × ${item.height} px`].filter(Boolean).join(", ") }),
       element("button", { type: "button", tabIndex: -1, textContent: open ? "Fold tokens" : "Show tokens", "aria-expanded": open }));
     about.lastChild.dataset.fold = place;
     const marked = [...sequence.marked.keys()].some((token) => token >= medium.start && token < medium.stop)

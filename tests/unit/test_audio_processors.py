@@ -1,9 +1,12 @@
 """Audio through models' own processors: tokens, features, several clips, bridges and the wire."""
 
+import base64
+import io
 import random
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import mmcodecs
 from audio_cases import FAMILIES, RATE, asked, clip, heard
@@ -16,6 +19,9 @@ from mmrender.media.processors.adapted_audio import AudioOnlyProcessor
 from mmrender.media.wire import item_from_wire, item_to_wire
 from mmrender.testing.difference import first_difference
 from mmrender.testing.reference import ReferenceRenderer
+from mmrender.view.doctor import diagnose
+from mmrender.view.page import Page
+from mmrender.view.pictures import thumbnails, token_grid
 
 ONE_CLIP = frozenset({"audio_flamingo"})
 EFFECTS = {"qwen2_audio": "none", "qwen3_omni": "longer", "gemma4": "none", "audio_flamingo": "refused"}
@@ -163,6 +169,26 @@ def test_clips_that_the_call_supplies(opened):
     assert renderer.render_text(empty, audio=audio) == inside.text
     again = renderer.encode_text(inside.text, audio=audio)
     assert (again.token_ids, again.multi_modal_data) == (inside.token_ids, inside.multi_modal_data)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_page_shows_the_spectrogram_and_doctor_names_the_extractor(name, opened):
+    renderer, _ = opened[name]
+    rendered = renderer.render([asked("Hear:", heard(clip(1.5)))])
+    (item,) = rendered.multi_modal_data.mm_items["audio"]
+    (picture,) = thumbnails(item)
+    header, _, data = picture.partition(",")
+    frames = 149 if name == "gemma4" else 150
+    size = Image.open(io.BytesIO(base64.b64decode(data))).size
+    assert (header, size) == ("data:image/jpeg;base64", (frames, 64))
+    (span,) = rendered.multi_modal_data.spans()
+    assert token_grid(item, span.range.num_embeds) == (1, 1, span.range.num_embeds)
+    assert picture in Page(rendered)._repr_html_()
+    found = diagnose(renderer)
+    assert found["problems"] == {}
+    assert found["images"]["audio"].startswith(
+        f"{renderer.media.processor.audio.name}, 16000 samples a second"
+    )
 
 
 def test_padding_is_not_kept(opened):
