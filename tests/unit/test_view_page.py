@@ -252,7 +252,7 @@ def test_pages_of_everything_in_notebooks(rendered, trajectory):
     ],
 )
 def test_the_grid_of_tokens(grid, count, expected):
-    assert token_grid(SimpleNamespace(grid=grid), count) == expected
+    assert token_grid(SimpleNamespace(grid=grid, modality="image"), count) == expected
 
 
 def test_one_who_differs_in_one_token(rendered):
