@@ -24,7 +24,9 @@ from mmrender.media.processors.reference import (
     build_audio_reference,
     build_image_processor,
     build_reference_processor,
+    load_tokenizer,
 )
+from mmrender.model.convert import open_model
 from mmrender.template.sources import load_templates
 
 _UNBUILT_OPERATORS = (
@@ -109,8 +111,7 @@ class ReferenceRenderer:
         except ImportError as error:
             raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
-        self._directory = directory
-        files = ProcessorFiles.read(directory)
+        self._files = files = ProcessorFiles.read(open_model(directory))
         self.processor: Any = None
         self.processor_missing: str | None = None
         self.takes_videos = self.takes_audio = False
@@ -132,7 +133,7 @@ class ReferenceRenderer:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = VideoSettings()
         # Loading a tokenizer takes as long as all the rest, so the processor's own is used.
-        self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(directory)
+        self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(files)
         # Files that Transformers overlooks come last.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 
@@ -141,7 +142,7 @@ class ReferenceRenderer:
         self.processor, self.processor_missing = None, why
         self.takes_videos = self.takes_audio = False
         # Some processors change the tokenizer that they are given.
-        self.tokenizer = _load_tokenizer(self._directory)
+        self.tokenizer = _load_tokenizer(self._files)
 
     def _find_video_processor(self, directory: Path) -> None:
         """Set the processor's part for videos, if it has one that can be built."""
@@ -237,14 +238,12 @@ class ReferenceRenderer:
         return self.processor or self.tokenizer
 
 
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
-
+def _load_tokenizer(files: ProcessorFiles) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return load_tokenizer(files)
     except Exception as error:
         problem = "Transformers cannot open the tokenizer"
-        raise TokenizerError(problem, where=str(directory), got=str(error)) from error
+        raise TokenizerError(problem, where=str(files.directory), got=str(error)) from error
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:

@@ -16,6 +16,7 @@ from kit import data_url, error_of, noise
 from mmrender.errors import TemplateMissingError, TemplateRefusedError
 from mmrender.model.convert import open_model
 from mmrender.renderer import Renderer
+from mmrender.testing.parity import check_parity
 from other_formats import NOUNS, sample_texts, write_tekken
 
 TOOLS = [
@@ -148,6 +149,12 @@ def test_stop_tokens_and_names_are_those_of_mistral_common(tmp_path):
         {"role": "user", "content": "and?"},
     ]
     assert bridged.token_ids == renderer.render_ids(whole)
+
+
+@pytest.mark.parametrize("version", ["v3", "v7"])
+def test_generated_conversations_equal_those_of_transformers(tmp_path, version):
+    report = check_parity(write_tekken(tmp_path, version=version), image_backend="pil", cases=40)
+    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 40)
 
 
 def test_images_have_the_tokens_of_mistral_common(tmp_path):

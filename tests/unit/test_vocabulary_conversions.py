@@ -190,7 +190,7 @@ def test_conversations_have_the_tokens_of_the_library(models, name, shared_agent
     assert count > 200
 
 
-@pytest.mark.parametrize("name", ["pieces", "merges"])
+@pytest.mark.parametrize("name", ["pieces", "merges", "ranks"])
 def test_conversations_with_images_equal_those_of_transformers(models, name):
     report = check_parity(models(name).folder, image_backend="pil", cases=24)
     assert (report.mismatch, report.not_compared, report.cases) == (None, None, 24)

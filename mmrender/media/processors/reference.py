@@ -63,7 +63,10 @@ def build_reference_processor(
     with _build_errors(name or "the processor"):
         cls = _processor_class(name) if isinstance(name, str) and not is_own else None
         if cls is not None:
-            parts = {"image_processor": image_processor, "tokenizer": _tokenizer(files, trust_remote_code)}
+            parts = {
+                "image_processor": image_processor,
+                "tokenizer": load_tokenizer(files, trust_remote_code),
+            }
             return _processor_of_parts(cls, parts, files)
         processor = AutoProcessor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
@@ -75,7 +78,8 @@ def build_reference_processor(
         return processor
 
 
-def _tokenizer(files: ProcessorFiles, trust_remote_code: bool) -> Any:
+def load_tokenizer(files: ProcessorFiles, trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of Transformers, from converted files if it cannot read the vocabulary itself."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     conversion = files.model.conversion
@@ -167,7 +171,7 @@ def build_audio_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
             )
         extractor = AutoFeatureExtractor.from_pretrained(files.directory, trust_remote_code=trust_remote_code)
         parts = dict.fromkeys(("feature_extractor", "audio_processor"), extractor)
-        tokenizer = _tokenizer(files, trust_remote_code)
+        tokenizer = load_tokenizer(files, trust_remote_code)
         return _processor_of_parts(cls, {**parts, "tokenizer": tokenizer}, files)
 
 
