@@ -1,4 +1,4 @@
-"""The third table of planted faults: its words agree with each other, and its check can tell a fault from none."""
+"""The third and fourth tables of planted faults: their words agree, and their check can tell a fault from none."""
 
 import re
 from collections import Counter
@@ -7,12 +7,13 @@ import pytest
 
 from planting import HEALTHY, SMALL, STAGES, departures, roll, world_of
 from plantings_dev import DEV
+from plantings_fourth import FOURTH
 from plantings_held import HELD
 from plantings_third import THIRD
 
 
 def test_plantings_are_new_and_spread():
-    names = Counter(one.name for one in (*DEV, *HELD, *THIRD))
+    names = Counter(one.name for one in (*DEV, *HELD, *THIRD, *FOURTH))
     assert [name for name, count in names.items() if count > 1] == []
     assert {part for one in THIRD for part in one.stage.split("|")} == set(STAGES)
     single = Counter(one.stage.split("|")[0] for one in THIRD if not one.halves)
@@ -21,7 +22,12 @@ def test_plantings_are_new_and_spread():
     assert len({one.family for one in THIRD}) >= 4
 
 
-@pytest.mark.parametrize("one", THIRD, ids=lambda one: one.name)
+def test_the_fourth_table_is_spread_over_its_families():
+    assert sorted(Counter(one.family for one in FOURTH).values()) == [15] * 4
+    assert {part for one in FOURTH for part in one.stage.split("|")} == set(STAGES)
+
+
+@pytest.mark.parametrize("one", [*THIRD, *FOURTH], ids=lambda one: one.name)
 def test_the_words_of_a_planting_accept_its_own_cause(one):
     assert one.exotic == (one.cause == "unknown")
     if not one.exotic:
