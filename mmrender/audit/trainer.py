@@ -254,8 +254,13 @@ class TrainerModel:
     @contextmanager
     def ready(self, samples: list[TrainingSample]) -> Iterator[dict[str, Any]]:
         """Change the model within the block, and return the keyword arguments of its forward."""
+        from mmrender.training.recurrent import recurrent_segments
+
         with ExitStack() as stack:
-            inputs = dict(self._batch(samples).model_inputs())
+            batch = self._batch(samples)
+            # Rows of several samples are padded on the left, which recurrent layers do not see by themselves.
+            stack.enter_context(recurrent_segments(self.model, batch))
+            inputs = dict(batch.model_inputs())
             for change in self._inputs:
                 change(inputs)
             for make in self._changes:

@@ -2,7 +2,9 @@
 
 import pytest
 
-from planting import judge
+from audit_cases import decode
+from mmrender.audit import TrainerModel, audit
+from planting import grown, healthy_rollouts, judge
 from plantings_dev import DEV
 from plantings_third import THIRD
 
@@ -26,3 +28,11 @@ def test_a_fault_without_a_row_is_located_whatever_is_called_an_alarm(folder):
     outcome = judge(planting_of("brighter"), "one", folder, 1e-3)
     assert (outcome.verdict, outcome.stage_right) == ("unknown", True), outcome.cause
     assert outcome.cause.startswith("pixels, unknown: unknown, in the pixels"), outcome.cause
+
+
+def test_recurrent_layers_are_audited_in_padded_batches(folder):
+    samples, _ = healthy_rollouts("qwen3_5", folder)
+    assert len({len(sample) for sample in samples[:2]}) > 1
+    report = audit(samples[:2], TrainerModel(grown("qwen3_5", folder).model), decode=decode)
+    assert report.ok
+    assert report.largest < 1e-4
