@@ -28,6 +28,10 @@ _MAX_ROWS: Final = 256
 _SECTIONS: Final = 30
 _NEARER: Final = 0.98
 """Maximum share of the differences under a number that is a step nearer."""
+_FINE: Final = np.array([-0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2])
+"""Logarithms of factors of the trainer's number, beside which the sampler's may be."""
+_NEAR: Final = (1.02, 1 / 1.02, 1.5, 1 / 1.5)
+"""Factors of the trainer's number that show whether another explains more."""
 
 
 class Trial(NamedTuple):
@@ -302,15 +306,20 @@ def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
         yield [case.runs[number]], f"completion {number}"
 
 
-def minimum(loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float) -> float:
+def minimum(
+    loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float, own: float = 0.0
+) -> float:
     """Return the minimum of a function of one positive number between two bounds.
 
-    A grid of `points`, then golden sections around its best point if the loss there is below `enough`.
+    A grid of `points`, finer around `own`, then golden sections around its best point if the loss there is
+    below `enough`.
     """
     grid = np.linspace(np.log(low), np.log(high), points)
+    if own > 0:
+        grid = np.unique(np.concatenate([grid, np.log(own) + _FINE]).clip(np.log(low), np.log(high)))
     losses = [loss(float(np.exp(at))) for at in grid]
     best = int(np.argmin(losses))
-    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, points - 1)])
+    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])
     ratio = (np.sqrt(5) - 1) / 2
     for _ in range(_SECTIONS if losses[best] < enough else 0):
         one, two = right - ratio * (right - left), left + ratio * (right - left)
@@ -319,9 +328,9 @@ def minimum(loss: Callable[[float], float], low: float, high: float, *, points: 
 
 
 def fitted_number(
-    case: Case, make: Callable[[float], Trial], low: float, high: float, near: Sequence[float]
+    case: Case, make: Callable[[float], Trial], low: float, high: float, own: float, *near: float
 ) -> float | None:
-    """Return the number that explains the most; None if none of `near` brings the numbers nearer."""
+    """Return the number that explains the most; None if none near the trainer's `own` explains more."""
     if not np.isfinite(case.compared.sampler).all() or make(low).since > case.position:
         return None
 
@@ -330,15 +339,16 @@ def fitted_number(
         return [np.inf if one is None else float(np.abs(one.difference).mean()) for one in found]
 
     before = float(np.abs(case.compared.difference).mean())
-    if min(losses(near)) > _NEARER * before:
+    if min(losses(near or [own * factor for factor in _NEAR])) > _NEARER * before:
         return None
-    return minimum(lambda value: losses([value])[0], low, high, points=9, enough=0.7 * before)
+    loss = lambda value: losses([value])[0]  # noqa: E731
+    return minimum(loss, low, high, points=9, enough=0.7 * before, own=0.0 if near else own)
 
 
 def fitted(
-    case: Case, make: Callable[[float], Trial], low: float, high: float, near: Sequence[float]
+    case: Case, make: Callable[[float], Trial], low: float, high: float, own: float, *near: float
 ) -> Iterator[Trial]:
     """Yield the trial with the number that a search finds, if there is one."""
-    value = fitted_number(case, make, low, high, near)
+    value = fitted_number(case, make, low, high, own, *near)
     if value is not None:
         yield make(value)._replace(fitted=1)

@@ -408,10 +408,9 @@ def _other_numbers(case: Case) -> Iterator[Trial]:
                 return Trial(text, model=change, since=since_of(case, of))
 
             if "eps" in name:
-                yield from fitted(case, with_number, 1e-12, 1.0, (1e-3, 1e-12))
+                yield from fitted(case, with_number, 1e-12, 1.0, value, 1e-3, 1e-12)
             else:
-                near = value * 1.5, value / 1.5
-                yield from fitted(case, with_number, value / _MAX_FACTOR, value * _MAX_FACTOR, near)
+                yield from fitted(case, with_number, value / _MAX_FACTOR, value * _MAX_FACTOR, value)
     towers = [module for name, module in parts_of(model).items() if name.startswith(VISION)]
     for text, module in {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}.items():
 
@@ -420,7 +419,7 @@ def _other_numbers(case: Case) -> Iterator[Trial]:
             change = bound(giving, modules, lambda data: data * factor)
             return Trial(statement, model=change, since=since_of(case, text))
 
-        yield from fitted(case, multiplied, 1 / _MAX_FACTOR, _MAX_FACTOR, (1.5, 1 / 1.5)) if module else ()
+        yield from fitted(case, multiplied, 1 / _MAX_FACTOR, _MAX_FACTOR, 1.0) if module else ()
 
 
 @contextmanager

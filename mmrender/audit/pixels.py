@@ -167,7 +167,7 @@ def _adjusted(case: Case) -> Iterator[Trial]:
             trials = [*_over_images({name: _raw(partial(rule, factor))}, case)]
             return trials[0] if trials else Trial("", since=len(case.sample))
 
-        value = fitted_number(case, make, 1 / 16, 16, (1.2, 1 / 1.2))
+        value = fitted_number(case, make, 1 / 16, 16, 1.0)
         if value is not None:
             change = partial(rule, value)
             name = f"{value:.3g} times the {text}"

@@ -282,8 +282,8 @@ def rotary(case: Case) -> Iterator[Trial]:
     yield from _other_sections(case, [one for one, _ in held])
     yield from (based(base) for base in (1e4, 5e5, 1e6, 5e6, 1e7))
     yield from (scaled(factor) for factor in (0.5, 0.25, 0.125, 2.0, 4.0))
-    yield from fitted(case, based, 1e3, 1e8, (theta * 4, theta / 4))
-    yield from fitted(case, scaled, 0.02, 50.0, (1.5, 1 / 1.5))
+    yield from fitted(case, based, 1e3, 1e8, theta, theta * 4, theta / 4)
+    yield from fitted(case, scaled, 0.02, 50.0, 1.0)
 
 
 def _instead(other: Any, own: Any) -> Any:

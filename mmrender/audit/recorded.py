@@ -261,6 +261,7 @@ class _Step(NamedTuple):
     low: float
     high: float
     everywhere: bool = False
+    own: float = 0.0
 
 
 def _repetition(logits: Any, value: float, counts: Any) -> Any:
@@ -272,13 +273,13 @@ def _capped(logits: Any, value: float, _: Any) -> Any:
 
 
 _CAP: Final = (_Step("after logits were capped softly at", _capped, 0.5, 200.0),)
-_TEMPERATURE: Final = (_Step("at temperature", lambda logits, value, _: logits / value, 0.02, 50.0),)
+_TEMPERATURE: Final = (_Step("at temperature", lambda logits, value, _: logits / value, 0.02, 50.0, own=1.0),)
 _PENALTIES: Final = tuple(
-    _Step(f"after a {name} penalty{where} of", rule, low, 5.0, bool(where))
-    for name, rule, low in (
-        ("repetition", _repetition, 0.2),
-        ("presence", lambda logits, value, counts: logits - value * (counts > 0), 0.01),
-        ("frequency", lambda logits, value, counts: logits - value * counts, 0.01),
+    _Step(f"after a {name} penalty{where} of", rule, low, 5.0, bool(where), own)
+    for name, rule, low, own in (
+        ("repetition", _repetition, 0.2, 1.0),
+        ("presence", lambda logits, value, counts: logits - value * (counts > 0), 0.01, 0.0),
+        ("frequency", lambda logits, value, counts: logits - value * counts, 0.01, 0.0),
     )
     for where in ("", ", the prompt included,")
 )
@@ -299,7 +300,7 @@ def _stepped(steps: tuple[_Step, ...], view: View) -> Iterator[Recorded]:
         def loss(value: float, step: _Step = step, counts: Any = counts[chosen]) -> float:
             return float(np.abs(some.of(step.rule(some.logits, value, counts)) - target).mean())
 
-        value = minimum(loss, step.low, step.high, points=24, enough=before)
+        value = minimum(loss, step.low, step.high, points=24, enough=before, own=step.own)
         expected = view.of(step.rule(view.logits, value, counts))
         yield Recorded(f"the log-probabilities are those {step.text} {value:.4g} in {{}}", expected, 1)
 

@@ -129,7 +129,7 @@ def other_weights(case: Case) -> Iterator[Trial]:
                 text = f"the sampler's weights were {factor:.3g} of the way from the trainer's to {by}: {why}"
                 return trial(text, towards)
 
-            yield from fitted(case, moved, 0.1, 10, (0.5, 1.0))
+            yield from fitted(case, moved, 0.02, 10, 1.0, 0.1, 1.0)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, given in case.weights.items() if head is not None and head.weight is embedding.weight else ():
         # A head that is tied to the embedding may be loaded apart from it.
@@ -174,7 +174,7 @@ def _adapters(
         text = f"the sampler's adapter (LoRA) had {factor:.3g} times its scale"
         return trial(text, {key: base[key] + factor * delta for key, delta in deltas.items()})
 
-    yield from fitted(case, adapted, 1 / 32, 32, (1.5, 1 / 1.5)) if deltas else ()
+    yield from fitted(case, adapted, 1 / 32, 32, 1.0) if deltas else ()
 
 
 def _restacked(named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]) -> Iterator[Trial]:

@@ -243,6 +243,19 @@ def test_a_fault_of_all_rollouts_is_shared_and_named_whatever_is_called_an_alarm
     assert "all samples: recording, form" in report.text()
 
 
+@pytest.mark.parametrize("temperature", [0.97, 1.6])
+def test_a_temperature_close_to_the_trainer_s_is_named_too(samples, trainer, temperature):
+    places = np.flatnonzero(samples[0].loss_mask)
+    logits = trainer.logits_at(samples[0], places) / temperature
+    chosen = torch.from_numpy(samples[0].token_ids[places].astype(np.int64))[:, None]
+    logprobs = np.zeros(len(samples[0]), np.float32)
+    logprobs[places] = logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
+    report = audit([replace(samples[0], logprobs=logprobs), *samples[1:]], trainer)
+    (finding,) = report.findings
+    assert (finding.stage, finding.cause) == ("sampling", "temperature")
+    assert f"at temperature {temperature:g} in all completions" in finding.statement
+
+
 def test_a_tolerance_below_the_arithmetic_is_an_alarm_without_a_cause(samples, trainer):
     assert audit(samples, trainer).largest < 1e-4
     noise = np.random.default_rng(0).choice([-1e-4, 1e-4], len(samples[0])).astype(np.float32)
