@@ -131,7 +131,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 def shown(found: dict[str, Any]) -> str:
     """Lay out the table."""
-    ours = found["mmrender"]["turn_s"]
+    ours = found["mmrender"]["turn_s"] if "mmrender" in found else None
     rows = [
         [
             name,
