@@ -164,6 +164,8 @@ def attention(case: Case) -> Iterator[Trial]:
         hidden[stop:, start:stop] = False
         yield trial(f"later tokens did not see {text} (attention_mask)", hidden, stop, near)
     beside = [] if own is None else [own + 1, own - 1]  # whether a window counts its own token
+    for window in beside:
+        yield trial(f"sliding window was {window}, not {own}", base, 0, distance < window)
     for window in dict.fromkeys([*beside, *(2**power for power in range(3, 16))]):
         if window < length:
             yield trial(f"tokens attended to the last {window} only", base & (distance < window))

@@ -349,17 +349,21 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
             for name, turn, change in (
                 ("mirrored (flipped)", "FLIP_LEFT_RIGHT", lambda planes: planes[..., ::-1]),
                 ("upside down", "FLIP_TOP_BOTTOM", lambda planes: planes[..., ::-1, :]),
-                ("turned by half (180 degrees)", "ROTATE_180", lambda planes: planes[..., ::-1, ::-1]),
-                ("turned to the left before resizing", "ROTATE_90", None),
-                ("turned to the right before resizing", "ROTATE_270", None),
+                (
+                    "rotated by 180 degrees (turned by half)",
+                    "ROTATE_180",
+                    lambda planes: planes[..., ::-1, ::-1],
+                ),
+                ("rotated by 90 degrees to the left before resizing", "ROTATE_90", None),
+                ("rotated by 90 degrees to the right before resizing", "ROTATE_270", None),
             )
             for text, make in {
                 f"the image {name}": _images(partial(_transposed, turn=turn)),
                 **({} if change is None else {f"pixels {name}": _planes(change)}),
             }.items()
         },
-        "pixels turned to the left": _planes(lambda planes: np.rot90(planes, 1, (-2, -1))),
-        "pixels turned to the right": _planes(lambda planes: np.rot90(planes, -1, (-2, -1))),
+        "pixels rotated by 90 degrees to the left": _planes(lambda planes: np.rot90(planes, 1, (-2, -1))),
+        "pixels rotated by 90 degrees to the right": _planes(lambda planes: np.rot90(planes, -1, (-2, -1))),
         "rows for columns": _planes(lambda planes: planes.swapaxes(-1, -2)),
     },
     "levels": {

@@ -45,7 +45,7 @@ _LOOSE: Final = 1.5
 _SHARE: Final = 0.25
 """Share of the largest difference up to which differences between dtypes are ignored."""
 _AT_ONCE: Final = 16
-_HOPELESS: Final = 1.2
+_HOPELESS: Final = 3.0
 """Nats a token by which a stage is less likely than another before its rows are left out."""
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
