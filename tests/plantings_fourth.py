@@ -581,7 +581,7 @@ FOURTH = (
     case("stale-delta", "qwen3_5", "positions", "The tokens of the sampler's second completion are placed by the distance of position and index of the first prompt.", "rope_deltas that a model keeps between calls of generate",
          "a stale rope delta in decoding", r"delta|(completion|decod|answer)\w*.*(position|offset|shift|index|later|late|earlier|early)|(position|offset|shift).*(completion|decod|answer)", Fault(inputs=stale_delta), wrong=r"padding|theta|scaling"),
     case("flat", "qwen3_5", "positions", "All positions are indices, images too.", "engines without M-RoPE for a new model",
-         "positions by index rather than M-RoPE", r"m-?rope|flat|index|1-?D|one.dimension|text positions|consecutive|plain", Fault(inputs=flat), wrong=r"padding|theta|scaling"),
+         "positions by index rather than M-RoPE", r"m-?rope|flat|index|1-?D|one.dimension|one axis|one by one|text positions|consecutive|plain", Fault(inputs=flat), wrong=r"padding|theta|scaling"),
     case("convolution-state-lost", "qwen3_5", "model", "The convolutions of linear attention begin each completion with zeros.", "an engine that hands the recurrent state from prefill to decoding, and forgets conv_state",
          "unknown", r"state|cache|recurrent|conv|linear.attention|first (3|three) tokens|layer", Fault(sampler=convolution_state_lost), wrong=r"log.?prob|fp8|e4m3|temperature|step 4"),
     case("dt-bias-not-loaded", "qwen3_5", "model", "The sampler's time steps of linear attention are those of a new model.", "load_weights that skips linear_attn.dt_bias",
@@ -651,5 +651,5 @@ FOURTH = (
     case("mean-of-the-turn", "idefics3", "recording", "Each number is the mean of the completion's.", "sequence log-probabilities divided by the length, spread over tokens",
          "the mean of a completion recorded for each token", r"mean|average|constant|same number|equal|one number", Fault(record=by_turn(lambda values: np.full_like(values, values.mean())))),
     case("first-turn-again", "idefics3", "recording", "The second completion has the numbers of the first.", "a buffer of log-probabilities that is not emptied between turns",
-         "numbers of another completion", r"(another|other|first|wrong|earlier|previous) (completion|turn|answer)|swap|exchang|again|repeat|buffer|peer|rollout", Fault(record=first_turn_again)),
+         "numbers of another completion", r"(another|other|first|wrong|earlier|previous) (completion|turn|answer)|completion \d has .*completion \d|swap|exchang|again|repeat|buffer|peer|rollout", Fault(record=first_turn_again)),
 )  # fmt: skip
