@@ -404,7 +404,7 @@ DEV = (
     Planting("images-swapped", "internvl", "pixels", "The trainer has the first two images in each other's place.", "om-ai-lab/VLM-R1#263", r"(?i)swap|order|exchang|other's place|image 1.*image 0|image 0.*image 1", Fault(trains=swapped_images)),
     Planting("fewer-pixels", "glm4v", "pixels|tokens", "The server's largest number of pixels is smaller, so its images had fewer tokens.", VLLM + "15364",
              r"(?i)(max_?pixels|number of pixels|smaller|fewer tokens|other size|resolution|size of)", Fault(shows=lambda image, *_: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC))),
-    Planting("brighter", "qwen2_5_vl", "pixels", "The sampler's images were made brighter by a tenth.", "no report", "?", Fault(inputs=on_channels(lambda pixels: ((pixels + 1) * 1.1 - 1).clamp(-1, 1)))),
+    Planting("brighter", "qwen2_5_vl", "pixels", "The sampler's images were made brighter by a tenth.", "no report", r"(?i)bright", Fault(inputs=on_channels(lambda pixels: ((pixels + 1) * 1.1 - 1).clamp(-1, 1)))),
     Planting("images-numbered-as-text", "qwen2_5_vl", "positions", "The sampler numbered image tokens as text, one position each.", TRL + "5785",
              r"(?i)as text|one by one|on one axis|without.*(grid|axes)", Fault(inputs=numbered_as_text)),
     Planting("gap-before-completion", "gemma3", "positions", "Positions of the sampler's completion are five higher: padding between prompt and completion was counted.", VERL + "3653",
