@@ -21,7 +21,7 @@ from mmrender.client.types import EngineRequest
 from mmrender.client.vllm_fields import PixelDtype, collate_items, item_tensors, layout_of
 from mmrender.media.vllm_items import encode_mm_kwargs_item
 from mmrender.renderer import Renderer
-from mmrender.testing.memory_transport import Asked
+from mmrender.testing.memory_transport import Answer, Asked
 from mmrender.tokens.rendered import RenderedTokens
 from stub_server import vllm_reply
 
@@ -75,6 +75,43 @@ def completion(asked: Asked) -> dict[str, Any]:
     """An answer to any request: one token."""
     ids = asked.json["token_ids"]
     return vllm_reply([7], [-1.5]) | {"usage": {"prompt_tokens": len(ids)}}
+
+
+class Recalling:
+    """A server that processes encoded images, widens as the renderer does, and keeps the last of them.
+
+    Attributes:
+        room: Images that it keeps.
+        usage: What it counts of a prompt whose images it knows. None for the right number.
+        kept: Uuids of the kept ones.
+    """
+
+    def __init__(self, *prompts, room=100, usage=None):
+        self.prompts, self.room, self.kept, self.usage = prompts, room, [], usage
+
+    def __call__(self, asked):
+        if "content_parts" not in asked.json:
+            return completion(asked)
+        parts = asked.json["content_parts"]
+        missing = [number for number, part in enumerate(parts) if "url" not in part]
+        missing = [number for number in missing if parts[number]["uuid"] not in self.kept]
+        if missing:
+            message = f"Cache miss for image at index {missing[0]} but data is not provided."
+            return Answer({"error": {"message": message, "code": 400}}, status=400)
+        self.kept = [*self.kept, *(part["uuid"] for part in parts)][
+            max(0, len(self.kept) + len(parts) - self.room) :
+        ]
+        (rendered,) = (each for each in self.prompts if len(each.multi_modal_data.spans()) == len(parts))
+        places = rendered.multi_modal_data.mm_placeholders["image"]
+        if not asked.json.get("return_token_ids"):
+            return vllm_reply([7], [-1.5]) | {
+                "usage": self.usage or {"prompt_tokens": len(rendered.token_ids)}
+            }
+        return vllm_reply([7], [-1.5]) | {
+            "usage": {"prompt_tokens": len(rendered.token_ids)},
+            "prompt_token_ids": rendered.token_ids,
+            "mm_placeholders": {"image": [{"offset": p.offset, "length": p.length} for p in places]},
+        }
 
 
 def served(rendered: RenderedTokens, pixels: PixelDtype = "uint8", **changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH
 from mmrender.errors import EngineMismatchError, EngineStatusError, MMRenderError
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Answer, MemoryTransport
-from vllm_contract import completion, contract_request, info, one_image, served
+from vllm_contract import Recalling, completion, contract_request, info, one_image, served
 
 PIXELS = ("uint8", "float32", "uint8", "bfloat16")
 """What each of the servers takes."""
@@ -40,6 +40,7 @@ class Address:
         self.hashes_sent = 0
         self._turns = iter(turns)
         self._hashes = {}
+        self._recalling = {}
         self._image = image
         self.transport = MemoryTransport(
             {
@@ -55,6 +56,8 @@ class Address:
 
     def _generate(self, asked):
         server = self._next()
+        if "content_parts" in asked.json:
+            return self._recalling.setdefault(server, Recalling(self._image))(asked)
         features = asked.json["features"]
         for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
             self.wrong |= not name.endswith(PIXELS[server])

@@ -47,9 +47,10 @@ from mmrender.media.vllm_items import (
 )
 from mmrender.sidecar import MultiModalData, Repeat
 from mmrender.testing.memory_transport import DROPPED, Answer, MemoryTransport
-from stub_server import StubServer, stub_server, vllm_reply
+from stub_server import StubServer, stub_server
 from vllm_contract import (
     LAYOUT,
+    Recalling,
     completion,
     contract_request,
     info,
@@ -398,43 +399,6 @@ def test_a_server_that_does_not_say_may_be_vouched_for(image):
 
 
 # The default: hashes where they are proved safe, else encoded images by uuid
-
-
-class Recalling:
-    """A server that processes encoded images, widens as the renderer does, and keeps the last of them.
-
-    Attributes:
-        room: Images that it keeps.
-        usage: What it counts of a prompt whose images it knows. None for the right number.
-        kept: Uuids of the kept ones.
-    """
-
-    def __init__(self, *prompts, room=100, usage=None):
-        self.prompts, self.room, self.kept, self.usage = prompts, room, [], usage
-
-    def __call__(self, asked):
-        if "content_parts" not in asked.json:
-            return completion(asked)
-        parts = asked.json["content_parts"]
-        missing = [number for number, part in enumerate(parts) if "url" not in part]
-        missing = [number for number in missing if parts[number]["uuid"] not in self.kept]
-        if missing:
-            message = f"Cache miss for image at index {missing[0]} but data is not provided."
-            return Answer({"error": {"message": message, "code": 400}}, status=400)
-        self.kept = [*self.kept, *(part["uuid"] for part in parts)][
-            max(0, len(self.kept) + len(parts) - self.room) :
-        ]
-        (rendered,) = (each for each in self.prompts if len(each.multi_modal_data.spans()) == len(parts))
-        places = rendered.multi_modal_data.mm_placeholders["image"]
-        if not asked.json.get("return_token_ids"):
-            return vllm_reply([7], [-1.5]) | {
-                "usage": self.usage or {"prompt_tokens": len(rendered.token_ids)}
-            }
-        return vllm_reply([7], [-1.5]) | {
-            "usage": {"prompt_tokens": len(rendered.token_ids)},
-            "prompt_token_ids": rendered.token_ids,
-            "mm_placeholders": {"image": [{"offset": p.offset, "length": p.length} for p in places]},
-        }
 
 
 def recalling(*prompts, room=100, **routes):

@@ -83,10 +83,11 @@ def test_the_code_of_a_docstring_runs(name, run, renderer, tiny_model, tmp_path)
     from transformers import AutoModelForImageTextToText
 
     import mmcodecs
+    import mmrender
     from mmrender import client, media, shipping, training, trajectory
 
     given = {"mmcodecs": mmcodecs}
-    for package in (client, media, shipping, training, trajectory):
+    for package in (mmrender, client, media, shipping, training, trajectory):
         given |= {each: getattr(package, each) for each in package.__all__}
     photo = shown(tmp_path / "photo.jpg")
     rendered = renderer.render([{"role": "user", "content": [photo, "What?"]}], add_generation_prompt=True)
