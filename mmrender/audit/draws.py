@@ -208,7 +208,7 @@ def _positions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
     edges = {at for pair in (*images, *case.runs) for at in pair} | {run[1] + 1 for run in case.runs}
     cuts = sorted(at for at in edges if 0 < at < length)
     for number in range(_POSITIONS):
-        cut = int(rng.choice(cuts)) if number % 3 else int(rng.integers(1, length))
+        cut = int(rng.choice(cuts)) if number % 3 and cuts else int(rng.integers(1, max(length, 2)))
         kind, seed = number % (len(_RENUMBERED) if spans else _TEXTUAL), int(rng.integers(1 << 30))
         name, change = _RENUMBERED[kind]
         start = cut if kind < _TEXTUAL else images[0][0]

@@ -236,7 +236,8 @@ def _turns(case: Case) -> Iterator[Trial]:
     starts = [*bounds(case, stop), stop]
     for first, last in combinations(starts, 2):
         about = f"the tokens {first} to {last - 1}, one turn or more,"
-        if last < stop or not number:  # the last turn opens the completion
+        # A single token is no turn, and the last turn opens the completion.
+        if last - first > 1 and (last < stop or not number):
             yield _prompt_trial(case, f"lacked {about}", [(first, last, [])], since)
     for first, last in pairwise(starts):
         twice: list[Edit] = [(last, last, part(case.sample, first, last, sampled=False))]

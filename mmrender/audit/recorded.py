@@ -367,6 +367,8 @@ def _other_support(view: View) -> Iterator[Recorded]:
         # Tokens that have followed the last ones before.
         repeated, parts = np.zeros(len(own)), np.lib.stride_tricks.sliding_window_view(ids, length)
         for row, place in enumerate(view.places.tolist()):
+            if place < length - 1:
+                continue
             own_last, before = ids[place - length + 1 : place], parts[start : max(place - length + 1, start)]
             after = before[(before[:, :-1] == own_last).all(1), -1]
             repeated[row] = probabilities[row, np.unique(after)].sum()

@@ -332,11 +332,13 @@ class Search:
             before = np.abs(view.trainer - view.sampler)[support]
         if (~(left <= case.tolerance) & covered).any() or not 0 < support.sum() >= (~covered).sum():
             return None
-        before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
+        # A token that is not allowed has the lowest number there is.
+        with np.errstate(over="ignore"):
+            before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
+            spread = max(float(np.std(case.compared.trainer)), 0.25)
         loose = case.tolerance > self.noise.tolerance
         if self._is_likeness(before_rms, left_rms, loose=loose) and np.isfinite(before_rms):
             return None
-        spread = max(float(np.std(case.compared.trainer)), 0.25)
         each = float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
         digits = int(support.sum()) * each - _DIGITS * recorded.fitted
         return float(left[covered].max()) if digits > _DIGITS else None
