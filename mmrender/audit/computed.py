@@ -155,7 +155,6 @@ def attention(case: Case) -> Iterator[Trial]:
         yield trial("tokens attended without a window, which was ignored", base)
         yield trial("tokens attended to the window in all layers", base & near)
     unseen = {described(span): (span.start, span.stop) for span in spans}
-    unseen |= {"the first token": (0, 1)}
     turns = bounds(case, length)
     unseen |= {f"the tokens before {at}, of earlier turns,": (0, at) for at in turns[1:]}
     unseen |= {f"the turn of tokens {first} to {last - 1}": (first, last) for first, last in pairwise(turns)}
