@@ -160,14 +160,7 @@ class AdaptedAudioProcessor(AudioProcessor):
         """
         run = self._run([_probe(_PROBE_SECONDS[0], self.sampling_rate)])
         opening, (piece,), ending = self._pieces(run.text)
-        expected = self._watched.learn_affixes()["none"]
-        affixes = self._watched.affixes_of(run, opening, ending)
-        if expected.refusal is None and affixes != expected:
-            raise ProcessorError(
-                "the model's processor adds another text to a prompt with audio than to others",
-                expected=repr(expected),
-                got=repr(affixes),
-            )
+        self._watched.require_same_affixes(run, opening, ending, "audio")
         reference = self._watched.reference
         ids = self._files.token_ids("audio")
         named = [

@@ -84,14 +84,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         is_kept = BEFORE + start in run.text and end + AFTER in run.text
         covered = ("", "") if is_kept else (start, end)
         opening, _, ending = self._pieces(run.text, covered)
-        expected = self._watched.learn_affixes()["none"]
-        affixes = self._watched.affixes_of(run, opening, ending)
-        if expected.refusal is None and affixes != expected:
-            raise ProcessorError(
-                "the model's processor adds another text to a prompt with a video than to others",
-                expected=repr(expected),
-                got=repr(affixes),
-            )
+        self._watched.require_same_affixes(run, opening, ending, "a video")
         return covered
 
     @cached_property

@@ -169,6 +169,20 @@ class WatchedProcessor:
                 return Affixes(tuple(ids[:start]), opening, "nothing", ending, tuple(ids[stop:]))
         raise ProcessorError("the model's processor changes the tokens of a text", got=repr(run.text[:80]))
 
+    def require_same_affixes(self, run: Run, opening: str, ending: str, medium: str) -> None:
+        """Require that a prompt with `medium`, such as "a video", has the affixes of prompts without media.
+
+        Raises:
+            ProcessorError: It has others.
+        """
+        expected, affixes = self.learn_affixes()["none"], self.affixes_of(run, opening, ending)
+        if expected.refusal is None and affixes != expected:
+            raise ProcessorError(
+                f"the model's processor adds another text to a prompt with {medium} than to others",
+                expected=repr(expected),
+                got=repr(affixes),
+            )
+
     def learn_affixes(self, texts: Sequence[str] = ()) -> dict[BosPlace, Affixes]:
         """Learn the affixes of prompts without media, by the position of BOS.
 
