@@ -343,6 +343,17 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
     return sampling | extra, request
 
 
+def spell_in_process(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Spell sampling parameters for vLLM's class `SamplingParams`, which refuses token ids as text.
+
+    Errors are as for `spell`.
+    """
+    sampling, _ = spell(params, "vllm")
+    if bias := sampling.get("logit_bias"):
+        sampling["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return sampling
+
+
 def complete_sampling(
     params: Mapping[str, Any] | None,
     *,

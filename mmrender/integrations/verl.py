@@ -27,7 +27,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from mmrender.client.exchange import check_request
 from mmrender.client.local import NullTransport
 from mmrender.client.reply import LogprobEntry, check_completion
-from mmrender.client.sampling import EngineName, spell
+from mmrender.client.sampling import spell, spell_in_process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, PromptTooLongError, TrajectoryError
@@ -165,11 +165,11 @@ class ServerBackend:
                 "verl's servers do not follow structured outputs",
                 where="sampling_params['structured_outputs']",
             )
-        engine: EngineName = "sglang" if self._rollout.name == "sglang" else "vllm"
-        sampling, _ = spell(request.sampling_params, engine)
+        if self._rollout.name == "sglang":
+            sampling, _ = spell(request.sampling_params, "sglang")
+        else:
+            sampling = spell_in_process(request.sampling_params)
         sampling.pop("max_new_tokens", None)
-        if "logit_bias" in sampling and engine == "vllm":  # its class refuses ids as text
-            sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
         return sampling | {"logprobs": True}
 
 

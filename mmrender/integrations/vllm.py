@@ -21,7 +21,7 @@ from mmrender.client.reply import (
     only,
     response_of,
 )
-from mmrender.client.sampling import spell
+from mmrender.client.sampling import spell_in_process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, PromptTooLongError
@@ -181,11 +181,9 @@ def asked(request: EngineRequest, max_prompt_len: int) -> tuple[dict[str, Any], 
     if spans:
         prompt["multi_modal_data"] = {"image": [encoded_image(span.item).image for span in spans]}
         prompt["multi_modal_uuids"] = {"image": [span.item.identity for span in spans]}
-    spelled, _ = spell(request.sampling_params, "vllm")
+    spelled = spell_in_process(request.sampling_params)
     if structures := spelled.get("structured_outputs"):
         spelled["structured_outputs"] = StructuredOutputsParams(**structures)
-    if bias := spelled.get("logit_bias"):  # its class refuses ids as text
-        spelled["logit_bias"] = {int(token): value for token, value in bias.items()}
     return prompt, SamplingParams(**{"logprobs": 0, **spelled, "output_kind": RequestOutputKind.FINAL_ONLY})
 
 
