@@ -86,8 +86,7 @@ class CallDigests(NamedTuple):
             (call.tool_choice, call.forced_tool, call.parallel_tool_calls),
             (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
         )
-        encoded = msgspec.msgpack.encode(request, enc_hook=str)
-        return cls(blake3(encoded).digest(16), tools, tuple(messages))
+        return cls(bytes.fromhex(digest_of(request)), tools, tuple(messages))
 
 
 async def digests_of(call: Call) -> CallDigests:
@@ -403,7 +402,8 @@ def digest_of(value: Any) -> Digest:
     except RecursionError:
         raise InputError("a value is nested too deeply", where="messages or tools") from None
     except (UnicodeEncodeError, OverflowError):  # half a surrogate pair, or a number beyond 64 bits
-        return _hash(json.dumps(value, sort_keys=True).encode("ascii"))
+        plain = msgspec.to_builtins(value, str_keys=True)
+        return _hash(json.dumps(plain, sort_keys=True).encode("ascii"))
 
 
 def _as_javascript(value: Any) -> Any:

@@ -9,7 +9,7 @@ from mmrender.client.types import Usage
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError
 from mmrender.gateway.call import Answer, AnswerCall, Call, Origin, new_id
-from mmrender.gateway.matching import Index
+from mmrender.gateway.matching import CallDigests, Index
 from rollout_cases import TOOLS
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -292,6 +292,16 @@ def test_numbers_that_javascript_cannot_tell_apart_are_equal():
         messages = changed(session.messages, (1, "tool_calls", 0, "function", "arguments"), arguments)
         place = session.index.place(call_of([*messages, {"role": "user", "content": "So?"}]))
         assert place.rewritten == rewritten
+
+
+def test_a_schema_may_have_numbers_beyond_64_bits():
+    tools = [
+        {"type": "function", "function": {"name": "look", "parameters": {"maximum": 10**30 + more}}}
+        for more in (0, 0, 1)
+    ]
+    digests = [CallDigests.of(call_of([{"role": "user", "content": "x"}], [tool])) for tool in tools]
+    assert digests[0] == digests[1]
+    assert digests[0].request != digests[2].request
 
 
 def test_a_conversation_without_a_question_is_refused():
