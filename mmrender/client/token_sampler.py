@@ -203,18 +203,18 @@ def _steps(
     params: Mapping[str, Any], prompt_len: int, stop_ids: list[int], is_greedy: bool
 ) -> list[Callable[[Any, Any], Any]]:
     """Return the functions that change the logits `(1, vocabulary)` of ids `(1, n)`, in vLLM's order."""
+    import torch
     from transformers.generation import logits_process as hf
 
     steps: list[Callable[[Any, Any], Any]] = []
     if params.get("min_tokens") and stop_ids:
         steps.append(hf.MinNewTokensLengthLogitsProcessor(prompt_len, params["min_tokens"], stop_ids))
     if params.get("logit_bias"):
-        # vLLM clamps as OpenAI does.
-        biases = [
-            [[int(token)], min(MAX_BIAS, max(-MAX_BIAS, float(bias)))]
-            for token, bias in params["logit_bias"].items()
-        ]
-        steps.append(hf.SequenceBiasLogitsProcessor(biases))
+        # vLLM clamps as OpenAI does. Transformers' own step refuses token 0.
+        biases = {int(token): float(bias) for token, bias in params["logit_bias"].items()}
+        tokens, values = torch.tensor(list(biases)), torch.tensor(list(biases.values()))
+        values = values.clamp(-MAX_BIAS, MAX_BIAS)
+        steps.append(lambda _, logits: logits.index_add(-1, tokens, values.expand(len(logits), -1)))
     if (penalty := float(params.get("repetition_penalty", 1.0))) != 1.0:
         steps.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
     frequency, presence = params.get("frequency_penalty", 0.0), params.get("presence_penalty", 0.0)

@@ -211,7 +211,7 @@ class EpisodeLoop(AgentLoopBase):
     `data.apply_chat_template_kwargs` hold too.
 
     Attributes:
-        environment: Makes the environment of one rollout. A subclass sets it.
+        environment: Makes the environment of one rollout. A subclass sets it to a class, or in `__init__`.
     """
 
     environment: Callable[[], Environment]
@@ -252,7 +252,7 @@ class EpisodeLoop(AgentLoopBase):
         try:
             await run_episode(
                 client,
-                type(self).environment(),
+                self.environment(),
                 list(row["raw_prompt"]),
                 self.extras(row),
                 trajectory=trajectory,

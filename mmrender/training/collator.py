@@ -9,7 +9,7 @@ Trainer(model, arguments, data_collator=collator, train_dataset=samples)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mmrender.errors import BatchError, InputError
 from mmrender.training.batch import PaddingSide, TrainingBatch
@@ -42,7 +42,8 @@ class Collator:
         family: The model's inputs.
         pad_token_id: The token that fills rows.
         renderer: Renders conversations; None if all examples are samples.
-        packed: Whether several samples share a row: all of a batch, or up to `max_length` tokens.
+        packed: Whether several samples share a row: all of a batch, or up to `max_length` tokens. With `auto`
+            they do if trainers can run the family on packed rows. If not, each row is padded.
         max_length: Samples are truncated to this many tokens, at whole images; None leaves them whole.
         padding_side: The side on which rows are filled.
         multiple: Makes the width a multiple of this.
@@ -58,7 +59,7 @@ class Collator:
     family: ModelFamily
     pad_token_id: int
     renderer: "RendererProtocol | None" = None
-    packed: bool = False
+    packed: bool | Literal["auto"] = False
     max_length: int | None = None
     padding_side: PaddingSide = "right"
     multiple: int = 1
@@ -67,14 +68,25 @@ class Collator:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.family.check_layout("packed" if self.packed else self.padding_side)
-        if self.family.recurrent and (self.packed or self.padding_side == "left"):
-            layout, option = ("packed", "packed=False") if self.packed else ("left", 'padding_side="right"')
+        self.family.check_layout("packed" if self.is_packed else self.padding_side)
+        if self.family.recurrent and (self.is_packed or self.padding_side == "left"):
+            layout, name, option = "left", "padding_side", 'padding_side="right"'
+            if self.is_packed:
+                layout, name, option = "packed", "packed", 'packed="auto"'
             raise BatchError(
                 f"{layout} rows of {self.family.model_type} need a block around each forward",
-                where="packed" if self.packed else "padding_side",
+                where=name,
                 remedy=f"Pass {option}, or call `batch` and enter recurrent_segments yourself",
             )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several samples share a row."""
+        if self.packed != "auto":
+            return self.packed
+        family = self.family
+        # Families with image blocks bring a mask for each kind of layer to packed rows, which TRL refuses.
+        return not ("packed" in family.refused or family.recurrent or family.image_blocks)
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward, with `labels` int64 `(rows, width)`.
@@ -104,7 +116,7 @@ class Collator:
         """
         samples = [self.sample(example, f"examples[{index}]") for index, example in enumerate(examples)]
         rows = None
-        if self.packed:
+        if self.is_packed:
             lengths = [len(sample) for sample in samples]
             rows = first_fit_decreasing(lengths, self.max_length or sum(lengths))
         return collate(

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections import defaultdict
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,8 +23,9 @@ from mmrender import RendererClient, TrainingSample, Trajectory, TrajectoryError
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
-from mmrender.training import Collator, ModelFamily, collate
+from mmrender.training import Collator, ModelFamily, collate, score_tokens
 from mmrender.training.losses import cispo_loss, dr_grpo_loss, grpo_loss, gspo_loss, ppo_loss, step_counts
+from training_models import FAMILIES, make_samples, tiny_family
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SETTINGS = {
@@ -84,6 +86,45 @@ def test_sft_of_images_trains_with_rows_packed_or_not(renderer, tiny_model, tmp_
     assert len(losses) == 2
     assert losses[1] < losses[0]
     assert {shape[0] for shape in widths} == {1 if packed else 4}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sft_trains_every_family_packed_or_else_padded(name, tiny_model, tmp_path_factory, tmp_path):
+    tiny = tiny_family(name, tmp_path_factory.getbasetemp())
+    model, samples = deepcopy(tiny.model), make_samples(tiny, (1, 2, 0, 1))
+    collator, count = (
+        Collator(tiny.family, 0, packed="auto"),
+        sum(int(each.loss_mask.sum()) for each in samples),
+    )
+    with torch.no_grad():  # one forward for each sample
+        alone = [
+            score_tokens(model, collate([each], tiny.family, pad_token_id=0)).logprobs for each in samples
+        ]
+    rows = []
+
+    def inputs_of(examples):
+        inputs = collator([samples[example["index"]] for example in examples])
+        rows.append(len(inputs["labels"]))
+        return inputs
+
+    trainer = trl.SFTTrainer(
+        model,
+        args=trl.SFTConfig(
+            tmp_path,
+            per_device_train_batch_size=4,
+            remove_unused_columns=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+            max_length=None,
+            **{**SETTINGS, "max_steps": 1},
+        ),
+        data_collator=inputs_of,
+        train_dataset=datasets.Dataset.from_list([{"index": index} for index in range(4)]),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+    )
+    trainer.train()
+    (loss,) = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert loss == pytest.approx(-sum(float(each.sum()) for each in alone) / count, abs=1e-4)
+    assert rows == [4 if name in ("qwen3_5", "gemma3") else 1]
 
 
 def played(turns):

@@ -336,6 +336,7 @@ def test_ends_of_a_completion(backend, prompts, renderer):
     assert ending(stop) == ([stop], "stop", None)
     assert ending(60, stop_token_ids=[60]) == ([60], "stop", 60)
     assert ending(61) == ([61] * 12, "length", None)
+    assert ending(0) == ([0] * 12, "length", None)
     assert ending(other, ignore_eos=True) == ([other] * 12, "length", None)
     late, *_ = ending(stop, min_tokens=3)
     assert len(late) == 4

@@ -204,11 +204,12 @@ def test_weights_that_labels_cannot_carry_are_refused(collator):
 
 @pytest.mark.parametrize("model_name", ["qwen3_5", "qwen3_vl_thinking", "qwen3_vl"])
 def test_data_without_reasoning_trains_models_that_reason(renderers, shared_models, model_name):
-    """As the page on TRL has it: both forms of an example, packed unless the family is recurrent."""
+    """As the page on TRL has it: both forms of an example, packed if the family allows it."""
     renderer = renderers(model_name)
     family = ModelFamily.from_config(shared_models / model_name)
-    collator = Collator(family, 0, renderer, packed=not family.recurrent)
+    collator = Collator(family, 0, renderer, packed="auto")
     ask, answer = {"role": "user", "content": "Moo?"}, assistant("A cow.")
     for example in ({"messages": [ask, answer]}, {"prompt": [ask], "completion": [answer]}):
         labels = collator([example] * 3)["labels"]
+        assert len(labels) == (3 if family.recurrent else 1)
         assert renderer.decode(labels[labels >= 0].tolist()) == "A cow.<|im_end|>" * 3
