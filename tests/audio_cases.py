@@ -133,6 +133,24 @@ def qwen3_omni(folder: Path) -> Path:
     )
 
 
+def qwen2_5_omni(folder: Path) -> Path:
+    """As Qwen3-Omni, with another number of tokens for a clip."""
+    tokens = {
+        "audio_token": "<|AUDIO|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+        "image_token": "<|image|>",
+        "video_token": "<|video|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+    }
+    audio = {**_WHISPER, "feature_size": 16}
+    written = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    return _directory(
+        folder, "Qwen2_5OmniProcessor", audio, written, tokens, {"audio_token_index": "<|AUDIO|>"}
+    )
+
+
 def gemma4(folder: Path) -> Path:
     """Text around the features, and clips that do not depend on each other."""
     tokens = {

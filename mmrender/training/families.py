@@ -17,7 +17,7 @@ from blake3 import blake3
 from mmrender.caching import FileCache, cache_folder, digest_of_code, release_of
 from mmrender.errors import BatchError, ModelError
 from mmrender.messages import MODALITIES
-from mmrender.training.positions import MROPE, SPLIT_FRAMES, MRope
+from mmrender.training.positions import MROPE, OMNI, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
     from mmrender.training.tensor_list import TensorList
@@ -56,7 +56,7 @@ _CLIPS: Final = dict.fromkeys(
 )
 """Features of audio whose extractors pad to the longest clip of a prompt."""
 _RULES: Final[Mapping[str, Mapping[str, FieldRule]]] = {
-    **dict.fromkeys(("gemma3n", "gemma4", "qwen3_omni_moe_thinker", "granite_speech"), _CLIPS),
+    **dict.fromkeys(("gemma3n", "gemma4", *OMNI, "granite_speech"), _CLIPS),
     "idefics2": {"pixel_values": _PER_ROW_PADDED, "pixel_attention_mask": _PER_ROW_PADDED},
     "idefics3": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},
     "smolvlm": {"pixel_values": _PER_ROW, "pixel_attention_mask": _PER_ROW},
@@ -259,7 +259,15 @@ def unproved_family(settings: Mapping[str, Any]) -> ModelFamily:
         for key in ("rope_scaling", "rope_parameters")
     ):
         seconds = vision.get("tokens_per_second", 4) if model_type in _NUMBERED_IN_SECONDS else None
-        mrope = MRope(vision.get("spatial_merge_size", 2), model_type in SPLIT_FRAMES, seconds)
+        if model_type in OMNI:
+            seconds = settings.get("position_id_per_seconds", 25)
+        mrope = MRope(
+            vision.get("spatial_merge_size", 2),
+            model_type in SPLIT_FRAMES,
+            seconds,
+            counts_time=model_type in OMNI,
+            is_whole=model_type != "qwen3_omni_moe_thinker",
+        )
     feature_token_ids: dict[str, int] = {
         modality: settings[key]
         for modality in MODALITIES
@@ -279,7 +287,9 @@ def unproved_family(settings: Mapping[str, Any]) -> ModelFamily:
     return ModelFamily(
         model_type=model_type,
         rules=_RULES.get(model_type, {}),
-        token_types=_TOKEN_TYPES.get(model_type, "mm_token_type_ids" if mrope else None),
+        token_types=_TOKEN_TYPES.get(
+            model_type, "mm_token_type_ids" if mrope and model_type not in OMNI else None
+        ),
         mrope=mrope,
         feature_token_ids=feature_token_ids,
         image_blocks=blocks,

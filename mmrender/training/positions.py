@@ -2,9 +2,11 @@
 
 A text token has the same number on all three axes. An image's tokens are numbered by their place in the
 merged grid, counted from the number that the text before it has reached. The text after it continues from
-there plus the longer side of the grid. Each segment of a packed row starts at zero.
+there plus the longer side of the grid; Qwen's omni models count the time of a video, too. Tokens of audio are
+numbered as text. Each segment of a packed row starts at zero.
 
-Source: `get_rope_index` of Transformers 5.23 in `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v}`. In
+Source: `get_rope_index` of Transformers 5.23 in
+`models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v,qwen2_5_omni,qwen3_omni_moe}`. In
 contrast, an image ends with its grid, so two images that touch stay two, and a grid too many or too few is an
 error.
 """
@@ -24,7 +26,9 @@ SPLIT_FRAMES: Final = frozenset(
     {"qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v"}
 )
 """Model types whose videos are written frame by frame, each after its time stamp."""
-MROPE: Final = SPLIT_FRAMES | {"qwen2_vl", "qwen2_5_vl"}
+OMNI: Final = frozenset({"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"})
+"""Model types of Qwen's omni models."""
+MROPE: Final = SPLIT_FRAMES | OMNI | {"qwen2_vl", "qwen2_5_vl"}
 """Model types that number tokens on three axes."""
 
 
@@ -36,11 +40,16 @@ class MRope:
         merge: Side in patches of the square that becomes one token (`vision_config.spatial_merge_size`).
         frames_apart: Whether each time step of a video is a run of its own, with text between.
         tokens_per_second: Positions a second of video takes, for families that number time in seconds.
+        counts_time: Whether text continues after the time of a video, if that is longer than its sides.
+        is_whole: Whether times are cut to whole positions. Models that do not cut them take floats, which
+            batches do not hold.
     """
 
     merge: int
     frames_apart: bool
     tokens_per_second: float | None = None
+    counts_time: bool = False
+    is_whole: bool = True
 
 
 def mrope_position_ids(
@@ -55,7 +64,7 @@ def mrope_position_ids(
     """Return position ids, int64 `(3, rows, width)`: time, height and width. Tokens of no segment have 0.
 
     Args:
-        token_types: `mm_token_type_ids`, `(rows, width)`: 0 text, 1 image, 2 video.
+        token_types: `mm_token_type_ids`, `(rows, width)`: 0 text, 1 image, 2 video, 3 audio.
         rope: How the family numbers tokens.
         image_grid_thw: Grids in patches, `(images, 3)`, of all rows in order.
         video_grid_thw: The same of the videos.
@@ -64,8 +73,8 @@ def mrope_position_ids(
         segments: `(start, length)` of the sequences in each row, None for one that fills the row.
 
     Raises:
-        BatchError: Grids and runs of feature tokens do not match one for one, or a grid is not divisible by
-            the merge.
+        BatchError: Grids and runs of feature tokens do not match one for one, a grid is not divisible by the
+            merge, or the family numbers a video in parts of positions.
     """
     types = np.asarray(token_types)
     rows, width = types.shape
@@ -76,13 +85,17 @@ def mrope_position_ids(
         owner[start : start + length] = number
     inside = owner >= 0
     flat = np.where(inside, types.reshape(-1), 0)
-    advance = (inside & (flat == 0)).astype(np.int64)
+    is_text = (flat == 0) | (flat == TOKEN_TYPES["audio"])
+    advance = (inside & is_text).astype(np.int64)
     runs = [
         _runs("image", image_grid_thw, None, rope, flat=flat, owner=owner, width=width),
         _runs("video", video_grid_thw, second_per_grid_ts, rope, flat=flat, owner=owner, width=width),
     ]
-    for starts, grids, _ in runs:
-        advance[starts + grids.prod(1) - 1] = grids[:, 1:].max(1, initial=0)
+    for starts, grids, intervals in runs:
+        sides = grids[:, 1:].max(1, initial=0)
+        if rope.counts_time:
+            sides = np.maximum(sides, ((grids[:, 0] - 1) * intervals).astype(np.int64) + 1)
+        advance[starts + grids.prod(1) - 1] = sides
     before = np.cumsum(advance) - advance
     firsts = np.array([start for start, _ in spans], np.int64)
     base = before - np.append(before[np.minimum(firsts, flat.size - 1)], 0)[owner]
@@ -123,6 +136,15 @@ def _runs(
     if modality == "video" and rope.tokens_per_second is not None:
         lasting = intervals if seconds is None else np.asarray(seconds, np.float32)
         intervals = np.float32(rope.tokens_per_second) * lasting
+        parts = np.flatnonzero(intervals % 1)
+        if len(parts) and not rope.is_whole:
+            raise BatchError(
+                "this family numbers the time steps of the video in parts of positions",
+                where=f"second_per_grid_ts[{parts[0]}]",
+                expected=f"a whole number of positions for each step, {rope.tokens_per_second:g} a second",
+                got=f"{intervals[parts[0]]:g}",
+                remedy="Sample the video's frames at another rate",
+            )
     if modality == "video" and rope.frames_apart:
         steps = grids[:, 0]
         grids, intervals = grids.repeat(steps, axis=0), intervals.repeat(steps)
