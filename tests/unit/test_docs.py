@@ -9,7 +9,7 @@ import pytest
 from doc_pages import ROOT, load_script
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MADE = {"errors.md", "wire.md", "live.html", "api/index.md"}
+MADE = {"errors.md", "wire.md", "live.html", "tour.md", "api/index.md"}
 """Pages that `tools/docs_pages.py` makes with the site."""
 FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")

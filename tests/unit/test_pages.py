@@ -4,6 +4,7 @@ import ast
 import asyncio
 import builtins
 import ssl
+import tempfile
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,9 +34,17 @@ def run(tmp_path, monkeypatch, renderer, tiny_model):
     return lambda name, **given: Page(name, given).run()
 
 
-@pytest.mark.parametrize("name", [name for name in OWN if name.endswith((".md", ".ipynb"))])
+@pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".md")])
 def test_the_code_of_a_page_runs(name, run):
     run(name)
+
+
+def test_the_tour_runs_as_it_is(tmp_path, monkeypatch, caplog):
+    """It brings its own model, pictures and server. What it computes it asserts itself."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = Page("examples/tour.ipynb", {}).run()
+    assert "BGR" in found["finding"].statement
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []  # of its server
 
 
 def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, capsys):

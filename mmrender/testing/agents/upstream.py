@@ -149,7 +149,7 @@ class Upstream:
         """Return a prompt whose pictures come as URLs, with all placeholders of each, and their places."""
         ids: list[int] = []
         places: list[dict[str, int]] = []
-        widths = iter([self._width(_url_of(part)) for part in request.content_parts])
+        widths = iter([self._width(part) for part in request.content_parts])
         for token in request.token_ids:
             count = 1
             if token == self._placeholder:
@@ -158,14 +158,15 @@ class Upstream:
             ids += [token] * count
         return ids, places
 
-    def _width(self, url: str) -> int:
-        """Return the number of placeholder tokens of a picture."""
-        if url not in self._widths:
-            part = {"type": "image_url", "image_url": {"url": url}}
-            rendered = self._renderer.render([{"role": "user", "content": [part]}])
+    def _width(self, part: Mapping[str, Any]) -> int:
+        """Return the placeholder tokens of a picture, which later requests may name by its uuid alone."""
+        name = part.get("uuid") or _url_of(part)
+        if name not in self._widths:
+            shown = {"type": "image_url", "image_url": {"url": _url_of(part)}}
+            rendered = self._renderer.render([{"role": "user", "content": [shown]}])
             [place] = rendered.multi_modal_data.mm_placeholders["image"]
-            self._widths[url], self._placeholder = place.length, rendered.token_ids[place.offset]
-        return self._widths[url]
+            self._widths[name], self._placeholder = place.length, rendered.token_ids[place.offset]
+        return self._widths[name]
 
     # --- messages ---
 
