@@ -106,18 +106,31 @@ class Workers:
                 remedy="Call again later, leave out nowait, or make the pool with a larger queue_size",
             )
         await places.acquire()
+        waiter: asyncio.Future[Result] = loop.create_future()
+
+        def settle(future: Future[Result]) -> None:
+            places.release()
+            if waiter.cancelled() or future.cancelled():
+                waiter.cancel()
+            elif (error := future.exception()) is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(future.result())
+
+        def wake(future: Future[Result]) -> None:
+            if not loop.is_closed():  # no caller waits on a closed loop
+                loop.call_soon_threadsafe(settle, future)
+
         try:
             future = self._threads.submit(context.run, function)
         except BaseException:
             places.release()
             raise
-
-        def release(_: object) -> None:
-            if not loop.is_closed():  # no caller waits on a closed loop
-                loop.call_soon_threadsafe(places.release)
-
-        future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+        future.add_done_callback(wake)
+        try:
+            return await waiter
+        finally:
+            future.cancel()  # no effect once it runs
 
     def close(self) -> None:
         """Finish the queued calls, refuse further ones, and end the threads. Idempotent."""

@@ -11,7 +11,7 @@ import re
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
-from mmrender.media.encoded import bitmap, encoded_image
+from mmrender.media.encoded import EncodedImage, bitmap, encoded_image, original
 from mmrender.sidecar import MediaItem, MediaSpan, Repeat, common_prefix
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -352,10 +352,18 @@ def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
     return [data_url(span.item) for span in spans]
 
 
-def data_url(item: MediaItem, *, is_sent_once: bool = False) -> JSONText:
-    """Encode one image as a `data:` URL: uncompressed if it is sent once, as its time counts then."""
-    encode, name = (bitmap, "bitmap URL") if is_sent_once else (encoded_image, "data URL")
-    return encoded_once(item, (name,), lambda: encode(item).json_url, is_sent_once=is_sent_once)
+ImageForm: TypeAlias = Literal["packed", "bitmap", "original"]
+_ENCODERS: Final[dict[ImageForm, Callable[[MediaItem], EncodedImage]]] = {
+    "packed": encoded_image,
+    "bitmap": bitmap,
+    "original": original,
+}
+
+
+def data_url(item: MediaItem, form: ImageForm = "packed") -> JSONText:
+    """Encode one image as a `data:` URL. Other forms than `packed` are for servers that are sent it once."""
+    encode = _ENCODERS[form]
+    return encoded_once(item, (form,), lambda: encode(item).json_url, is_sent_once=form != "packed")
 
 
 def check_size(ids: int, images: Sequence[JSONText], max_bytes: int, *, where: str, setting: str) -> None:

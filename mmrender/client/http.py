@@ -52,6 +52,8 @@ _SLICE: Final = 256 << 10
 """Bytes of a body that are written before other tasks have their turn."""
 _PIECE: Final = 64 << 10
 """Bytes of a file that are copied at a time while the socket is full."""
+_MARK: Final = secrets.token_hex(16)
+"""Stands for a `JSONText` while a request is encoded. Random and never sent, so no text contains it."""
 _call_ids = itertools.count(1)
 _connector_numbers = itertools.count(1)
 
@@ -115,13 +117,12 @@ def encode_json(value: Any) -> list[bytes | JSONText]:
     Each `JSONText` is a piece of its own, not copied.
     """
     texts: list[JSONText] = []
-    mark = secrets.token_hex(16)  # random, so that no text of the request contains it
 
     def stand_in(other: Any) -> str:
         if not isinstance(other, JSONText):
             raise TypeError(f"Encoding objects of type {type(other).__name__} is unsupported")
         texts.append(other)
-        return mark
+        return _MARK
 
     try:
         whole = msgspec.json.encode(value, enc_hook=stand_in)
@@ -129,7 +130,7 @@ def encode_json(value: Any) -> list[bytes | JSONText]:
         raise InputError(
             "the request cannot be written as JSON", where="json", expected="JSON values", got=str(error)
         ) from error
-    first, *others = whole.split(f'"{mark}"'.encode()) if texts else (whole,)
+    first, *others = whole.split(f'"{_MARK}"'.encode()) if texts else (whole,)
     pieces: list[bytes | JSONText] = [first]
     for text, after in zip(texts, others, strict=True):
         pieces += [text, after]

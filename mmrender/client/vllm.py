@@ -59,7 +59,7 @@ from mmrender.client.vllm_images import (
     require_safe_cache,
     wire_forms,
 )
-from mmrender.client.vllm_parts import PartsPlan
+from mmrender.client.vllm_parts import PartsPlan, decoded_alike
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
@@ -171,8 +171,10 @@ class VLLMBackend(HTTPBackend):
             return [*last]
         tensors = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
         # Pixels that are named were not compared with the pixels that the server makes of an image.
-        may_name = last and not by_hash and self.pixels == "ask" and last[0].may_be_named
-        return [*([parts(is_packed=False)] if may_name else []), tensors, *last]
+        if not last or by_hash or self.pixels != "ask" or not last[0].may_be_named:
+            return [tensors, *last]
+        originals = await decoded_alike(last[0], process)
+        return [parts(is_packed=False, originals=originals), tensors, *last]
 
     async def _send_images(
         self, send: Send, request: EngineRequest, transport: Transport, plans: list[ImagePlan | PartsPlan]
@@ -183,9 +185,8 @@ class VLLMBackend(HTTPBackend):
             is_last = plan is plans[-1]
             known = plan.known
             try:
-                # If the server knows all, nothing is to be encoded.
-                encodes = known is None or not known.issuperset(plan.names)
-                prompts = await asyncio.to_thread(plan.prompts, known) if encodes else plan.prompts(known)
+                is_quick = plan.is_quick(known)
+                prompts = plan.prompts(known) if is_quick else await asyncio.to_thread(plan.prompts, known)
             except EngineUnsupportedError:  # it is too long
                 if is_last:
                     raise

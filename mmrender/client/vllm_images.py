@@ -193,7 +193,7 @@ async def _ask_form(
             for sequence in (served.tokens, tokens)
         ]
         raise _mismatch("placeholder tokens", where, *runs)
-    form = await asyncio.to_thread(_compare_item, item, theirs, has_its_pixels, where)
+    form = await asyncio.to_thread(compare_item, item, theirs, has_its_pixels, where)
     if form.pixels == "uint8":
         _warn_of_normalisation(transport.base_url)
     return form
@@ -224,7 +224,7 @@ def _is_video(item: MediaItem) -> bool:
     return isinstance(item, PatchItem) and (item.modality == "video" or bool(item.times))
 
 
-def _compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:
+def compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:
     """Compare the served tensors with ours, and return the form of both."""
     specs = tensor_specs(item)
     if served.keys() != specs.keys():
@@ -453,6 +453,10 @@ class ImagePlan:
     def after_miss(self) -> Collection[str] | None:
         """Hashes whose data is left out once the server lacked one: none, and long requests stay split."""
         return None if self.max_bytes is None else ()
+
+    def is_quick(self, known: Collection[str] | None) -> bool:
+        """Whether `prompts` takes less time than a thread to call it on: nothing is to be encoded."""
+        return known is not None and set(self.names) <= set(known)
 
     def may_be_miss(self, error: EngineError) -> bool:
         """Whether a request failed because the server lacked an image.

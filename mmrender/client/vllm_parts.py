@@ -8,21 +8,28 @@ The reply to a request that brings an image shows the prompt as the server widen
 From then on the uuid stands for that widening, and the number of the prompt's tokens must be ours.
 """
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from mmrender.client.exchange import Ids, check_size, data_url
+from mmcodecs.errors import CodecError
+from mmrender.client.exchange import Ids, ImageForm, check_size, data_url
 from mmrender.client.reply import FailedInEngineError, PromptNotShownError
-from mmrender.client.server_facts import ServerFacts
-from mmrender.client.transport import JSONText
+from mmrender.client.server_facts import Process, ServerFacts
+from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm_images import GENERATE_PATH, SIZE_SETTING
-from mmrender.errors import EngineError, EngineStatusError
-from mmrender.sidecar import MediaSpan, collapse
+from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH, SIZE_SETTING, compare_item, render_image
+from mmrender.errors import EngineError, EngineMismatchError, EngineStatusError, EngineUnsupportedError
+from mmrender.media.encoded import coding_of, probe_of
+from mmrender.media.load import Coding
+from mmrender.media.processors.patches import PatchItem
+from mmrender.media.vllm_items import decode_mm_kwargs_item
+from mmrender.sidecar import MediaItem, MediaSpan, collapse
 
 _log = logging.getLogger("mmrender.client")
 _UNKNOWN: Final = "but data is not provided"
@@ -40,6 +47,7 @@ class PartsPlan:
         spans: Items in prompt order.
         max_bytes: The longest body that the server's frontend takes. None for no bound.
         is_packed: Whether images go as PNG. They go uncompressed otherwise, which takes less time.
+        originals: Identities of the items that go as the bytes they were decoded from, which takes least.
     """
 
     request: EngineRequest
@@ -48,6 +56,7 @@ class PartsPlan:
     spans: Sequence[MediaSpan]
     max_bytes: int | None
     is_packed: bool = True
+    originals: Collection[str] = ()
 
     @property
     def names(self) -> list[str]:
@@ -91,12 +100,24 @@ class PartsPlan:
         for name, span in zip(self.names, self.spans, strict=True):
             part: dict[str, Any] = {"type": "image_url", "uuid": name}
             if name not in (known or ()):
-                part["url"] = data_url(span.item, is_sent_once=not self.is_packed)
+                part["url"] = data_url(span.item, self._form_of(span.item))
                 data.append(part["url"])
             parts.append(part)
         if self.max_bytes is not None:
             check_size(len(ids), data, self.max_bytes, where=GENERATE_PATH, setting=SIZE_SETTING)
         return [{"token_ids": ids, "content_parts": parts, **({"return_token_ids": True} if data else {})}]
+
+    def is_quick(self, known: Collection[str] | None) -> bool:
+        """Whether `prompts` takes less time than a thread to call it on."""
+        new = [
+            span.item for name, span in zip(self.names, self.spans, strict=True) if name not in (known or ())
+        ]
+        return all(self._form_of(item) == "original" for item in new)
+
+    def _form_of(self, item: MediaItem) -> ImageForm:
+        if self.is_packed:
+            return "packed"
+        return "original" if item.identity in self.originals else "bitmap"
 
     def may_be_miss(self, error: EngineError) -> bool:
         """Whether a request failed because the server did not know a uuid.
@@ -125,3 +146,35 @@ class PartsPlan:
         """Note that the server answered the same request with tensors in place of images."""
         self.facts.recall.refusal = str(error)
         _log.info("%s: images are sent as tensors", error)
+
+
+async def decoded_alike(plan: PartsPlan, process: Process) -> frozenset[str]:
+    """Return the identities of the plan's new items whose original bytes the server decodes as we do.
+
+    It is asked once for each coding, by noise that it renders.
+    """
+    known, model, alike = plan.known, plan.request.model, set()
+    for name, span in zip(plan.names, plan.spans, strict=True):
+        item, coding = span.item, coding_of(span.item)
+        if name not in known and coding is not None and isinstance(item, PatchItem):
+            key = ("decoder", model, item.layout, item.arithmetic, coding)
+            ask = partial(_decodes_alike, item, coding, model, process.transport)
+            if await process.ask_once(key, ask):
+                alike.add(item.identity)
+    return frozenset(alike)
+
+
+async def _decodes_alike(item: PatchItem, coding: Coding, model: str, transport: Transport) -> bool:
+    """Let the server render noise in a coding, and compare its tensors with ours."""
+    image, expected = await asyncio.to_thread(probe_of, item, coding)
+    where = f"{transport.base_url}{RENDER_PATH}"
+    try:
+        served = await render_image(transport, model, image.data_url)
+        theirs = decode_mm_kwargs_item(served.item)
+        form = await asyncio.to_thread(compare_item, expected, theirs, True, where)
+    except (CodecError, EngineMismatchError, EngineStatusError, EngineUnsupportedError) as error:
+        if isinstance(error, EngineStatusError) and error.status != 400:
+            raise
+        _log.info("%s: images in %s are sent uncompressed: %s", transport.base_url, coding, error)
+        return False
+    return form.pixels != "bfloat16"  # which does not tell two neighbouring levels apart

@@ -5,14 +5,16 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import pybase64
+from blake3 import blake3
 from PIL import Image
 
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
 from mmrender.media.item import Item
-from mmrender.media.load import load_image, open_image, orientation_of
+from mmrender.media.load import Coding, LoadedImage, load_image, open_image, orientation_of
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.patches import PatchItem
@@ -201,6 +203,52 @@ def bitmap(item: MediaItem) -> EncodedImage:
     for channel, plane in enumerate(planes):
         rows[::-1, 2 - channel : 3 * width : 3] = plane  # the lowest row first
     return EncodedImage(data, "image/bmp")
+
+
+_originals: LRUCache[str, tuple[EncodedImage, Coding]] = LRUCache(
+    64 << 20, size_of=lambda kept: len(kept[0].data)
+)
+
+
+def keep_original(item: MediaItem, loaded: LoadedImage) -> None:
+    """Keep the bytes that an item's image was decoded from, if the image was not resized. The last 64 MiB."""
+    size = (loaded.height, loaded.width)
+    if loaded.encoded is not None and isinstance(item, PatchItem) and item.frames.shape[-2:] == size:
+        data, coding = loaded.encoded
+        _originals.put(item.identity, (EncodedImage(data, coding.mime), coding))
+
+
+def coding_of(item: MediaItem) -> Coding | None:
+    """Return the coding of an item's original bytes, while they are kept."""
+    kept = _originals.get(item.identity)
+    return None if kept is None else kept[1]
+
+
+def original(item: MediaItem) -> EncodedImage:
+    """Return an item's original bytes, for servers that decode them as we do. Without them, its `bitmap`."""
+    kept = _originals.get(item.identity)
+    return bitmap(item) if kept is None else kept[0]
+
+
+def probe_of(item: PatchItem, coding: Coding) -> tuple[EncodedImage, PatchItem]:
+    """Return noise in a coding, and the item that it is to become, of the size of another item.
+
+    Decoders that differ, in their arithmetic or in how they enlarge colour, differ on noise.
+    """
+    _, _, height, width = item.frames.shape
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    buffer = io.BytesIO()
+    if coding.mime == "image/png":
+        Image.fromarray(noise).save(buffer, "PNG")
+    else:
+        options = {"subsampling": coding.sampling, "progressive": coding.is_progressive}
+        Image.fromarray(noise).save(buffer, "JPEG", quality=90, **options)
+    data = buffer.getvalue()
+    planes = load_image(data).array.transpose(2, 0, 1)
+    identity = blake3(data).hexdigest()
+    return EncodedImage(data, coding.mime), msgspec.structs.replace(
+        item, identity=identity, frames=np.ascontiguousarray(planes)[None]
+    )
 
 
 def is_encodable(item: MediaItem) -> bool:

@@ -17,8 +17,8 @@ import importlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,24 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SAMPLINGS: Final = {(1, 1): "4:4:4", (2, 1): "4:2:2", (2, 2): "4:2:0"}
+"""Names of the ways in which a JPEG stores colour, by the factors of its brightness."""
 image_locks = ReadLocks()
 """Locks of the lazy state of images: their pixels and EXIF blocks."""
+
+
+class Coding(NamedTuple):
+    """The parts of a decoder that an encoded image needs.
+
+    Attributes:
+        mime: Its MIME type, `image/jpeg` or `image/png`.
+        sampling: How a JPEG stores colour, such as `4:2:0`.
+        is_progressive: Whether a JPEG comes in passes.
+    """
+
+    mime: str
+    sampling: str = ""
+    is_progressive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +68,14 @@ class LoadedImage:
         pixels: A PIL image of mode RGB, or a read-only C-contiguous uint8 array of shape (height, width, 3).
         height: In pixels.
         width: In pixels.
+        encoded: The bytes that they were decoded from, and their coding, if other decoders of that coding
+            read the same pixels from them.
     """
 
     pixels: Image.Image | npt.NDArray[np.uint8] = field(repr=False)
     height: int
     width: int
+    encoded: tuple[bytes, Coding] | None = field(default=None, repr=False)
 
     @property
     def image(self) -> Image.Image:
@@ -101,7 +120,30 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
 
 
 def _of_bytes(data: bytes, policy: MediaPolicy) -> LoadedImage:
-    return _of_image(open_image(data, policy))
+    opened = open_image(data, policy)
+    loaded = _of_image(opened)
+    coding = _coding_of(opened, data) if loaded.pixels is opened else None
+    return loaded if coding is None else replace(loaded, encoded=(data, coding))
+
+
+def _coding_of(image: ImageFile.ImageFile, data: bytes) -> Coding | None:
+    """Return the coding of an image that needed no conversion.
+
+    None if a decoder may apply a colour profile, or show another picture of several.
+    """
+    info = image.info
+    if info.keys() & {"icc_profile", "gamma", "chromaticity", "mpoffset"} or image.mode != "RGB":
+        return None
+    if image.format == "PNG":
+        is_plain = data[24] == 8 and not getattr(image, "is_animated", False)  # bits of a channel
+        return Coding("image/png") if is_plain else None
+    layers = getattr(image, "layer", ()) if image.format == "JPEG" else ()
+    factors = {number: (across, down) for number, across, down, _ in layers}
+    is_usual = list(factors) == [1, 2, 3] and factors[2] == factors[3] == (1, 1)
+    sampling = _SAMPLINGS.get(factors[1]) if is_usual else None
+    if sampling is None or info.get("adobe_transform", 1) != 1:  # its channels are not brightness and colour
+        return None
+    return Coding("image/jpeg", sampling, bool(info.get("progressive")))
 
 
 def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:

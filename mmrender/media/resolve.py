@@ -20,6 +20,7 @@ from mmrender.caching import CacheStats, LRUCache, SingleFlight
 from mmrender.content.parts import MEDIA_ARGUMENTS
 from mmrender.errors import MediaError, MessageError, MMRenderError, ProcessorError
 from mmrender.media.audio import LoadedAudio, load_audio
+from mmrender.media.encoded import keep_original
 from mmrender.media.load import LoadedImage, decode_in_place, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
@@ -255,13 +256,14 @@ class MediaResolver:
         loaded: LoadedImage | None = None
 
         def prepare() -> Prepared:
+            nonlocal loaded
             if audio is not None:
                 return audio.prepare(self._load_clip(entry, audio), longest=longest)
             if isinstance(part, VideoPart) and videos is not None:
                 with open_video(part, policy, entry.path) as video:
                     return videos.prepare(video)
-            image = loaded or load_image(part.source, policy, where=entry.path)
-            return processor.prepare(image, num_images=num_images)
+            loaded = loaded or load_image(part.source, policy, where=entry.path)
+            return processor.prepare(loaded, num_images=num_images)
 
         try:
             if fingerprint is None and other is None:
@@ -274,7 +276,10 @@ class MediaResolver:
             counted = num_images if processor.depends_on_image_count and other is None else None
             counted = counted if audio is None else longest
             digest = (processor if other is None else other).settings_digest
-            return self.cache.get_or_load((fingerprint, counted, digest, policy), prepare)
+            item = self.cache.get_or_load((fingerprint, counted, digest, policy), prepare)
+            if loaded is not None:
+                keep_original(item, loaded)
+            return item
         except MMRenderError as error:
             error.at(entry.path)
             raise

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
-from PIL import Image
+from PIL import ExifTags, Image, ImageCms
 
-from kit import blocks, error_of, raised, shown
+from kit import blocks, encoded, error_of, raised, shown
 from mmcodecs.arrays import RawTensor
 from mmrender.caching import LRUCache
 from mmrender.client import exchange, server_facts, vllm_fields
@@ -447,6 +447,63 @@ def test_an_image_of_a_uuid_has_the_item_s_pixels(renderer):
         assert head == "data:image/bmp;base64"
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
         assert np.array_equal(pixels, item.frames[0].transpose(1, 2, 0))
+
+
+def decoding(renderer, prompt, pixels, change):
+    """A server that renders the pixels that it decodes, changed."""
+
+    def render(asked):
+        url = asked.json["messages"][0]["content"][0]["image_url"]["url"]
+        picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+        decoded = Image.fromarray(change(np.asarray(picture), picture.format))
+        return served(renderer.render([{"role": "user", "content": [shown(decoded)]}]), pixels)
+
+    return recalling(prompt, **{RENDER: render})
+
+
+JPEG, PNG = ({"fmt": name} for name in ("JPEG", "PNG"))
+TURNED = Image.Exif()
+TURNED[ExifTags.Base.Orientation] = 3
+SIDE = blocks(1).size
+PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+def same(array, _):
+    return array
+
+
+def blurred(array, format):
+    """Another way to enlarge the colours of a JPEG, or a rounding that differs."""
+    return array ^ 1 if format == "JPEG" else array
+
+
+CODED = [
+    (JPEG, SIDE, "uint8", same, "jpeg"),
+    (JPEG | {"subsampling": "4:4:4", "progressive": True}, SIDE, "float32", same, "jpeg"),
+    (PNG, SIDE, "uint8", blurred, "png"),
+    (JPEG, SIDE, "uint8", blurred, "bmp"),
+    (JPEG, SIDE, "float16", blurred, "bmp"),
+    (JPEG, SIDE, "bfloat16", same, "bmp"),
+    (JPEG, (150, 150), "uint8", same, "bmp"),
+    (JPEG | {"icc_profile": PROFILE}, SIDE, "uint8", same, "bmp"),
+    (JPEG | {"exif": TURNED}, SIDE, "uint8", same, "bmp"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CODED)))
+def test_original_bytes_go_to_a_server_that_decodes_noise_of_their_coding_as_we_do(renderer, number):
+    options, size, pixels, change, mime = CODED[number]
+    data = encoded(blocks(100 + number, *size), **options)  # no other test has loaded these pixels
+    prompt = renderer.render([{"role": "user", "content": [shown(data)]}], add_generation_prompt=True)
+    transport = decoding(renderer, prompt, pixels, change)
+    run(transport, prompt)
+    ((part,),) = (body["content_parts"] for body in sent(transport))
+    head, _, text = part["url"].partition(",")
+    assert head == f"data:image/{mime};base64"
+    assert mime == "bmp" or base64.b64decode(text) == data
+    run(transport, prompt)
+    assert urls_sent(transport) == [[True], [False]]
+    assert len(transport.of_path(RENDER_PATH)) <= 2
 
 
 @pytest.mark.parametrize(
