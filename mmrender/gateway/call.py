@@ -58,7 +58,7 @@ class Call:
             billing lines of harnesses, is left out.
         tools: Tools in OpenAI's form, in the order of the request. None without tools.
         tool_choice: Whether the model may, must or must not call a tool.
-        forced_tool: The tool that the model must call, or None.
+        named_tools: Tools that the model may call, by name. Empty if it may call each that is offered.
         parallel_tool_calls: Whether one answer may have several calls.
         sampling_params: In vLLM's names, checked. `structured_outputs` holds the form of the answer.
         template_arguments: Template variables that the caller names itself.
@@ -78,7 +78,7 @@ class Call:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] | None = None
     tool_choice: ToolChoice = "auto"
-    forced_tool: str | None = None
+    named_tools: tuple[str, ...] = ()
     parallel_tool_calls: bool = True
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)

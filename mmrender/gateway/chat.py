@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -78,7 +78,7 @@ class _Request(Strict, kw_only=True):
     model: str = ""
     messages: list[Any]
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    tool_choice: ToolChoice | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     n: int = 1
     logprobs: bool = False
@@ -145,6 +145,16 @@ class _NamedTool(Strict, kw_only=True):
     function: _NamedFunction
 
 
+class _Allowed(Strict, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], msgspec.Meta(min_length=1)]
+
+
+class _AllowedTools(Strict, kw_only=True):
+    type: str
+    allowed_tools: _Allowed
+
+
 class Chat:
     """OpenAI's chat completions."""
 
@@ -164,8 +174,8 @@ class Chat:
             if request.tools is None
             else tuple([_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)])
         )
-        choice, forced = _choice(request.tool_choice)
-        check_choice(tools, choice, forced, "tool_choice")
+        choice, named = _choice(request.tool_choice)
+        check_choice(tools, choice, named, "tool_choice")
         _set_params(params, request)
         options = request.stream_options
         notes = [] if request.verbosity is None else ["verbosity"]
@@ -189,7 +199,7 @@ class Chat:
             ),
             tools=tools,
             tool_choice=choice,
-            forced_tool=forced,
+            named_tools=named,
             parallel_tool_calls=request.parallel_tool_calls,
             sampling_params=check_sampling_params(params),
             template_arguments=request.chat_template_kwargs,
@@ -318,10 +328,13 @@ def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return tool
 
 
-def _choice(choice: str | Mapping[str, Any]) -> tuple[ToolChoice, str | None]:
+def _choice(choice: ToolChoice | Mapping[str, Any]) -> tuple[ToolChoice, tuple[str, ...]]:
     if isinstance(choice, str):
-        return choice, None  # type: ignore[return-value]
-    return "required", convert(choice, _NamedTool, "tool_choice").function.name
+        return choice, ()
+    if choice.get("type") == "allowed_tools":
+        allowed = convert(choice, _AllowedTools, "tool_choice").allowed_tools
+        return allowed.mode, tuple([tool.function.name for tool in allowed.tools])
+    return "required", (convert(choice, _NamedTool, "tool_choice").function.name,)
 
 
 def _set_params(params: dict[str, Any], request: _Request) -> None:

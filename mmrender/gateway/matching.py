@@ -83,7 +83,7 @@ class CallDigests(NamedTuple):
         request = (
             (call.protocol, call.model, origin.thread, origin.agent),
             (messages, answers, tools, call.tools is None),
-            (call.tool_choice, call.forced_tool, call.parallel_tool_calls),
+            (call.tool_choice, call.named_tools, call.parallel_tool_calls),
             (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
         )
         return cls(bytes.fromhex(digest_of(request)), tools, tuple(messages))

@@ -156,11 +156,12 @@ class Messages:
         messages = reader.conversation(request)
         tools = reader.tools(request.tools)
         choice = request.tool_choice or _ToolChoice(type="auto")
-        forced = choice.name if choice.type == "tool" else None
-        named = _CHOICES[choice.type]
-        if choice.type == "tool" and forced is None:
-            raise InputError("a tool must be named", where="tool_choice.name")
-        check_choice(tools, named, forced, "tool_choice")
+        named: tuple[str, ...] = ()
+        if choice.type == "tool":
+            if choice.name is None:
+                raise InputError("a tool must be named", where="tool_choice.name")
+            named = (choice.name,)
+        check_choice(tools, _CHOICES[choice.type], named, "tool_choice")
         output = request.output_config or _OutputConfig()
         if output.effort is not None:
             reader.note("output_config.effort")
@@ -178,8 +179,8 @@ class Messages:
             model=request.model,
             messages=messages,
             tools=tools,
-            tool_choice=named,
-            forced_tool=forced,
+            tool_choice=_CHOICES[choice.type],
+            named_tools=named,
             parallel_tool_calls=not choice.disable_parallel_tool_use,
             sampling_params=check_sampling_params({**params, "max_tokens": request.max_tokens}),
             thinking=None if thinking is None else _THINKING.get(thinking.type),

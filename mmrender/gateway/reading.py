@@ -215,18 +215,18 @@ def without_searches(
 
 
 def check_choice(
-    tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, forced: str | None, where: str
+    tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, named: Sequence[str], where: str
 ) -> None:
-    """Check that a tool that must be called is there.
+    """Check that tools that are named, or that must be called, are there.
 
     Raises:
-        InputError: It is not.
+        InputError: One is not.
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     if choice == "required" and not names:
         raise InputError("a tool must be called, and the request has none", where=where)
-    if forced is not None and forced not in names:
-        raise InputError("is not one of the tools", where=where, expected=one_of(names), got=repr(forced))
+    if unknown := [name for name in named if name not in names]:
+        raise InputError("is not one of the tools", where=where, expected=one_of(names), got=repr(unknown[0]))
 
 
 def set_structure(params: dict[str, Any], kind: str, schema: Mapping[str, Any] | None, where: str) -> None:

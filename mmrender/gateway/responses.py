@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -88,7 +88,7 @@ class _Request(Strict, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    tool_choice: ToolChoice | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = None
     include: list[str] = msgspec.field(default_factory=list)
@@ -122,6 +122,12 @@ class _NamedTool(Strict, kw_only=True):
     type: Literal["function"]
     name: str
     namespace: str | None = None
+
+
+class _AllowedTools(Strict, kw_only=True):
+    type: str
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], msgspec.Meta(min_length=1)]
 
 
 class _Item(Strict, kw_only=True):
@@ -178,8 +184,8 @@ class Responses:
         notes: dict[str, None] = {}
         messages = _Conversation(notes).read(request)
         tools = None if request.tools is None else _tools(request.tools, notes)
-        choice, forced = _choice(request.tool_choice)
-        check_choice(tools, choice, forced, "tool_choice")
+        choice, named = _choice(request.tool_choice)
+        check_choice(tools, choice, named, "tool_choice")
         if unknown := sorted(set(request.include) - _INCLUDES):
             raise InputError("cannot be included", where="include", got=repr(unknown[0]))
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:
@@ -201,7 +207,7 @@ class Responses:
             messages=messages,
             tools=tools,
             tool_choice=choice,
-            forced_tool=forced,
+            named_tools=named,
             parallel_tool_calls=request.parallel_tool_calls,
             sampling_params=check_sampling_params(params),
             template_arguments=request.chat_template_kwargs,
@@ -289,9 +295,8 @@ class _Conversation:
             self._thoughts.append(text or "\n\n".join([part.text for part in read.summary]))
         elif isinstance(read, _CallItem):
             self._begin(read.id, 2, joins=True)
-            name = read.name if read.namespace is None else f"{read.namespace}.{read.name}"
             arguments = read_arguments(read.arguments, f"{where}.arguments")
-            self._calls.append(ToolCall(name, arguments, read.call_id))
+            self._calls.append(ToolCall(_whole_name(read), arguments, read.call_id))
         elif isinstance(read, _MessageItem) and read.role == "assistant":
             self._begin(read.id, 1, joins=False)
             self._texts.append(text_of(read_content(read.content, f"{where}.content", _TEXTS)))
@@ -381,11 +386,17 @@ def _tool(item: Any, where: str, notes: dict[str, None], prefix: str = "") -> di
     return function_tool(prefix + tool.name, tool.description, tool.parameters)
 
 
-def _choice(choice: str | Mapping[str, Any]) -> tuple[ToolChoice, str | None]:
+def _choice(choice: ToolChoice | Mapping[str, Any]) -> tuple[ToolChoice, tuple[str, ...]]:
     if isinstance(choice, str):
-        return choice, None  # type: ignore[return-value]
-    named = convert(choice, _NamedTool, "tool_choice")
-    return "required", named.name if named.namespace is None else f"{named.namespace}.{named.name}"
+        return choice, ()
+    if choice.get("type") == "allowed_tools":
+        allowed = convert(choice, _AllowedTools, "tool_choice")
+        return allowed.mode, tuple(map(_whole_name, allowed.tools))
+    return "required", (_whole_name(convert(choice, _NamedTool, "tool_choice")),)
+
+
+def _whole_name(named: _NamedTool | _CallItem) -> str:
+    return named.name if named.namespace is None else f"{named.namespace}.{named.name}"
 
 
 # --- replies ---

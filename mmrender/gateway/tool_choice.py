@@ -1,4 +1,4 @@
-"""A call that the model must make, as a grammar for the engine in the model's own spelling of calls.
+"""Calls that the model must or may make, as a grammar for the engine in the model's own spelling of calls.
 
 The grammar is a structural tag of xgrammar, which vLLM and SGLang take. It is used only if the model's
 own template writes a call in this spelling.
@@ -53,19 +53,22 @@ SPELLINGS: Final[Mapping[str, Spelling]] = {
 }
 """Spellings by name of the grammar that reads them. Calls are separated by a line break."""
 
+_OPENER: Final = "<tool_call>"
+"""Text that opens a call in each of the spellings."""
 _PROBE: Final = "look"
 
 
-def forced_call(
+def call_grammar(
     renderer: Any, call: Call, prompt: Prompt, template_arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `structured_outputs` that make the model call a tool.
+    """Return `structured_outputs` that make the model call a tool, or keep it from calling others than named.
 
-    If the prompt leaves a reasoning block open, the model reasons first. Otherwise the call comes at once.
+    If the prompt leaves a reasoning block open, the model reasons first. Otherwise a call that it must make
+    comes at once.
 
     Args:
         renderer: Its template decides the spelling.
-        call: The call, with `tool_choice` and `forced_tool`.
+        call: The call, with `tool_choice` and `named_tools`.
         prompt: The prompt.
         template_arguments: Template variables in force.
 
@@ -74,13 +77,14 @@ def forced_call(
             enforced.
     """
     schemas = tool_schemas(call.offered or ())
-    names = list(schemas) if call.forced_tool is None else [call.forced_tool]
+    names = dict.fromkeys(call.named_tools or schemas)
+    asked = ", ".join(call.named_tools) or call.tool_choice
     if "structured_outputs" in call.sampling_params:
         raise InputError(
             "an answer of a given form cannot be a call of a tool",
             where="tool_choice",
             expected="auto or none",
-            got=call.forced_tool or call.tool_choice,
+            got=asked,
         )
     spelling = _spelling(renderer, template_arguments)
     if spelling is None:
@@ -88,13 +92,15 @@ def forced_call(
             "a call cannot be enforced in this model's spelling of calls",
             where="tool_choice",
             expected="auto or none",
-            got=call.forced_tool or call.tool_choice,
+            got=asked,
         )
+    must_call = call.tool_choice == "required"
+    separation = {"separator": "\n"} if must_call else {"triggers": [_OPENER]}
     calls: dict[str, Any] = {
-        "type": "tags_with_separator",
+        "type": "tags_with_separator" if must_call else "triggered_tags",
+        **separation,
         "tags": [_tag(spelling, name, schemas[name]) for name in names],
-        "separator": "\n",
-        "at_least_one": True,
+        "at_least_one": must_call,
         "stop_after_first": not call.parallel_tool_calls,
     }
     end = _end_of_reasoning(renderer, prompt, template_arguments)

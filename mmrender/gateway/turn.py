@@ -19,7 +19,7 @@ from mmrender.gateway.forms import profile_of
 from mmrender.gateway.kinds import note_kind, root_of
 from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of, digests_of
 from mmrender.gateway.prompts import CallPrompt, make_prompt
-from mmrender.gateway.tool_choice import forced_call
+from mmrender.gateway.tool_choice import call_grammar
 from mmrender.protocols import ParseOptions, RendererProtocol
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory
@@ -76,8 +76,8 @@ async def take_turn(
     place = index.place(call, digests or await digests_of(call), arguments)
     prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
-    if call.tool_choice == "required" or call.forced_tool is not None:
-        structure = await asyncio.to_thread(forced_call, renderer, call, prompt.prompt, arguments)
+    if call.tool_choice == "required" or call.named_tools:
+        structure = await asyncio.to_thread(call_grammar, renderer, call, prompt.prompt, arguments)
         sampling["structured_outputs"] = structure
     deltas = None
     if on_delta is not None:
@@ -174,7 +174,7 @@ def _record(
 
     Agents send large schemas with every call, so the first step with a schema has it, others its digest.
     """
-    choice = call.forced_tool or call.tool_choice
+    choice = " ".join((call.tool_choice, *call.named_tools))
     record: dict[str, Any] = {
         "protocol": call.protocol,
         "model": call.model,

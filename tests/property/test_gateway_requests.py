@@ -90,7 +90,7 @@ def paths_in(message: Message):
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_the_bodies_are_read_as_they_are(name):
     call = PROTOCOLS[name].read(BODIES[name], {})
-    assert call.forced_tool == "look"
+    assert call.named_tools == ("look",)
     assert [message.role for message in call.messages][-3:] == ["user", "assistant", "tool"]
 
 

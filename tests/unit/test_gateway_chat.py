@@ -154,10 +154,13 @@ def test_tools_stay_as_they_are_and_the_choice_is_read():
     call = read(
         tools=tools, tool_choice={"type": "function", "function": {"name": "go"}}, parallel_tool_calls=False
     )
-    assert (list(call.tools), call.tool_choice, call.forced_tool) == (tools, "required", "go")
+    assert (list(call.tools), call.tool_choice, call.named_tools) == (tools, "required", ("go",))
     assert not call.parallel_tool_calls
     assert read(tools=tools, tool_choice="required").tool_choice == "required"
     assert read(tools=tools, tool_choice="none").offered is None
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "go"}}]}
+    call = read(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert (len(call.offered), call.tool_choice, call.named_tools) == (2, "auto", ("go",))
     assert read(tools=[], tool_choice="auto").tools == ()
 
 

@@ -11,7 +11,7 @@ from mmrender.content import normalize_messages
 from mmrender.errors import InputError
 from mmrender.gateway.call import Call, Origin
 from mmrender.gateway.kinds import kind_of, select_samples
-from mmrender.gateway.tool_choice import forced_call
+from mmrender.gateway.tool_choice import call_grammar
 from mmrender.sidecar import MultiModalData
 from rollout_cases import TOOLS
 from rollout_cases import call as spoken
@@ -25,10 +25,10 @@ def call_of(*tools, **fields):
 
 
 def format_of(renderer, call, prompt=NOTHING):
-    return json.loads(forced_call(renderer, call, prompt, {})["structural_tag"])["format"]
+    return json.loads(call_grammar(renderer, call, prompt, {})["structural_tag"])["format"]
 
 
-async def test_a_forced_call_is_sampled_under_its_grammar(renderers):
+async def test_a_call_grammar_is_sampled_under_its_grammar(renderers):
     session = Recording(renderers("qwen3_vl"), lambda request: spoken(1))
     step, answer = await session.ask(ASKED, tool_choice="required")
     sent = session.backend.requests[-1].sampling_params["structured_outputs"]
@@ -60,10 +60,25 @@ def test_the_grammar_of_a_family(renderers, model, begin, end, style):
         "at_least_one": True,
         "stop_after_first": False,
     }
-    calls = format_of(renderer, call_of(ZOOM, *TOOLS, forced_tool="look", parallel_tool_calls=False))
+    calls = format_of(renderer, call_of(ZOOM, *TOOLS, tool_choice="required", named_tools=("look",), parallel_tool_calls=False))
     [tag] = calls["tags"]
     assert tag["content"]["json_schema"] == TOOLS[0]["function"]["parameters"]
     assert calls["stop_after_first"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_vl", "qwen3_5", "glm4_5v"])
+def test_a_call_may_be_of_the_named_tools_alone(renderers, model):
+    calls = format_of(renderers(model), call_of(ZOOM, *TOOLS, named_tools=("look",)))
+    assert {**calls, "tags": None} == {
+        "type": "triggered_tags",
+        "triggers": ["<tool_call>"],
+        "tags": None,
+        "at_least_one": False,
+        "stop_after_first": False,
+    }
+    [tag] = calls["tags"]
+    assert "look" in tag["begin"]
+    assert tag["begin"].startswith("<tool_call>")
 
 
 def test_open_reasoning_comes_before_the_call(renderers):
@@ -82,7 +97,7 @@ def test_a_call_is_refused_by_name(renderers, sentence):
         (renderer, call_of(*TOOLS, tool_choice="required", sampling_params=schema)),
         (renderers("qwen2_5_vl"), call_of(*TOOLS, tool_choice="required")),
     ]
-    errors = [error_of(InputError, forced_call, each, call, NOTHING, {}) for each, call in cases]
+    errors = [error_of(InputError, call_grammar, each, call, NOTHING, {}) for each, call in cases]
     assert "\n".join(errors) == sentence
 
 

@@ -167,7 +167,7 @@ def test_tools_become_openais_and_the_choice_is_read():
     call = read(tools=tools, tool_choice={"type": "tool", "name": "look", "disable_parallel_tool_use": True})
     function = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     assert call.tools == ({"type": "function", "function": function},)
-    assert (call.tool_choice, call.forced_tool, call.parallel_tool_calls) == ("required", "look", False)
+    assert (call.tool_choice, call.named_tools, call.parallel_tool_calls) == ("required", ("look",), False)
     assert call.notes == ("tools.web_search_20250305",)
     assert read(tools=tools, tool_choice={"type": "any"}).tool_choice == "required"
     assert read(tools=tools, tool_choice={"type": "none"}).offered is None

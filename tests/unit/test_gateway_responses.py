@@ -192,10 +192,13 @@ def test_tools_become_those_of_chat_and_the_choice_is_read():
     look = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     spawn = {"name": "agents.spawn", "parameters": {"type": "object"}}
     assert [each["function"] for each in call.tools] == [look, spawn]
-    assert (call.tool_choice, call.forced_tool, call.parallel_tool_calls) == ("required", "look", False)
+    assert (call.tool_choice, call.named_tools, call.parallel_tool_calls) == ("required", ("look",), False)
     assert call.notes == ("tools.strict", "tools.namespace.description", "tools.web_search")
     named = {"type": "function", "name": "spawn", "namespace": "agents"}
-    assert read(tools=tools, tool_choice=named).forced_tool == "agents.spawn"
+    assert read(tools=tools, tool_choice=named).named_tools == ("agents.spawn",)
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "function", "name": "look"}]}
+    call = read(tools=tools, tool_choice=allowed)
+    assert (call.tool_choice, call.named_tools) == ("required", ("agents.spawn", "look"))
 
 
 def test_effort_is_noted_and_none_turns_thinking_off():
