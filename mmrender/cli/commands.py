@@ -376,9 +376,9 @@ def gateway(
     model: ModelOption,
     *,
     out: Annotated[
-        Path | None,
+        Path,
         typer.Option(help="File of finished trajectories. Sessions are kept beside it until they finish."),
-    ] = None,
+    ],
     engine_model: Annotated[
         str | None, typer.Option(help="The servers' name of the model. Default: --model.")
     ] = None,
@@ -406,6 +406,8 @@ def gateway(
     from mmrender.gateway import Gateway, GatewaySettings
 
     aliases = dict(each.partition("=")[::2] for each in alias or ())
+    if not all(name and target for name, target in aliases.items()):
+        raise InputError("an alias has no name or no URL", where="--alias", expected="NAME=URL")
     running = Gateway(
         urls,
         _load(model, "torch", files=False),

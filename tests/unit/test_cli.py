@@ -374,8 +374,10 @@ def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, 
         served.append(gateway)
 
     monkeypatch.setattr("mmrender.gateway.gateway.Gateway.serve", serve)
-    assert run("gateway", "http://127.0.0.1:1", "--model", str(tiny_model), "--alias", "s=http://x")[0] == 0
+    command = ("gateway", "http://127.0.0.1:1", "--model", str(tiny_model), "--out", "out.mmr", "--alias")
+    assert run(*command, "s=http://x")[0] == 0
     assert served[0].aliases == {"s": "http://x"}
+    assert "--alias: an alias has no name or no URL" in run(*command, "s")[2]
     policy = served[0].renderer.media.policy
     assert (policy.processes is not None) == (sys.platform == "linux")
     assert policy.schemes == {"data", "http", "https"}
