@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, Protocol, Self, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -14,6 +14,7 @@ from blake3 import blake3
 from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
 from mmrender.gateway import work
 from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
+from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.limits import (
     Body,
     CallerLeftError,
@@ -27,11 +28,11 @@ from mmrender.gateway.limits import (
     key_of,
     read_body,
 )
-from mmrender.gateway.matching import CallDigests
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import AnswerStream, Caller, Reply
 from mmrender.gateway.session import Session
+from mmrender.gateway.settings import GatewaySettings
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,9 +45,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
-if TYPE_CHECKING:
-    from mmrender.gateway.gateway import Gateway
-
 _log = logging.getLogger("mmrender.gateway")
 
 _SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id", "session-id")
@@ -55,20 +53,71 @@ _WAIT_SECONDS: Final = 60.0
 """Seconds after which a request that waits for a session's end is answered anyway."""
 
 
+class Host(Protocol):
+    """The gateway, as its routes use it."""
+
+    settings: GatewaySettings
+    model: str
+    aliases: dict[str, str]
+
+    @property
+    def open_session(self) -> Callable[..., Awaitable[Session]]:
+        """Opens a session. Its options are the fields of `_Opening`, and its `owner`."""
+        ...
+
+    async def session(self, name: str, owner: str | None = None, *, open: bool = False) -> Session:
+        """Return a session of an owner, which may be opened if its name is new."""
+        ...
+
+    def session_of_key(self, key: str) -> Session | None:
+        """Return the session whose key this is."""
+        ...
+
+    def sessions(self, owner: str | None = None) -> list[Session]:
+        """Return the sessions that have not left, or an owner's."""
+        ...
+
+    async def max_prompt_len(self) -> int | None:
+        """Return the maximum number of tokens of a prompt, or None if unknown."""
+        ...
+
+    async def count_tokens(self, call: Call, digests: CallDigests | None = None) -> int:
+        """Return the number of tokens of a call's prompt."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise an `EngineError` if no engine answers."""
+        ...
+
+    async def __aenter__(self) -> Self:
+        """Begin work on the serving event loop."""
+        ...
+
+    async def __aexit__(self, *_: object) -> None:
+        """End it."""
+        ...
+
+    async def forward(
+        self, url: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, Mapping[str, str], AsyncIterator[bytes]]:
+        """Pass a request on to another server, unrecorded. Return status, headers and body."""
+        ...
+
+
 App: TypeAlias = Starlette
 
 
-def build(gateway: "Gateway") -> App:
+def build(host: Host) -> App:
     """Return the ASGI application of a gateway."""
-    return _Routes(gateway).app()
+    return _Routes(host).app()
 
 
 class _Routes:
-    def __init__(self, gateway: "Gateway") -> None:
-        self.gateway = gateway
-        self.settings = gateway.settings
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.settings = host.settings
         self._created = int(time.time())
-        self._rate = RateLimit(gateway.settings.max_requests)
+        self._rate = RateLimit(host.settings.max_requests)
         to = self._registry = CollectorRegistry()
         self._requests = Counter("mmrender_requests", "Requests answered.", ["route", "status"], registry=to)
         self._seconds = Histogram(
@@ -79,7 +128,7 @@ class _Routes:
             registry=to,
         )
         open_sessions = Gauge("mmrender_sessions_open", "Open sessions.", registry=to)
-        open_sessions.set_function(lambda: float(len(gateway.sessions())))
+        open_sessions.set_function(lambda: float(len(host.sessions())))
 
     def app(self) -> Starlette:
         routes = [
@@ -122,7 +171,7 @@ class _Routes:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            async with self.gateway:
+            async with self.host:
                 yield
 
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
@@ -171,7 +220,7 @@ class _Routes:
     async def _session(self, request: Request) -> Session:
         """Return the session of a call: named by its path, else by its key, else by a header."""
         key, name = key_of(request), request.path_params.get("session")
-        session = self.gateway.session_of_key(key) if key else None
+        session = self.host.session_of_key(key) if key else None
         if session is not None:
             if name not in (None, session.name):
                 message = f"this key belongs to another session than {name!r}"
@@ -185,11 +234,11 @@ class _Routes:
                 message = "the request names no session: put /s/NAME before /v1 in the base URL"
                 raise RequestError(400, message, code="no_session")
             name = f"key-{_digest(key)}"
-        return await self.gateway.session(name, owner, open=self.settings.open_sessions)
+        return await self.host.session(name, owner, open=self.settings.open_sessions)
 
     async def _named(self, request: Request) -> Session:
         """Return the session of a control request, which needs a caller's key."""
-        return await self.gateway.session(request.path_params["session"], owner=self._owner(request))
+        return await self.host.session(request.path_params["session"], owner=self._owner(request))
 
     async def _body(self, request: Request) -> Body:
         return await read_body(request, self.settings.max_body_bytes, self.settings.read_seconds)
@@ -203,7 +252,7 @@ class _Routes:
             begun = time.monotonic()
             session = await self._session(request)
             body = await self._body(request)
-            if (url := self.gateway.aliases.get(str(body.value.get("model")))) is not None:
+            if (url := self.host.aliases.get(str(body.value.get("model")))) is not None:
                 return await self._forwarded(request, url, body.value)
             call, digests = await self._read(protocol, body, request)
             with ExitStack() as stack:
@@ -259,7 +308,7 @@ class _Routes:
         kept = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
         caller = Caller(request)
         try:
-            forwarding = self.gateway.forward(url, path, kept, msgspec.json.encode(body))
+            forwarding = self.host.forward(url, path, kept, msgspec.json.encode(body))
             status, headers, pieces = await caller.wait_for(forwarding)
         except BaseException:
             caller.close()
@@ -273,7 +322,7 @@ class _Routes:
         async def answer(request: Request) -> Response:
             await self._session(request)
             body = await self._body(request)
-            count = await self.gateway.count_tokens(*await self._read(protocol, body, request))
+            count = await self.host.count_tokens(*await self._read(protocol, body, request))
             return _json({"input_tokens": count})
 
         return answer
@@ -281,9 +330,9 @@ class _Routes:
     async def _models(self, request: Request) -> Response:
         """Return a model, or the list of them if the request names none."""
         key = key_of(request)
-        if not (key and self.gateway.session_of_key(key)):
+        if not (key and self.host.session_of_key(key)):
             self._owner(request)
-        limit = await self.gateway.max_prompt_len()
+        limit = await self.host.max_prompt_len()
         more = {} if limit is None else {"max_model_len": limit + 1}
 
         def card(name: str) -> dict[str, Any]:
@@ -298,7 +347,7 @@ class _Routes:
                 **more,
             }
 
-        names = [*(self.settings.models or [self.gateway.model]), *self.gateway.aliases]
+        names = [*(self.settings.models or [self.host.model]), *self.host.aliases]
         named = request.path_params.get("name")
         if named is None:
             return _json({"object": "list", "data": list(map(card, names)), "has_more": False})
@@ -316,7 +365,7 @@ class _Routes:
             message = f"the path names another session than {wish.name!r}"
             raise RequestError(400, message, code="invalid_value", param="name")
         options["name"] = named
-        session = await self.gateway.open_session(owner=self._owner(request), **options)
+        session = await self.host.open_session(owner=self._owner(request), **options)
         root = str(request.base_url).rstrip("/")
         return _json(
             {
@@ -329,7 +378,7 @@ class _Routes:
         )
 
     async def _list(self, request: Request) -> Response:
-        return _json({"data": [each.describe() for each in self.gateway.sessions(self._owner(request))]})
+        return _json({"data": [each.describe() for each in self.host.sessions(self._owner(request))]})
 
     async def _describe(self, request: Request) -> Response:
         return _json((await self._named(request)).describe())
@@ -371,7 +420,7 @@ class _Routes:
 
     async def _health(self, request: Request) -> Response:
         try:
-            await self.gateway.check_health()
+            await self.host.check_health()
         except EngineError:
             return _json({"status": "unavailable"}, 503)
         return _json({"status": "ok"})

@@ -68,6 +68,9 @@ class Call:
         n: Number of answers.
         logprobs: Number of alternatives to report for each token. None reports no log-probabilities.
         with_usage: Whether a stream ends with token counts.
+        previous: Id of the response whose conversation the messages go on with, or None if they are all.
+        instructions: Text that the protocol keeps apart from the messages. It is their first one, or the
+            first one of the conversation of `previous`.
         notes: Accepted fields without effect on this answer, such as `reasoning.effort`.
         origin: Its source.
         idempotency_key: Key by which the caller marks retries, or None.
@@ -87,6 +90,8 @@ class Call:
     n: int = 1
     logprobs: int | None = None
     with_usage: bool = False
+    previous: str | None = None
+    instructions: str | None = None
     notes: tuple[str, ...] = ()
     origin: Origin = field(default_factory=Origin)
     idempotency_key: str | None = None

@@ -57,6 +57,8 @@ async def written_for(
     tools: Sequence[Mapping[str, Any]] | None,
     template_arguments: Mapping[str, Any],
     sampled_ids: Mapping[str, str],
+    *,
+    is_whole: bool = True,
 ) -> WrittenMessages:
     """Return a conversation in the form that the renderer's template prints.
 
@@ -66,12 +68,14 @@ async def written_for(
         tools: Definitions of the offered tools.
         template_arguments: Template variables in force.
         sampled_ids: By id of a call, the id that the model itself sampled for it, which results must name.
+        is_whole: Whether the conversation begins with `messages`.
     """
     if sampled_ids:
         messages = [_with_ids(message, sampled_ids) for message in messages]
     written: list[Sequence[Message]] = [(message,) for message in messages]
     notes: dict[int, str] = {}
-    systems = [index for index in range(1, len(messages)) if messages[index].role in _SYSTEM_ROLES]
+    later = range(1 if is_whole else 0, len(messages))
+    systems = [index for index in later if messages[index].role in _SYSTEM_ROLES]
     if systems and not await _prints_later_systems(renderer, tools, template_arguments):
         for index in systems:
             written[index] = (_reminder(messages[index]),)

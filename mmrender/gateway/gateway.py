@@ -26,7 +26,8 @@ from mmrender.errors import (
 )
 from mmrender.gateway.app import App, build
 from mmrender.gateway.call import Call
-from mmrender.gateway.matching import CallDigests, Index, digests_of
+from mmrender.gateway.digests import CallDigests, digests_of
+from mmrender.gateway.matching import Index
 from mmrender.gateway.prompts import make_prompt
 from mmrender.gateway.server import Server
 from mmrender.gateway.session import Session, SessionHost
@@ -337,6 +338,9 @@ class Gateway:
         Raises:
             MMRenderError: The conversation cannot be rendered.
         """
+        if call.previous is not None:
+            problem = "tokens are counted of whole conversations"
+            raise InputError(problem, where="previous_response_id", remedy="Send all of it in input")
         arguments = call.template_arguments
         place = Index().place(call, digests or await digests_of(call))
         made = await make_prompt(self.engine, self.renderer, (), place, call, arguments, {})

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from mmrender.gateway.call import Call, Kind
-from mmrender.gateway.matching import EXTRA, Digest, Place, digest_of, folded, texts_of
+from mmrender.gateway.digests import Digest, digest_of, folded, texts_of
+from mmrender.gateway.matching import EXTRA, Place
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import Step
 from mmrender.trajectory.tree import Trajectory

@@ -1,100 +1,36 @@
 """Matching: which recorded step a call continues.
 
-An agent sends its whole conversation with every call, and few agents repeat it byte for byte. This module
-alone decides when two messages are equal:
-
-- Messages of users, tools and systems: role, name, the id of the call that a tool answers, and all content,
-  text exactly. A text equals its one text part. A picture is its source: a `data:` URL by its characters, any
-  other URL by its address. Empty members equal absent ones.
-- Answers: the call ids that we made, which are unique, also if an agent writes them inside a text. Without
-  them, the text with runs of blanks folded, and the calls by name and arguments as JSON: key order does not
-  count, and 1000.0 equals 1000. Reasoning, signatures and ids of items never count, since agents drop them.
-- Tools and template arguments come first. The order of tools counts, the order of keys does not.
+A call continues the step whose call ids it shows last: we make them, and they are unique. Agents may also
+write them inside a text. Without ids, an answer is known by its digest. Tools and template arguments come
+first.
 
 A context is a digest of everything before an answer. The context after a recorded answer depends on the
 step, so equal words that were sampled as other tokens lead to other contexts.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final
 
 import msgspec
-from blake3 import blake3
 
 from mmrender.errors import InputError
-from mmrender.gateway import work
 from mmrender.gateway.call import ID_LENGTH, Answer, Call
+from mmrender.gateway.digests import CallDigests, Digest, answer_digest, digest_of, hash_of
 from mmrender.gateway.reading import read_arguments
-from mmrender.messages import MediaPart, Message, TextPart
+from mmrender.messages import Message
 from mmrender.trajectory.step import Step
 
 EXTRA: Final = "gateway"
 """Key of a step's `extra` that holds the gateway's record."""
 
-Digest: TypeAlias = str
-"""32 hexadecimal digits."""
-
 _CALL_IDS: Final = re.compile(rf"(?<![0-9A-Za-z])(?:call|toolu)_[0-9A-Za-z]{{{ID_LENGTH}}}(?![0-9A-Za-z])")
-_EXACT: Final = 2**53
-"""Integers from here on are not exact in JavaScript, through which many agents send them."""
 _MAX_SEARCHED: Final = 1 << 18
 """Characters at the end of an answer in which ids are looked for."""
-_LARGEST: Final = 1 << 1023
-_MEMBERS: Final = 8
-"""Members that a message is taken to have, for the size of the work on it."""
 _MAX_READINGS: Final = 16
 """Maximum number of equal answers to one prompt that are followed, the newest."""
-_ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
-
-
-class CallDigests(NamedTuple):
-    """Digests of a call, which is walked once.
-
-    Attributes:
-        request: Digest by which a repetition of the request is known. Whether it is streamed does not count.
-        tools: Digest of the offered tools.
-        messages: Digests of the messages in canonical form.
-    """
-
-    request: bytes
-    tools: Digest
-    messages: tuple[Digest, ...]
-
-    @classmethod
-    def of(cls, call: Call) -> "CallDigests":
-        """Return the digests of a call. Large pictures take a while: see `digests_of`.
-
-        Raises:
-            InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
-        """
-        messages, answers = [], []
-        for position, message in enumerate(call.messages):
-            if message.role == "assistant":
-                messages.append(_answer_of(message))
-                answers.append(message)  # a repetition has equal ids and blanks, too
-            else:
-                messages.append(_message_digest(message, position))
-        tools = sys.intern(digest_of(call.offered or ()))  # equal digests of all steps are one object
-        origin = call.origin
-        request = (
-            (call.protocol, call.model, origin.thread, origin.agent),
-            (messages, answers, tools, call.tools is None),
-            (call.tool_choice, call.named_tools, call.parallel_tool_calls),
-            (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
-        )
-        return cls(bytes.fromhex(digest_of(request)), tools, tuple(messages))
-
-
-async def digests_of(call: Call) -> CallDigests:
-    """Return the digests of a call, without blocking the event loop. Errors are as of `CallDigests.of`."""
-    sources = (part.source for message in call.messages for _, part in message.media())
-    nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
-    members = _MEMBERS * len(call.messages)
-    return await work.do(CallDigests.of, call, size=nbytes + work.MEMBER_BYTES * members)
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,6 +47,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
         call_ids: Ids of the answer's calls, in order.
         speaker: The agent, or the thread, whose call was answered, if its headers say.
         sampled_ids: Ids that the model itself sampled for the calls, in formats that have ids.
+        instructions: Digest of the instructions, empty without them.
     """
 
     tools: Digest
@@ -122,6 +59,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     call_ids: tuple[str, ...] = ()
     speaker: str | None = None
     sampled_ids: tuple[str | None, ...] = ()
+    instructions: Digest = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +68,8 @@ class Place:
 
     Attributes:
         parent: The step whose turn the call continues, or None for a root.
-        start: Index of the first message after the parent's turn. 0 for a root.
+        start: Index of the first message after the parent's turn. 0 for a root, and after a response that the
+            call names.
         sibling: A step with the same prompt, or None.
         borrowed: Steps whose turns are repeated after another conversation, by index of the message.
         why: Why the call does not simply continue its parent, or None.
@@ -140,6 +79,7 @@ class Place:
         arguments: Digest of the template arguments.
         question: Digest of the last message.
         speaker: The agent, or the thread, that makes the call, if its headers say.
+        instructions: Digest of the instructions, empty without them.
     """
 
     parent: int | None
@@ -153,6 +93,7 @@ class Place:
     arguments: Digest
     question: Digest
     speaker: str | None
+    instructions: Digest
 
     def recorded(self, answer: Answer, sampled_ids: Sequence[str | None] = ()) -> Recorded:
         """Return the record of the step that answers the call. `sampled_ids` are as in `Recorded`."""
@@ -161,12 +102,13 @@ class Place:
             self.tools,
             self.arguments,
             self.path,
-            _answer_digest(answer.content, calls),
+            answer_digest(answer.content, calls),
             self.question,
             self.parent,
             tuple(call.id for call in answer.calls),
             self.speaker,
             tuple(sampled_ids) if any(sampled_ids) else (),
+            self.instructions,
         )
 
 
@@ -245,6 +187,8 @@ class Index:
         call: Call,
         digests: CallDigests | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        *,
+        previous: int | None = None,
     ) -> Place:
         """Find the place of a call. The cost grows with its messages, not with the steps.
 
@@ -252,9 +196,11 @@ class Index:
             call: The call.
             digests: Its digests, if they are known.
             template_arguments: Template variables in force, by default its own.
+            previous: The step whose turn the messages come after, if they are not all of the conversation.
 
         Raises:
-            InputError: The conversation is empty or ends in an answer.
+            InputError: The conversation is empty or ends in an answer, or the prompt of `previous` begins in
+                another way.
         """
         if not call.messages or call.messages[-1].role == "assistant":
             raise InputError(
@@ -266,8 +212,11 @@ class Index:
         digests = CallDigests.of(call) if digests is None else digests
         variables = call.template_arguments if template_arguments is None else template_arguments
         arguments = sys.intern(digest_of(variables))
-        root = _hash((digests.tools + arguments).encode())
-        walks = [_Walk([root], None, 0, 0, root)]
+        root = hash_of((digests.tools + arguments).encode())
+        if previous is not None:
+            self._check_previous(self._steps[previous], digests, arguments)
+            root = _after_turn(previous)
+        walks = [_Walk([root], previous, 0, 0, root)]
         question = root
         for position, (message, own) in enumerate(zip(call.messages, digests.messages, strict=True)):
             if message.role == "assistant":
@@ -290,7 +239,22 @@ class Index:
             arguments=arguments,
             question=question,
             speaker=speaker,
+            instructions=digests.instructions,
         )
+
+    def _check_previous(self, step: Recorded, digests: CallDigests, arguments: Digest) -> None:
+        """Check that the prompt of a step begins as a call asks that goes on from it."""
+        parts = {
+            "instructions": (step.instructions, digests.instructions),
+            "tools": (step.tools, digests.tools),
+            "template arguments": (step.arguments, arguments),
+        }
+        if changed := [name for name, (earlier, own) in parts.items() if earlier != own]:
+            raise InputError(
+                f"the {changed[0]} of this response were others",
+                where="previous_response_id",
+                remedy="Send the same ones again, or the whole conversation in input",
+            )
 
     def _rank(self, walk: _Walk, speaker: str | None) -> tuple[bool, int, bool, bool, int]:
         """Rank a reading: the longest first, then the speaker's own, then a received one, then the newest."""
@@ -317,7 +281,7 @@ class Index:
 
     def _advance(self, walk: _Walk, position: int, own: Digest) -> None:
         """Read a message that is no recorded turn."""
-        context = _hash((walk.path[-1] + own).encode())
+        context = hash_of((walk.path[-1] + own).encode())
         walk.path.append(context)
         if walk.known == position and context in self._nodes:
             walk.known, walk.last_known = position + 1, context
@@ -388,106 +352,7 @@ class Index:
 
 
 def _after_turn(step: int) -> Digest:
-    return _hash(b"turn %d" % step)
-
-
-def _hash(data: bytes) -> Digest:
-    return blake3(data).hexdigest(length=16)
-
-
-def digest_of(value: Any) -> Digest:
-    """Digest of plain data, by its JSON with sorted keys."""
-    try:
-        return _hash(_ENCODE(value))
-    except RecursionError:
-        raise InputError("a value is nested too deeply", where="messages or tools") from None
-    except (UnicodeEncodeError, OverflowError):  # half a surrogate pair, or a number beyond 64 bits
-        plain = msgspec.to_builtins(value, str_keys=True)
-        return _hash(json.dumps(plain, sort_keys=True).encode("ascii"))
-
-
-def _as_javascript(value: Any) -> Any:
-    """Return plain data in which numbers are equal if JavaScript cannot tell them apart."""
-    if isinstance(value, Mapping):
-        return {key: _as_javascript(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_javascript(entry) for entry in value]
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
-        return int(value)
-    if isinstance(value, int) and _EXACT <= abs(value) < _LARGEST:
-        return float(value)
-    return value
-
-
-def _message_digest(message: Message, position: int) -> Digest:
-    """Digest of the canonical form of a message that is not an answer."""
-    parts = _parts(message, position)
-    extra = {key: value for key, value in message.extra.items() if value not in (None, "", [], {})}
-    return digest_of((message.role, message.name or "", message.tool_call_id or "", parts, extra))
-
-
-def _parts(message: Message, position: int) -> list[Any]:
-    content = message.content
-    if not isinstance(content, tuple):
-        return [content] if content else []
-    parts: list[Any] = []
-    for number, part in enumerate(content):
-        if isinstance(part, TextPart):
-            parts += [part.text] if part.text else []
-        elif isinstance(part, MediaPart):
-            where = f"messages[{position}].content[{number}]"
-            settings = {name: getattr(part, name) for name in part.__struct_fields__ if name != "source"}
-            parts.append([part.modality, _source_digest(part.source, where), settings])
-    return parts
-
-
-def _source_digest(source: Any, where: str) -> Digest:
-    if isinstance(source, str):
-        source = source.encode("utf-8", "surrogatepass")
-    if not isinstance(source, bytes):
-        raise InputError(
-            "the source of a medium must be text or bytes",
-            where=where,
-            expected="a data: or http(s) URL, or bytes",
-            got=type(source).__name__,
-        )
-    return _hash(source)
-
-
-def _answer_of(message: Message) -> Digest:
-    """Digest of the canonical form of an answer."""
-    return _answer_digest(message.text, [(call.name, call.arguments) for call in message.tool_calls])
-
-
-def _answer_digest(text: str, calls: Iterable[tuple[str, Any]]) -> Digest:
-    return digest_of(("answer", folded(text), [(name, _arguments(value)) for name, value in calls]))
-
-
-def _arguments(value: Any) -> Any:
-    """Arguments of a call to compare. Of arguments that are not JSON, which agents wrap, the raw text."""
-    if isinstance(value, Mapping) and len(value) == 1:
-        [(key, inner)] = value.items()
-        if key == "__unparsedToolInput" and isinstance(inner, Mapping):
-            inner = inner.get("raw")
-        if key.startswith("__unparsed") and isinstance(inner, str):
-            return inner
-    try:
-        return _as_javascript(value)
-    except RecursionError:
-        raise InputError("a value is nested too deeply", where="messages or tools") from None
-
-
-def texts_of(message: Message) -> list[str]:
-    """Return the texts of a message, one for each part, without reasoning."""
-    content = message.content
-    if isinstance(content, tuple):
-        return [part.text for part in content if isinstance(part, TextPart)]
-    return [content or ""]
-
-
-def folded(text: str) -> str:
-    """Return a text without blanks at its ends, and with one space for each run of blanks."""
-    return " ".join(text.split())
+    return hash_of(b"turn %d" % step)
 
 
 def _call_ids(message: Message) -> list[str]:

@@ -170,16 +170,16 @@ class SessionMemory:
         # The agent has an answer to this request, so equal calls that failed are not lost to it.
         self.lost.pop(self._requests.get(step, b""), None)
 
-    def step_of(self, response_id: str) -> int:
+    def step_of(self, response_id: str, where: str = "response_id") -> int:
         """Return the step of a response, whose id may have a protocol's prefix.
 
         Raises:
-            InputError: No step has this response.
+            InputError: No step has this response. `where` names the field.
         """
         step = self._steps.get(response_id[-ID_LENGTH:])
         if step is None:
             problem = "the session did not make this response"
-            raise InputError(problem, where="response_id", got=repr(response_id)[:80])
+            raise InputError(problem, where=where, got=repr(response_id)[:80])
         return step
 
     def reward(self, event: Rewarded) -> None:

@@ -13,10 +13,11 @@ from mmrender.client.engine import Engine, bridge_turn
 from mmrender.client.generation import render_prompt
 from mmrender.client.types import Prompt
 from mmrender.content.messages import to_openai
+from mmrender.errors import InputError
 from mmrender.gateway.call import Call
 from mmrender.gateway.forms import WrittenMessages, written_for
 from mmrender.gateway.matching import Place
-from mmrender.messages import Message
+from mmrender.messages import Message, Role
 from mmrender.protocols import RendererProtocol
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
@@ -81,14 +82,24 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
     parent = None if place.parent is None else steps[place.parent]
     # A bridged prompt contains its parent's definitions, whose keys may be in another order.
     tools = check_tools(call.offered, "tools") if parent is None else parent.tools
-    written = await written_for(renderer, call.messages, tools, template_arguments, sampled_ids)
-    conversation = _Conversation(renderer, call.messages, written, tools, template_arguments)
+    earlier = () if parent is None or call.previous is None else parent.messages
+    written = await written_for(
+        renderer, call.messages, tools, template_arguments, sampled_ids, is_whole=not earlier
+    )
+    roles: list[Role] = [message["role"] for message in earlier]
+    conversation = _Conversation(renderer, call.messages, written, tools, template_arguments, roles)
     why = place.why
     if parent is not None or place.borrowed:
         try:
             rendered = await conversation.joined(steps, parent, place)
         except _NotJoined as refusal:
             why = str(refusal)
+            if earlier:
+                raise InputError(
+                    f"the conversation cannot go on from this response: {why}",
+                    where="previous_response_id",
+                    remedy="Send all of it in input",
+                ) from refusal
         else:
             is_bridged = all(message.role != "assistant" for message in call.messages[place.start :])
             return CallPrompt(
@@ -132,6 +143,8 @@ class _Conversation:
     written: WrittenMessages
     tools: Tools | None
     template_arguments: Mapping[str, Any]
+    earlier_roles: Sequence[Role]
+    """Roles of the messages before `messages`, if these are not all."""
 
     async def render(self, messages: Sequence[Message], *, is_prompt: bool = True) -> RenderedTokens:
         """Render messages in full, with the generation prompt unless they are history."""
@@ -160,6 +173,8 @@ class _Conversation:
         ]
         unknown = [index for index in answers if index not in place.borrowed]
         history = None
+        if unknown and self.earlier_roles:
+            raise _NotJoined(f"messages[{unknown[0]}] was not sampled here")
         if unknown:
             history = await self.render(self.written.part(0, unknown[-1] + 1), is_prompt=False)
         for answer in answers:
@@ -175,6 +190,7 @@ class _Conversation:
     async def _prompt_after(self, turn: _Turn | None, start: int, stop: int) -> RenderedTokens:
         """Append the messages `[start, stop)` to a turn, or render them as the beginning."""
         new_messages = self.written.part(start, stop)
+        earlier_roles = [*self.earlier_roles, *(message.role for message in self.written.part(0, start))]
         if turn is None:
             if not new_messages:
                 raise _NotJoined("the conversation begins with an answer")
@@ -186,7 +202,7 @@ class _Conversation:
             new_messages,
             tools=self.tools,
             previous_multi_modal_data=turn.data,
-            previous_roles=[message.role for message in self.written.part(0, start - 1)],
+            previous_roles=earlier_roles[:-1],
             chat_template_kwargs=self.template_arguments,
         )
         if bridged is None:

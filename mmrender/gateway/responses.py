@@ -50,7 +50,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "image": "Answers are text",
     "max_tokens": "Use max_output_tokens",
     "moderation": "Leave it out",
-    "previous_response_id": "Send the whole conversation in input, as with store=false",
     "prompt": "Send its text in instructions or input",
 }
 """Known fields that are not supported, and a way out for each."""
@@ -87,6 +86,7 @@ class _Request(Strict, kw_only=True):
     model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
+    previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -215,6 +215,8 @@ class Responses:
             stream=request.stream,
             logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
             with_usage=True,
+            previous=request.previous_response_id,
+            instructions=request.instructions or None,
             notes=tuple(notes),
             origin=read_origin(headers),
             idempotency_key=headers.get("idempotency-key"),
@@ -267,7 +269,7 @@ class _Conversation:
             items = [{"role": "user", "content": items}]
         if not items:
             raise InputError("must be text, or a list of one or more items", where="input")
-        if request.instructions:
+        if request.instructions and request.previous_response_id is None:
             self._messages.append(Message(role="system", content=request.instructions))
         for index, item in enumerate(items):
             self._item(item, f"input[{index}]")
@@ -588,7 +590,7 @@ def _response(call: Call, answer_id: str, created: int, status: str, **members: 
         "model": call.model,
         "output": [],
         "parallel_tool_calls": call.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": call.previous,
         "store": False,
         "temperature": params.get("temperature"),
         "tool_choice": call.tool_choice,

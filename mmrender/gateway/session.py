@@ -26,7 +26,8 @@ from mmrender.errors import (
     TemplateError,
 )
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
-from mmrender.gateway.matching import EXTRA, CallDigests, digests_of
+from mmrender.gateway.digests import CallDigests, digests_of
+from mmrender.gateway.matching import EXTRA
 from mmrender.gateway.memory import SessionMemory
 from mmrender.gateway.pending import Pending, Run
 from mmrender.gateway.settings import GatewaySettings
@@ -407,6 +408,8 @@ class Session:
                 self.file.flush_soon()
             else:
                 await self.file.flush()  # before a part of the answer can be seen
+            named = call.previous
+            previous = None if named is None else memory.step_of(named, "previous_response_id")
             turns = await gather_all(
                 [
                     take_turn(
@@ -415,6 +418,7 @@ class Session:
                         memory.index,
                         call,
                         digests=digests,
+                        previous=previous,
                         params=params,
                         template_arguments=self.opened.template_arguments,
                         session_name=self.name,

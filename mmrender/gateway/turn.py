@@ -15,9 +15,10 @@ from mmrender.errors import InputError
 from mmrender.gateway.answers import read_turn, stop_strings
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
 from mmrender.gateway.deltas import TextDeltas
+from mmrender.gateway.digests import CallDigests, digest_of, digests_of
 from mmrender.gateway.forms import profile_of
 from mmrender.gateway.kinds import note_kind, root_of
-from mmrender.gateway.matching import EXTRA, CallDigests, Index, Place, digest_of, digests_of
+from mmrender.gateway.matching import EXTRA, Index, Place
 from mmrender.gateway.prompts import CallPrompt, make_prompt
 from mmrender.gateway.tool_choice import call_grammar
 from mmrender.protocols import ParseOptions, RendererProtocol
@@ -35,6 +36,7 @@ async def take_turn(
     call: Call,
     *,
     digests: CallDigests | None = None,
+    previous: int | None = None,
     params: Mapping[str, Any] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     session_name: str | None = None,
@@ -54,6 +56,7 @@ async def take_turn(
         index: The recorded steps of the session.
         call: The call.
         digests: Its digests, if they are known.
+        previous: The step of the response that the call names as the one before.
         params: Sampling parameters of the session. They replace the call's, except that the smaller
             `max_tokens` counts.
         template_arguments: Template variables of the session. They replace the call's.
@@ -73,7 +76,7 @@ async def take_turn(
     if renderer is None:
         raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
     arguments, notes = await _template_arguments(renderer, call, template_arguments or {})
-    place = index.place(call, digests or await digests_of(call), arguments)
+    place = index.place(call, digests or await digests_of(call), arguments, previous=previous)
     prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
     if call.tool_choice == "required" or call.named_tools:

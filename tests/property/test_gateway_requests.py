@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agent_cases import ANSWERS, GO, LOOK, PICTURE, PICTURE_URL, answer, data_of
 from mmrender.errors import InputError
-from mmrender.gateway.matching import CallDigests
+from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.messages import Message
 

@@ -17,7 +17,7 @@ import pytest
 from mmrender import Trajectory
 from mmrender.errors import EngineStatusError, EngineTimeoutError, InputError
 from mmrender.gateway import GatewaySettings, limits, work
-from mmrender.gateway.matching import CallDigests
+from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.protocols import PROTOCOLS
 from session_cases import Script
 

@@ -60,7 +60,10 @@ def test_the_grammar_of_a_family(renderers, model, begin, end, style):
         "at_least_one": True,
         "stop_after_first": False,
     }
-    calls = format_of(renderer, call_of(ZOOM, *TOOLS, tool_choice="required", named_tools=("look",), parallel_tool_calls=False))
+    calls = format_of(
+        renderer,
+        call_of(ZOOM, *TOOLS, tool_choice="required", named_tools=("look",), parallel_tool_calls=False),
+    )
     [tag] = calls["tags"]
     assert tag["content"]["json_schema"] == TOOLS[0]["function"]["parameters"]
     assert calls["stop_after_first"]

@@ -9,7 +9,8 @@ from mmrender.client.types import Usage
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError
 from mmrender.gateway.call import Answer, AnswerCall, Call, Origin, new_id
-from mmrender.gateway.matching import CallDigests, Index
+from mmrender.gateway.digests import CallDigests
+from mmrender.gateway.matching import Index
 from rollout_cases import TOOLS
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

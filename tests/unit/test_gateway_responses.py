@@ -196,7 +196,11 @@ def test_tools_become_those_of_chat_and_the_choice_is_read():
     assert call.notes == ("tools.strict", "tools.namespace.description", "tools.web_search")
     named = {"type": "function", "name": "spawn", "namespace": "agents"}
     assert read(tools=tools, tool_choice=named).named_tools == ("agents.spawn",)
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named, {"type": "function", "name": "look"}]}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [named, {"type": "function", "name": "look"}],
+    }
     call = read(tools=tools, tool_choice=allowed)
     assert (call.tool_choice, call.named_tools) == ("required", ("agents.spawn", "look"))
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gateway_cases import gateway
-from kit import until
+from kit import data_url, noise, until
 from mmrender.errors import (
     EngineConnectionError,
     InputError,
@@ -21,6 +21,7 @@ from mmrender.errors import (
     TrajectoryError,
 )
 from mmrender.gateway import store
+from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, read_entries
 from mmrender.trajectory.files import TrajectoryReader, load_trajectories, received_ids
@@ -157,6 +158,46 @@ async def test_a_pinned_seed_differs_by_session_and_call_and_survives_restarts(r
     stayed = await seeds(tmp_path / "stayed", restarts=False)
     assert stayed == await seeds(tmp_path / "restarted", restarts=True)
     assert len({*stayed.values(), 3, 7}) == 6
+
+
+async def test_a_conversation_goes_on_from_a_response_by_its_id(renderer):
+    """The prompt is the one that the whole conversation has, also after the session has left memory."""
+
+    def read(given, **fields):
+        tools = [{"type": "function", "name": "look"}]
+        fields = {"model": "m", "instructions": "Be brief.", "tools": tools, **fields, "input": given}
+        return PROTOCOLS["responses"].read(fields, {})
+
+    async with Script(renderer).gateway() as gateway:
+        session = await gateway.open_session("a")
+        shown = {"type": "input_image", "image_url": data_url(noise(1))}
+        asked = [{"role": "user", "content": [shown, {"type": "input_text", "text": "hello"}]}]
+        [first] = await session.answer(read(asked))
+        await session.spill()
+        later = [{"role": "developer", "content": "Be quick."}, {"role": "user", "content": "and?"}]
+        [second] = await session.answer(read(later, previous_response_id=f"resp_{first.id}"))
+        answered = {"role": "assistant", "content": first.content}
+        await session.answer(read([*asked, answered, *later]))
+        steps = (await session.trajectory()).steps
+        assert [step.extra["gateway"]["prompt"] for step in steps] == ["rendered", "bridged", "repeated"]
+        assert steps[1].prompt_ids.tolist() == steps[2].prompt_ids.tolist()
+        assert steps[1].previous is steps[0]
+        assert second.step == 1
+        for fields, problem in (
+            ({"instructions": None}, "the instructions of this response were others"),
+            ({"tools": None}, "the tools of this response were others"),
+            ({"previous_response_id": "resp_x"}, "the session did not make this response"),
+            (
+                {"input": [{"role": "assistant", "content": "By hand."}, *later]},
+                r"messages\[0\] was not sampled here",
+            ),
+        ):
+            body = {"previous_response_id": f"resp_{first.id}", "input": later, **fields}
+            with pytest.raises(InputError, match=problem):
+                await session.answer(read(body.pop("input"), **body))
+        with pytest.raises(InputError, match="tokens are counted of whole conversations"):
+            await gateway.count_tokens(read(later, previous_response_id=f"resp_{first.id}"))
+        assert session.incomplete is None
 
 
 async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrender.gateway.call import AnswerCall
-from mmrender.gateway.matching import folded
+from mmrender.gateway.digests import folded
 from mmrender.testing.agents.recordings import AgentAnswer, RecordedCall
 
 _ITEMS = ("message", "reasoning", "function_call")

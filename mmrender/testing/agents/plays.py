@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from mmrender.errors import MissingDependencyError
 from mmrender.gateway.call import AnswerCall
-from mmrender.gateway.matching import folded
+from mmrender.gateway.digests import folded
 from mmrender.renderer import Renderer
 from mmrender.testing.agents.player import Player
 from mmrender.testing.agents.recordings import AgentAnswer, RecordedCall
