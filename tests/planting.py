@@ -424,18 +424,22 @@ def faulty(mode: str) -> list[int]:
     return [FAULTY] if mode == "one" else list(range(COUNT))
 
 
-def audited(planting: Planting, mode: str, folder: Path, tolerance: float | None = None) -> AuditReport:
+def audited(
+    planting: Planting, mode: str, folder: Path, tolerance: float | None = None, **more: Any
+) -> AuditReport:
     model, samples, options = planted(planting, mode, folder)
-    return audit(samples, TrainerModel(model), tolerance=tolerance, decode=decode, **options)
+    return audit(samples, TrainerModel(model), tolerance=tolerance, decode=decode, **options, **more)
 
 
-def judge(planting: Planting, mode: str, folder: Path, tolerance: float | None = None) -> Outcome:
+def judge(
+    planting: Planting, mode: str, folder: Path, tolerance: float | None = None, **more: Any
+) -> Outcome:
     """Audit a planting and compare the report with the truth.
 
     A cause is right if a finding states it and none states another. Of two causes one alone is half. Findings about
     healthy samples are wrong.
     """
-    report = audited(planting, mode, folder, tolerance)
+    report = audited(planting, mode, folder, tolerance, **more)
     samples = planted(planting, mode, folder)[1]
     ids = {samples[index].sample_id for index in faulty(mode)}
     own = [one for one in report.findings if one.sample_id in ids]

@@ -12,25 +12,12 @@ import numpy as np
 from mmrender.audit.case import Case, Trial, fitted
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described
-from mmrender.audit.trainer import ModelChange
+from mmrender.audit.trainer import LANGUAGE, VISION, ModelChange, parts_of
 
 Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
-VISION: Final = "vision"
-LANGUAGE: Final = "language model"
 _MAX_FACTOR: Final = 64
 """Largest factor of a number of a module, and of its inverse."""
-
-
-def parts_of(model: Any) -> dict[str, Any]:
-    """Return the parts of a model that are computed or loaded apart: vision, language model and head."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    base = getattr(model, model.base_model_prefix, model)
-    found: dict[str, Any] = {}
-    for name, child in base.named_children():
-        language = any(module is embedding for module in child.modules())
-        found[LANGUAGE if language else f"{VISION} ({name})"] = child
-    return found | ({} if head is None else {"head": head})
 
 
 def stacks(model: Any) -> dict[str, list[Any]]:

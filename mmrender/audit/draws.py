@@ -8,11 +8,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Array, Case, ChangedItem, Edit, Trial, edited, part, with_items, with_sampled
-from mmrender.audit.computed import bound, changed_weights, giving, parts_of, stacks
+from mmrender.audit.computed import bound, changed_weights, giving, stacks
 from mmrender.audit.positions import rotary_buffers, with_positions
 from mmrender.audit.prompts import blocks, bounds
 from mmrender.audit.report import Stage, described
 from mmrender.audit.stage import CUT, Effect
+from mmrender.audit.trainer import parts_of
 from mmrender.sidecar import MediaSpan
 
 _PROMPTS: Final = 48

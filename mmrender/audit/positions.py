@@ -13,19 +13,10 @@ import msgspec
 import numpy as np
 
 from mmrender.audit.case import Case, ChangedItem, Trial, fitted, scopes, with_items
-from mmrender.audit.computed import (
-    LANGUAGE,
-    Place,
-    bound,
-    giving,
-    other_dtypes,
-    parts_of,
-    replaced,
-    tensors,
-    through,
-)
+from mmrender.audit.computed import Place, bound, giving, other_dtypes, replaced, tensors, through
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described, sampled_runs
+from mmrender.audit.trainer import LANGUAGE, parts_of
 from mmrender.media.processors.patches import PatchItem
 
 _MAX_GAP: Final = 65

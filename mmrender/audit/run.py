@@ -171,7 +171,7 @@ def audit(
         case = Case(
             compared,
             departing if departure is None else departure,
-            trainer,
+            trainer.steady(),
             noise.tolerance,
             peers=[one for other, one in enumerate(comparisons) if other != place],
             others=pool,

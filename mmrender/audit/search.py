@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -44,6 +45,8 @@ _LOOSE: Final = 1.5
 """Maximum remainder as a multiple of the difference between dtypes, if the sampler may have had another."""
 _SHARE: Final = 0.25
 """Share of the largest difference up to which differences between dtypes are ignored."""
+_COMMONEST: Final = "dtype"
+"""The row that is tried before any stage is weighed: few forwards, and the cause of most differences."""
 _AT_ONCE: Final = 16
 _HOPELESS: Final = 3.0
 """Nats a token by which a stage is less likely than another before its rows are left out."""
@@ -65,10 +68,12 @@ _ORDERING: Final = 4
 """A random fault in so many runs before the rows, and decides their order."""
 _LIKELIEST: Final = 64
 """Tokens of each distribution that random faults of sampling tell apart."""
+_READ: Final = 8
+"""Changes that are tried as the first of two causes, if the second needs no forward."""
 _FIRSTS: Final = 3
-"""Changes that are tried as the first of two causes."""
-_READ: Final = 12
-"""The same, if the second needs no forward."""
+"""The same, if it needs forwards."""
+_SECONDS: Final = 2
+"""Rows that are tried as the second of two causes."""
 _FACTS: Final = {
     "template": "record the prompt ids that the server reports (return_token_ids), and compare them",
     "tokens": "record the sampled ids as the server reports them (return_token_ids)",
@@ -167,9 +172,8 @@ class Search:
             return self.named(self.fits)
         firsts: list[_Nearer] = []
         faults: list[Draw] = []
-        fits = self._tried(
-            case, [row for row in ROWS if self._before is not None and row.name == self._before.cause], firsts
-        )
+        first = {_COMMONEST, "" if self._before is None else self._before.cause}
+        fits = self._tried(case, [row for row in ROWS if row.name in first], firsts)
         if not any(map(self._is_certain, fits)):
             faults = [*draws(case)]
             self._simulate(faults[::_ORDERING])
@@ -199,7 +203,8 @@ class Search:
                 break
             left.remove(stage)
             tries -= 1
-            fits += self._tried(self.case, [row for row in ROWS if row.stage == stage], firsts)
+            rows = [row for row in ROWS if row.stage == stage and row.name != _COMMONEST]
+            fits += self._tried(self.case, rows, firsts)
         return fits
 
     @cached_property
@@ -216,6 +221,7 @@ class Search:
 
     def _simulate(self, faults: Sequence[Draw]) -> None:
         """Run random faults."""
+        faults = faults[: max(self._left, 0)]
         self.count += len(faults)
         self._left -= len(faults)
         for fault, varied in zip(faults, self.case.run([one.trial for one in faults]), strict=True):
@@ -397,30 +403,35 @@ class Search:
         return None if fit is None or not self._beyond_chance(fit) else self.named([fit])
 
     def _two(self, firsts: list[_Nearer]) -> Finding | None:
-        """Return two causes that explain the sample together."""
-        case = self.case
-        usable = self._ranked(firsts) if len(self._slopes) else []
-        rests: list[tuple[_Nearer, Case]] = []
-        for first in usable[:_READ]:
-            compared = case.run([first.trial])[0]
-            rest = None if compared is None else case.after(first.trial, compared)
+        """Return two causes that explain the sample together. The second is a reading, or like the rest."""
+        ranked = self._ranked(firsts) if len(self._slopes) else []
+        for number, first in enumerate(ranked[:_READ]):
+            compared = self.case.run([first.trial])[0]
+            rest = None if compared is None else self.case.after(first.trial, compared)
             if rest is None:
                 continue
-            rests.append((first, rest))
-            if fits := [fit for fit in self._recorded(rest) if self._is_pair(first, fit)]:
-                return self._both(first, fits)
-        for first, rest in rests[:_FIRSTS]:
-            second = Search(rest, self.noise, self._left)
-            second._simulate([*draws(rest)][::_ORDERING])
-            second._read_off()
-            stages = {place.stage for place in second._weighed()[:2]}
-            rows = [row for row in ROWS if row.stage in stages]
-            fits = [fit for fit in second._tried(rest, rows, []) if second._beyond_chance(fit)]
-            self.count, self._left = self.count + second.count, second._left
-            self._tries.update(second._tries)
+            fits = self._recorded(rest)
+            for row in self._like(first, firsts) if number < _FIRSTS and not fits else ():
+                fits += self._tried(rest, [row], [])
             if fits := [fit for fit in fits if self._is_pair(first, fit)]:
                 return self._both(first, fits)
         return None
+
+    def _like(self, first: _Nearer, tried: Sequence[_Nearer]) -> list[Row]:
+        """Return the rows whose changes are the likest to the differences that a first change leaves."""
+        before, rest = self.case.compared.difference[self._chosen], first.left
+        if rest is None:
+            return []
+        apart: dict[str, tuple[float, Row]] = {}
+        for one in tried:
+            if one.left is not None and one.trial is not first.trial:
+                left = float(np.square(rest - (before - one.left)).sum())
+                apart[one.row.name] = min(
+                    (left, one.row), apart.get(one.row.name, (np.inf, one.row)), key=itemgetter(0)
+                )
+        least = float(np.square(rest).sum())
+        likely = sorted((entry for entry in apart.values() if entry[0] < least), key=itemgetter(0))
+        return [row for _, row in likely[:_SECONDS]]
 
     def _is_pair(self, first: _Nearer, fit: Fit) -> bool:
         """Whether two causes agree with more numbers than chance explains."""

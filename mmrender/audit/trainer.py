@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -25,7 +26,11 @@ InputChange: TypeAlias = Callable[[dict[str, Any]], None]
 ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 """Changes the model for as long as its block runs."""
 
+VISION: Final = "vision"
+LANGUAGE: Final = "language model"
 _SAMPLES_AT_ONCE: Final = 8
+_MAX_FEATURES: Final = 4
+"""Outputs of vision towers that are kept."""
 _TOKENS_AT_ONCE: Final = 1 << 14
 _MAX_GRADIENTS: Final = 24
 """Tokens whose gradients point to a replaced token of the prompt."""
@@ -49,6 +54,7 @@ class TrainerModel:
         self._last: list[Any] = []  # samples and their batch, since the model is changed many times for one
         self._inputs: tuple[InputChange, ...] = ()
         self._changes: tuple[ModelChange, ...] = ()
+        self._features: dict[Any, Any] | None = None
 
     @classmethod
     def from_pretrained(
@@ -74,6 +80,12 @@ class TrainerModel:
         other = copy.copy(self)
         other._inputs += () if inputs is None else (inputs,)
         other._changes += () if model is None else (model,)
+        return other
+
+    def steady(self) -> "TrainerModel":
+        """Return the same model, which keeps the features of pixels until it is changed."""
+        other = copy.copy(self)
+        other._features = {}
         return other
 
     def attempt(
@@ -265,6 +277,8 @@ class TrainerModel:
                 change(inputs)
             for make in self._changes:
                 stack.enter_context(make(self.model))
+            if self._features is not None and not self._changes and not self.model.training:
+                stack.enter_context(_remembering(self.model, self._features))
             yield inputs
 
     def forward(self, inputs: dict[str, Any], sample: TrainingSample) -> Any:
@@ -278,6 +292,52 @@ class TrainerModel:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             where = sample.sample_id or "sample"
             raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
+
+
+def parts_of(model: Any) -> dict[str, Any]:
+    """Return the parts of a model that are computed or loaded apart: vision, language model and head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    base = getattr(model, model.base_model_prefix, model)
+    found: dict[str, Any] = {}
+    for name, child in base.named_children():
+        language = any(module is embedding for module in child.modules())
+        found[LANGUAGE if language else f"{VISION} ({name})"] = child
+    return found | ({} if head is None else {"head": head})
+
+
+@contextmanager
+def _remembering(model: Any, held: dict[Any, Any]) -> Iterator[None]:
+    """Let vision towers return what they returned for the same arguments, within the block."""
+    import torch
+
+    def call(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            return own(*args, **options)
+        key = (own, *map(_key_of, args), *((name, _key_of(value)) for name, value in options.items()))
+        if key not in held:
+            while len(held) >= _MAX_FEATURES:
+                del held[next(iter(held))]
+            held[key] = own(*args, **options)
+        return copy.copy(held[key])  # models put parts of an output in its place
+
+    towers = [part for name, part in parts_of(model).items() if name.startswith(VISION)]
+    for tower in towers:
+        tower.forward = partial(call, tower.forward)
+    try:
+        yield
+    finally:
+        for tower in towers:
+            del tower.forward
+
+
+def _key_of(value: Any) -> Any:
+    """Return something that equal tensors have in common."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    data = value.detach().contiguous().view(torch.uint8).cpu().numpy() if value.numel() else b""
+    return str(value.dtype), tuple(value.shape), blake2b(data, digest_size=16).digest()
 
 
 def _by_row(changes: Sequence[InputChange], inputs: dict[str, Any]) -> None:

@@ -11,18 +11,17 @@ import numpy as np
 
 from mmrender.audit.case import Case, Trial, fitted
 from mmrender.audit.computed import (
-    LANGUAGE,
     Place,
     attending,
     bound,
     other_dtypes,
-    parts_of,
     replaced,
     since_of,
     tensors,
     through,
 )
 from mmrender.audit.report import Float32Array
+from mmrender.audit.trainer import LANGUAGE, parts_of
 
 _MAX_FITTED: Final = 3
 _MAX_GROUPS: Final = 48

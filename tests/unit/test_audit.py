@@ -18,6 +18,7 @@ from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import whole_in
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
+from mmrender.audit.run import measure_noise
 from mmrender.audit.search import Noise
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
@@ -28,6 +29,8 @@ from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 
 TOLERANCE = 1e-3
+MEASURED = Noise(1e-5, 1e-5, TOLERANCE, TOLERANCE)
+"""Arithmetic that is not measured again."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def with_items(sample, items):
 
 def planted(samples, trainer, change, **options):
     faulty = [change(samples[0]), *samples[1:]]
-    return audit(faulty, trainer, tolerance=TOLERANCE, **options)
+    return audit(faulty, trainer, tolerance=TOLERANCE, noise=MEASURED, **options)
 
 
 def test_nothing_is_found_where_nothing_is_wrong(samples, trainer):
@@ -118,17 +121,17 @@ def test_one_patch_off_is_named_and_the_text_says_where(samples, trainer, render
 
     def forced(sample):
         logprobs = sample.logprobs.copy()
-        logprobs[start : start + 10] = 0.0
-        only = [AllowedTokens(at, at + 1, (int(sample.token_ids[at]),)) for at in range(start, start + 10)]
+        logprobs[start : start + 6] = 0.0
+        only = [AllowedTokens(at, at + 1, (int(sample.token_ids[at]),)) for at in range(start, start + 6)]
         return replace(sample, logprobs=logprobs, allowed=tuple(only))
 
     samples = [forced(sample) for sample in samples]
-    assert audit(samples, trainer, tolerance=TOLERANCE).ok
+    assert audit(samples, trainer, tolerance=TOLERANCE, noise=MEASURED).ok
     moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
     report = planted(samples, trainer, moved, decode=renderer.decode)
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("pixels", "patch order")
-    assert (finding.image, finding.token) == (1, start + 10)
+    assert (finding.image, finding.token) == (1, start + 6)
     assert finding.statement.startswith("the sampler saw every patch moved by -1 in image 1 (tokens ")
     assert finding.remedy.startswith("sampler: send tensors of this library")
     ((departing, first),) = report.departing
@@ -136,7 +139,7 @@ def test_one_patch_off_is_named_and_the_text_says_where(samples, trainer, render
     text = report.text()
     assert "1 of 3 samples depart" in text
     assert "rollout-0: first at token" in text
-    assert "sampled token 23 of 24, after image 1 (tokens" in text
+    assert "sampled token 19 of 24, after image 1 (tokens" in text
 
 
 def test_wrong_normalisation(samples, trainer):
@@ -197,14 +200,13 @@ def test_ranges_and_masks_that_do_not_fit(samples):
 
 def test_precision(samples, trainer):
     """Named where a tolerance asks for it; no alarm where the tolerance is measured."""
-    rounded = []
-    for sample in samples:
-        logprobs = np.zeros(len(sample), np.float32)
-        logprobs[sample.loss_mask] = trainer.sampled_logprobs(sample, model=whole_in(torch.bfloat16))
-        rounded.append(replace(sample, logprobs=logprobs))
-    report = audit(rounded, trainer, tolerance=1e-4, explain=1)
+    logprobs = np.zeros(len(samples[0]), np.float32)
+    logprobs[samples[0].loss_mask] = trainer.sampled_logprobs(samples[0], model=whole_in(torch.bfloat16))
+    rounded = [replace(samples[0], logprobs=logprobs)]
+    noise = measure_noise(rounded, trainer)
+    report = audit(rounded, trainer, tolerance=1e-4, noise=noise)
     assert [(finding.stage, finding.cause) for finding in report.findings] == [("model", "dtype")]
-    measured = audit(rounded, trainer)
+    measured = audit(rounded, trainer, noise=noise, explain=0)
     assert measured.ok, measured.text()
     assert measured.largest > 1e-3
 
@@ -215,7 +217,7 @@ def test_other_weights_are_not_blamed_on_an_image(samples, trainer):
         replace(sample, logprobs=(sample.logprobs * rng.uniform(0.5, 1.5, len(sample))).astype(np.float32))
         for sample in samples
     ]
-    report = audit(wrong, trainer, tolerance=TOLERANCE, explain=1, budget=150)
+    report = audit(wrong, trainer, tolerance=TOLERANCE, noise=MEASURED, explain=1, budget=100)
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("recording", "unknown")
     assert finding.token == np.flatnonzero(wrong[0].loss_mask)[0]
@@ -231,7 +233,7 @@ def test_a_sampler_restricted_by_a_grammar(samples, trainer):
         logprobs[start + 3] = sample.logprobs[start + 3] / 2
         return replace(sample, logprobs=logprobs)
 
-    report = audit([held(samples[0])], trainer, tolerance=TOLERANCE)
+    report = audit([held(samples[0])], trainer, tolerance=TOLERANCE, noise=MEASURED)
     assert [(finding.stage, finding.cause) for finding in report.findings] == [("sampling", "restricted")]
 
 
@@ -333,7 +335,7 @@ def test_the_sampler_s_dtype_travels_with_the_samples(tiny_model, renderer, trai
     rollout.append_turn(asyncio.run(sampled()))
     (sample,) = rollout.samples()
     assert sample.extra["sampler"]["dtype"] == "bfloat16"
-    report = audit([sample], trainer)
+    report = audit([sample], trainer, explain=0)
     assert report.ok, report.text()
     assert not report.notes
     # As from a sampler in float32, the same differences are an alarm.
