@@ -1,7 +1,6 @@
 """What is shown is true: the code of the README, the guides and docstrings runs, in the order of its page."""
 
 import ast
-import asyncio
 import builtins
 import ssl
 import tempfile
@@ -65,7 +64,6 @@ def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, caps
     output = found["output"]
     assert (output["errors"], output["stop_reasons"]) == ([None] * 2, ["max_turns"] * 2)
     assert sum(output["rewards"][0]) == pytest.approx(-0.2)
-    asyncio.run(found["main"](found["questions"]))
     assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["4", "max_turns"]] * 2
 
 
