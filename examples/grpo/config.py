@@ -16,7 +16,7 @@ class Config:
 
     Attributes:
         out: Folder of the run. The same command goes on with a run that was cut off.
-        game: `cell`, with one answer, or `zoom`, with a tool that shows pictures.
+        game: `cell`, with one answer, `look`, with a picture between two, or `zoom`, with a tool to call.
         grid: Rows and columns of the board, 2 to 5.
         pixels: Side of a picture.
         constrained: Sample only turns that are legal, in `zoom`; in `cell` it is always so.
@@ -102,7 +102,7 @@ ZOOM: Final[dict[str, Any]] = {
 """Settings of the game with the tool that differ from the settings of `cell`."""
 
 
-GAMES: Final[dict[str, dict[str, Any]]] = {"cell": {}, "zoom": ZOOM}
+GAMES: Final[dict[str, dict[str, Any]]] = {"cell": {}, "look": {"boards": 16}, "zoom": ZOOM}
 """The games, and their own settings."""
 
 
@@ -178,6 +178,8 @@ def parse(arguments: list[str] | None = None, *, program: str = "grpo") -> Confi
     chosen = parser.parse_args(arguments)
     parser.set_defaults(**{**GAMES[chosen.game], **(AGENT if chosen.agent else {})})
     config = Config(**vars(parser.parse_args(arguments)))
+    if config.agent and config.game == "look":
+        parser.error("argument --agent: the agent calls tools, and the game look has none to call")
     if not 2 <= config.grid <= MAX_GRID:
         parser.error(f"argument --grid: {config.grid} is not 2 to {MAX_GRID}, so that each cell has a letter")
     return config

@@ -1,4 +1,4 @@
-"""Two games of boards with one marked cell, whose answers are letters: the cells, row by row."""
+"""Games of boards with one marked cell, whose answers are letters: the cells, row by row."""
 
 import random
 import string
@@ -149,14 +149,63 @@ class ZoomedCell:
         }
 
 
-Game = MarkedCell | ZoomedCell
+class LookedCell:
+    """Two turns of one letter: the cell to look into, and the marked cell of the board that lies there.
+
+    A tool shows that board after the first turn, whichever cell was chosen. Each right letter is worth half a
+    point.
+
+    Args:
+        grid: Rows and columns of each board.
+        pixels: Side of a picture.
+        token_ids: Token of each letter; nothing else can be answered.
+        shuffled: Show the pictures of another game.
+    """
+
+    tools = None
+
+    def __init__(self, grid: int, pixels: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
+        self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
+        self._seed, self._turns, self.answer = 0, 0, ""
+
+    def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
+        """Draw the board of a seed."""
+        self._seed, self._turns = extras["seed"], 0
+        picture = self._shown("")
+        question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
+        return Observation([*prompt, question], sampling_params=self.sampling)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters of any turn."""
+        return {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
+
+    def step(self, turn: Turn) -> Observation:
+        """Judge a letter, and show the board of the first one's cell."""
+        self._turns += 1
+        reward = 0.5 * (turn.text == self.answer)
+        if self._turns == 2:
+            return Observation((), reward, True, info={"found": float(reward > 0)})
+        result = {"role": "tool", "name": "look", "content": [self._shown(turn.text)]}
+        return Observation([result], reward, sampling_params=self.sampling)
+
+    def _shown(self, cell: str) -> dict[str, Any]:
+        """Return the picture of a cell's board, or of the first one, and keep the letter that is right."""
+        picture, self.answer = draw(f"{self._seed}{cell}" if cell else self._seed, self._grid, self._pixels)
+        if self._shuffled:
+            picture, _ = draw(f"{-1 - self._seed}{cell}", self._grid, self._pixels)
+        return picture
+
+
+Game = MarkedCell | ZoomedCell | LookedCell
 
 
 def game_of(config: Config, renderer: Renderer) -> Callable[[], Game]:
     """Return a function that makes an environment of the game that the settings name."""
     grid, pixels, shuffled = config.grid, config.pixels, config.shuffled
-    if config.game == "cell":
-        return partial(MarkedCell, grid, pixels, letters(renderer, grid), shuffled=shuffled)
+    if config.game != "zoom":
+        kind = MarkedCell if config.game == "cell" else LookedCell
+        return partial(kind, grid, pixels, letters(renderer, grid), shuffled=shuffled)
     return partial(ZoomedCell, grid, pixels, constrained=config.constrained, shuffled=shuffled)
 
 

@@ -33,6 +33,29 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Environment of all of verl's processes."""
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SETTINGS: dict[str, Any] = {
+    "actor_rollout_ref.model.use_remove_padding": False,  # it needs flash attention
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+    "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+    f"{_ACTOR}.strategy": "fsdp2",
+    f"{_ACTOR}.fsdp_config.dtype": "float32",
+    f"+{_ACTOR}.fsdp_config.mixed_precision": "{param_dtype: fp32, reduce_dtype: fp32}",
+    f"{_ACTOR}.fsdp_config.use_torch_compile": False,
+    f"{_ACTOR}.use_torch_compile": False,
+    f"{_ROLLOUT}.name": ROLLOUT,
+    f"{_ROLLOUT}.tensor_model_parallel_size": 1,
+    f"{_ROLLOUT}.load_format": "safetensors",
+    f"{_ROLLOUT}.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.device": "cpu",
+    "ray_kwargs.ray_init.num_cpus": 16,  # places, not cores: each of verl's actors takes one
+    "+ray_kwargs.ray_init.num_gpus": 1,
+    "+ray_kwargs.ray_init.include_dashboard": False,
+}
+"""verl's settings without a GPU, as overrides of its configuration."""
 FROZEN = "GRPO_FROZEN_AFTER"
 """Environment variable: the server keeps its weights after this step, which a comparison must find."""
 
@@ -238,11 +261,12 @@ def fix_positions(data: Any) -> None:
     )
 
 
-verl.utils.tensordict_utils.maybe_fix_3d_position_ids = fix_positions  # before its users import it
-set_platform(CPUPlatform())
-# verl names a backend for the CPU and one for the device, which are the same here.
-verl.utils.distributed.initialize_global_process_group_ray = partial(
-    verl.utils.distributed.initialize_global_process_group_ray, backend="gloo"
-)
 RolloutReplicaRegistry.register(ROLLOUT, lambda: Replica)
 _ROLLOUT_REGISTRY[ROLLOUT, "async"] = f"{__name__}.Adapter"
+if os.environ.get("VERL_PLATFORM") == "cpu":  # in verl's processes, before their modules import these
+    set_platform(CPUPlatform())
+    verl.utils.tensordict_utils.maybe_fix_3d_position_ids = fix_positions
+    # verl names a backend for the CPU and one for the device, which are the same here.
+    verl.utils.distributed.initialize_global_process_group_ray = partial(
+        verl.utils.distributed.initialize_global_process_group_ray, backend="gloo"
+    )

@@ -1,9 +1,9 @@
 """The same games with verl's own trainer, without a GPU: `python -m grpo.with_verl --out runs/verl`.
 
-With `--game zoom` a tool shows pictures in the second turn. `main_ppo` of verl runs as it is, with an agent
-loop of mmrender's; `grpo.verl_cpu` says what stands for a GPU. verl syncs its weights to the server at each
-step. A line of `log.jsonl` for each step has figures of verl: the mean reward, the share of held-out boards,
-and the largest difference of sampler and trainer at any token, in nats, from verl's importance weights.
+By default the game has two turns, with a tool's picture between. `main_ppo` of verl runs as it is, with an
+agent loop of mmrender's; `grpo.verl_cpu` says what stands for a GPU. verl syncs its weights to the server at
+each step. A line of `metrics.jsonl` for each step has verl's figures: the mean reward, the share of held-out
+boards, and the largest difference of sampler and trainer at any token, in nats, from its importance weights.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 from grpo.config import Config, build, parse
 from grpo.games import HELD_OUT, game_of
 from grpo.trainer import Trainer
-from grpo.verl_cpu import ENVIRONMENT, ROLLOUT
+from grpo.verl_cpu import ENVIRONMENT, SETTINGS
 from grpo.worker import Worker, needs_warm_up, warm_up
 from mmrender import Renderer
 from mmrender.client.local import LocalBackend
@@ -91,6 +91,7 @@ def settings(config: Config, directory: Path) -> Any:
     )
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     chosen = {
+        **SETTINGS,
         "data.train_files": data_of(config, config.seed << 20, config.steps * config.boards, "train"),
         "data.val_files": data_of(config, HELD_OUT, config.held_out, "held_out"),
         "data.train_batch_size": config.boards,
@@ -100,62 +101,50 @@ def settings(config: Config, directory: Path) -> Any:
         "data.max_prompt_length": 256,
         "data.max_response_length": 256,
         "actor_rollout_ref.model.path": str(directory.resolve()),
-        "actor_rollout_ref.model.use_remove_padding": False,  # it needs flash attention
-        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
-        "+actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
-        f"{actor}.strategy": "fsdp2",
-        f"{actor}.fsdp_config.dtype": "float32",
-        f"+{actor}.fsdp_config.mixed_precision": "{param_dtype: fp32, reduce_dtype: fp32}",
-        f"{actor}.fsdp_config.use_torch_compile": False,
-        f"{actor}.use_torch_compile": False,
         f"{actor}.optim.lr": config.learning_rate,
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.ppo_mini_batch_size": config.boards,
         f"{actor}.ppo_micro_batch_size_per_gpu": min(64, games),
         f"{actor}.entropy_coeff": config.entropy_bonus,
-        f"{rollout}.name": ROLLOUT,
         f"{rollout}.n": config.rollouts,
-        f"{rollout}.tensor_model_parallel_size": 1,
-        f"{rollout}.load_format": "safetensors",
         f"{rollout}.calculate_log_probs": True,
         f"{rollout}.log_prob_micro_batch_size_per_gpu": min(64, games),
-        f"{rollout}.agent.num_workers": 1,
         f"{rollout}.agent.agent_loop_config_path": str(loops),
         "algorithm.adv_estimator": "grpo",
         "algorithm.norm_adv_by_std_in_grpo": False,
         "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_is_threshold": config.most_weight,
-        "reward.num_workers": 1,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "trainer.n_gpus_per_node": 1,
-        "trainer.device": "cpu",
         "trainer.logger": "[file]",
         "trainer.total_epochs": 1,
         "trainer.test_freq": config.evaluate_every,
         "trainer.default_local_dir": str(out / "checkpoints"),
         "trainer.resume_mode": "disable",
-        "ray_kwargs.ray_init.num_cpus": 16,  # places, not cores: each of verl's actors takes one
-        "+ray_kwargs.ray_init.num_gpus": 1,
-        "+ray_kwargs.ray_init.include_dashboard": False,
     }
+    return composed(chosen)
+
+
+def composed(overrides: Mapping[str, Any]) -> Any:
+    """Return the configuration of verl's PPO trainer with these settings."""
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        return compose("ppo_trainer", [f"{name}={value}" for name, value in chosen.items()])
+        return compose("ppo_trainer", [f"{name}={value}" for name, value in overrides.items()])
 
 
-def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each step from verl's log."""
+def lines(config: Config, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each step from verl's log, under the names that `grpo.report` draws."""
     for text in path.read_text().splitlines():
         entry = json.loads(text)
-        data, line = entry["data"], {"step": entry["step"]}
-        for name, value in data.items():
-            if name.startswith("val-core/"):
-                line["held_out"] = value
+        step, data = entry["step"], entry["data"]
+        line = {"step": step, "rollouts": step * config.boards * config.rollouts}
+        shares = [value for name, value in data.items() if name.startswith("val-core/")]
+        line |= {"held_out": shares[0]} if shares else {}
         if "critic/score/mean" in data:
             most, least = (data[f"rollout_corr/rollout_is_{bound}"] for bound in ("max", "min"))
             line |= {
                 "reward": data["critic/score/mean"],
                 "entropy": data["actor/entropy"],
                 "difference": max(math.log(most), -math.log(least)),
+                "kl": data["rollout_corr/kl"],
+                "tokens_per_s": data["perf/throughput"],
                 "seconds": data["timing_s/step"],
             }
         yield line
@@ -163,15 +152,16 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train with verl for as many steps as the settings say."""
-    own = ["--rollouts", "8", "--answers", "1", "--no-constrained", "--evaluate-every", "5"]
+    # verl does not know which tokens are allowed, so its entropy would be that of all of them.
+    own = ["--game", "look", "--rollouts", "8", "--answers", "1", "--no-constrained", "--entropy-bonus", "0"]
     config = parse([*own, *(sys.argv[1:] if arguments is None else arguments)], program="grpo.with_verl")
     directory = warmed(config)
     log = config.out / "verl.jsonl"
     # Read by verl's processes, which Ray starts with the environment of this one.
     os.environ |= {**ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(log.resolve())}
     run_ppo(settings(config, directory), task_runner_class=TaskRunnerV1)
-    rows = list(lines(log))
-    (config.out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = list(lines(config, log))
+    (config.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for row in rows:
         print("  ".join(f"{name} {value:.3g}" for name, value in row.items()))
 

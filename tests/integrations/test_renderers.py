@@ -16,6 +16,7 @@ from PIL import Image
 from renderers import CustomRendererConfig, create_renderer
 
 import mmrender
+from integrations.recipe_cases import run_recipe
 from integrations.renderers_through_facade import hub_cache
 from mmrender.integrations.renderers import _STATUSES, MMRenderer
 from mmrender.parsing.calls import CallStatus
@@ -199,6 +200,11 @@ async def test_verifiers_pool_grows_by_renderers_that_share_one_model(tiny_model
         assert first.renderer.renderer is second.renderer.renderer
         prompt = await first.run(lambda: first.renderer.render(conversation(1), process_multimodal=False))
     assert prompt.multi_modal_data is None
+
+
+def test_the_recipe_of_prime_rl_answers(monkeypatch, capsys, tmp_path):
+    lines = run_recipe("prime_rl", monkeypatch, capsys, tmp_path)
+    assert len([line for line in lines if "tokens in" in line]) == 4
 
 
 HERE = Path(__file__).parent

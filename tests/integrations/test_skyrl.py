@@ -25,6 +25,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from doc_pages import Page, lay_out, stand_in
+from integrations.recipe_cases import run_recipe
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.client.transport import Reply
@@ -174,3 +175,8 @@ def test_an_adapter_that_skyrl_syncs_must_be_named(renderer):
     with pytest.raises(InputError, match="skyrl-lora"):
         engine_client(theirs, renderer)
     assert engine_client(theirs, renderer, model="skyrl-lora").engine.model == "skyrl-lora"
+
+
+def test_the_recipe_rehearses(monkeypatch, capsys, tmp_path):
+    lines = run_recipe("skyrl", monkeypatch, capsys, tmp_path)
+    assert len([line for line in lines if "tokens in" in line]) == 4

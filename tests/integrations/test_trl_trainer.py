@@ -8,6 +8,7 @@ import trl
 from PIL import Image
 from transformers import AutoProcessor
 
+from integrations.recipe_cases import run_recipe
 from mmrender import Trajectory
 from mmrender.errors import InputError
 from mmrender.integrations.trl import GRPOTrainer
@@ -118,3 +119,9 @@ def test_rewards_are_means_over_branches():
 def test_settings_without_a_meaning_here_are_refused(renderer, tiny_model, tmp_path, settings, name):
     with pytest.raises(InputError, match=name):
         trainer_of(renderer, tiny_model, tmp_path, **settings)
+
+
+def test_the_recipe_trains(monkeypatch, capsys, tmp_path):
+    lines = [line.split() for line in run_recipe("trl", monkeypatch, capsys, tmp_path) if "nats" in line]
+    assert [line[1] for line in lines] == ["1", "2"]
+    assert max(float(line[-1]) for line in lines) < 1e-3

@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import fields, replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ torch = pytest.importorskip("torch")
 import grpo.__main__ as program  # noqa: E402
 from grpo.config import ZOOM, Config, parse  # noqa: E402
 from grpo.faults import encoded_again  # noqa: E402
-from grpo.games import CALL, CAPTION, MarkedCell, ZoomedCell  # noqa: E402
+from grpo.games import CALL, CAPTION, LookedCell, MarkedCell, ZoomedCell, draw  # noqa: E402
 from grpo.one_process import run  # noqa: E402
 from grpo.report import Report, summary, table  # noqa: E402
 from grpo.trainer import Trainer, reward_of, with_advantages  # noqa: E402
@@ -376,3 +377,17 @@ def test_it_learns(tmp_path, seed):
     # Three deviations of as many games at chance.
     assert np.mean(late) > chance + 3 * (chance * (1 - chance) / count) ** 0.5
     assert max(row["difference"] for row in rows) < 1e-4
+
+
+@pytest.mark.parametrize("chosen", ["A", "C"])
+def test_a_look_shows_the_board_of_the_chosen_cell(chosen):
+    game = LookedCell(2, 64, [1, 2, 3, 4])
+    asked = game.reset([], {"seed": 5})
+    picture, marked = draw(5, 2, 64)
+    assert asked.messages[0]["content"][0]["image"] == picture["image"]
+    shown = game.step(SimpleNamespace(text=chosen))
+    inside, letter = draw(f"5{chosen}", 2, 64)
+    assert (shown.reward, shown.done) == (0.5 * (chosen == marked), False)
+    assert [message["role"] for message in shown.messages] == ["tool"]
+    assert shown.messages[0]["content"][0]["image"] == inside["image"]
+    assert game.step(SimpleNamespace(text=letter)).reward == 0.5
