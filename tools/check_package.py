@@ -39,6 +39,7 @@ SDIST_NEEDS = (
     "pyproject.toml",
     "tests/conftest.py",
     "tools/check_package.py",
+    "tools/readme_links.py",
 )
 
 

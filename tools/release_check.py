@@ -5,11 +5,12 @@
 
 1. The version is that of `CITATION.cff`, of the changelog and of the tag. A rehearsal accepts "Unreleased".
 2. Build the sdist and the wheel into `dist/`, and prove them as `tools/check_package.py` does.
-3. Their names and metadata have the version.
+3. Their names and metadata have the version. With `MMRENDER_REPOSITORY`, links are addresses.
 """
 
 import argparse
 import email
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import check_package
 from check_package import ROOT, CheckError, step
 
+RELATIVE = re.compile(r"\]\(((?![a-z]+:|#)[^)]*)")
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
 HEADING = re.compile(r"^## (?P<name>\S+)(?: \((?P<date>\d{4}-\d\d-\d\d)\))?$", re.MULTILINE)
 
@@ -66,6 +68,8 @@ def check_metadata(wheel: Path, version: str) -> None:
         metadata = email.message_from_bytes(archive.read(name))
     if metadata["Version"] != version or f"-{version}-" not in wheel.name:
         raise CheckError(f"{wheel.name} has version {metadata['Version']}: expected {version}")
+    if os.environ.get("MMRENDER_REPOSITORY") and (found := RELATIVE.findall(str(metadata.get_payload()))):
+        raise CheckError(f"the description on PyPI would have links to files: {', '.join(found[:3])}")
     print(f"   {metadata['Name']} {metadata['Version']}, {metadata['License-Expression']}")
 
 

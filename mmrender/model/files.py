@@ -216,6 +216,6 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
             "the model directory does not exist, and the hub did not return it",
             where=name,
             expected="an existing directory, or a hub id such as org/name",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
-            remedy="Check the name, or pass the path of a local copy if you are offline",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: "),
+            remedy="Check the name, set HF_TOKEN for a private model, or pass the path of a local copy",
         ) from error
