@@ -98,7 +98,7 @@ class Call:
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...] | None:
-        """Tools that the model may call, or None."""
+        """Tools that the model may call, or None. The prompt has all, so that it continues earlier turns."""
         return None if self.tool_choice == "none" else self.tools or None
 
 

@@ -40,7 +40,7 @@ class CallDigests(NamedTuple):
 
     Attributes:
         request: Digest by which a repetition of the request is known. Whether it is streamed does not count.
-        tools: Digest of the offered tools.
+        tools: Digest of the tools.
         messages: Digests of the messages in canonical form.
         instructions: Digest of the instructions, empty without them.
     """
@@ -65,11 +65,11 @@ class CallDigests(NamedTuple):
                 answers.append(message)  # a repetition has equal ids and blanks, too
             else:
                 messages.append(_message_digest(message, position))
-        tools = sys.intern(digest_of(call.offered or ()))  # equal digests of all steps are one object
+        tools = sys.intern(digest_of(call.tools or ()))  # equal digests of all steps are one object
         origin = call.origin
         request = (
             (call.protocol, call.model, origin.thread, origin.agent),
-            (messages, answers, tools, call.tools is None),
+            (messages, answers, tools),
             (call.tool_choice, call.named_tools, call.parallel_tool_calls),
             (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
             (call.previous, call.instructions),

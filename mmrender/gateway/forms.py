@@ -65,7 +65,7 @@ async def written_for(
     Args:
         renderer: Its template is probed if need be.
         messages: The conversation as the agent sends it.
-        tools: Definitions of the offered tools.
+        tools: Definitions of the tools in the prompt.
         template_arguments: Template variables in force.
         sampled_ids: By id of a call, the id that the model itself sampled for it, which results must name.
         is_whole: Whether the conversation begins with `messages`.

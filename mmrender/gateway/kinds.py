@@ -38,7 +38,7 @@ class Root(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about a root that its kind depends on. They are kept with the step.
 
     Attributes:
-        tools: Digest of the offered tools, None without tools.
+        tools: Digest of the tools, None without tools.
         system: Digest of the text of its system messages, None without them.
         has_form: Whether the answer must have a form, such as a JSON schema.
         repeats: Whether it repeats turns of other conversations.
@@ -62,7 +62,7 @@ def root_of(call: Call, place: Place, steps: Sequence[Step]) -> Root:
         for part in texts_of(message)
     ]
     return Root(
-        tools=place.tools if call.offered else None,
+        tools=place.tools if call.tools else None,
         system=digest_of(systems) if systems else None,
         has_form="structured_outputs" in call.sampling_params,
         repeats=bool(place.borrowed),

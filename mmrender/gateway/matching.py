@@ -37,7 +37,7 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     """Record of a step for matching. It is kept with the step, and `Index.of` reads it.
 
     Attributes:
-        tools: Digest of the offered tools.
+        tools: Digest of the tools.
         arguments: Digest of the template arguments.
         path: Contexts from the parent's turn on, or from the tools on: one before each message, and one after
             the last. The last is the step's own context.
@@ -75,7 +75,7 @@ class Place:
         why: Why the call does not simply continue its parent, or None.
         rewritten: Steps whose turns the agent repeats with other text or calls.
         path: Contexts of the messages from `start` on, see `Recorded`.
-        tools: Digest of the offered tools.
+        tools: Digest of the tools.
         arguments: Digest of the template arguments.
         question: Digest of the last message.
         speaker: The agent, or the thread, that makes the call, if its headers say.

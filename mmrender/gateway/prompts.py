@@ -37,7 +37,7 @@ class CallPrompt:
         prompt: The tokens with their sidecar.
         made: How it was made.
         parent: The step that it continues or repeats, None for a root.
-        tools: Definitions of the offered tools, as they are in the prompt.
+        tools: Definitions of the tools, as they are in the prompt.
         records: The messages of the prompt, without pixels.
         why: Why it does not simply continue a turn, or None.
         notes: Messages that are rendered in another form, in words.
@@ -81,7 +81,7 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
         return CallPrompt(prompt, "repeated", step, step.tools, tuple(step.messages[:-1]), place.why)
     parent = None if place.parent is None else steps[place.parent]
     # A bridged prompt contains its parent's definitions, whose keys may be in another order.
-    tools = check_tools(call.offered, "tools") if parent is None else parent.tools
+    tools = check_tools(call.tools or None, "tools") if parent is None else parent.tools
     earlier = () if parent is None or call.previous is None else parent.messages
     written = await written_for(
         renderer, call.messages, tools, template_arguments, sampled_ids, is_whole=not earlier

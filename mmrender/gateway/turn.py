@@ -131,7 +131,7 @@ async def _template_arguments(
     arguments = {**call.template_arguments, **pinned}
     if call.thinking is None or _THINKING in arguments:
         return arguments, ()
-    profile = await profile_of(renderer, arguments, has_tools=call.offered is not None)
+    profile = await profile_of(renderer, arguments, has_tools=bool(call.tools))
     if _THINKING in profile.arguments:
         return {**arguments, _THINKING: call.thinking}, ()
     return arguments, (f"reasoning turned {'on' if call.thinking else 'off'}: the template cannot",)

@@ -181,9 +181,10 @@ def test_tools_and_template_arguments_come_first(session):
     assert (place.parent, place.why) == (1, None)
 
 
-def test_tools_that_must_not_be_called_are_not_offered(session):
-    place = session.index.place(call_of(session.messages, tool_choice="none"))
-    assert place.why == "the tools differ from step 1's"
+def test_tools_that_must_not_be_called_stay_in_the_prompt(session):
+    call = call_of(session.messages, tool_choice="none")
+    assert call.offered is None
+    assert session.index.place(call) == session.index.place(call_of(session.messages))
 
 
 def test_calls_that_an_agent_writes_as_text_are_found_by_their_ids(session):

@@ -301,7 +301,8 @@ async def test_calls_without_tools_are_text(renderer):
     for fields in ({"tools": None}, {"tool_choice": "none"}):
         step, answer = await session.ask(ASKED, **fields)
         assert (answer.content, answer.calls, answer.finish_reason) == (f"x\n{spoken(1)}", (), "stop")
-    later, _ = await session.ask([*ASKED, said(answer), {"role": "user", "content": "So?"}], tools=None)
+    assert step.tools == tuple(TOOLS)
+    later, _ = await session.ask([*ASKED, said(answer), {"role": "user", "content": "So?"}])
     assert later.previous is step
 
 

@@ -177,7 +177,8 @@ class Upstream:
         wants_ids = name == "chat" and fields.get("return_token_ids")
         try:
             call = _read(protocol, fields)
-            prompt = self._renderer.render_ids(call.messages, tools=call.offered, add_generation_prompt=True)
+            tools = call.tools or None
+            prompt = self._renderer.render_ids(call.messages, tools=tools, add_generation_prompt=True)
         except MMRenderError as error:
             failure = failure_of(error)
             named = failure._replace(message=str(error))  # nothing here is a secret
