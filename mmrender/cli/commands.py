@@ -395,6 +395,15 @@ def gateway(
         list[str] | None,
         typer.Option(help="NAME=URL: calls of this model go to that server, unrecorded.", metavar="NAME=URL"),
     ] = None,
+    alias_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MMRENDER_ALIAS_KEY",
+            help="NAME=KEY: key of that server.",
+            metavar="NAME=KEY",
+            show_default=False,
+        ),
+    ] = None,
     strict: Annotated[
         bool, typer.Option(help="Branch if an answer comes back changed, instead of keeping its tokens.")
     ] = False,
@@ -406,8 +415,11 @@ def gateway(
     from mmrender.gateway import Gateway, GatewaySettings
 
     aliases = dict(each.partition("=")[::2] for each in alias or ())
+    alias_keys = dict(each.partition("=")[::2] for each in alias_key or ())
     if not all(name and target for name, target in aliases.items()):
         raise InputError("an alias has no name or no URL", where="--alias", expected="NAME=URL")
+    if unknown := alias_keys.keys() - aliases.keys():
+        raise InputError("a key belongs to no alias", where="--alias-key", got=min(unknown)[:40])
     running = Gateway(
         urls,
         _load(model, "torch", files=False),
@@ -416,6 +428,7 @@ def gateway(
         settings=GatewaySettings(host=host, port=port, api_key=api_key or None, strict=strict, sync=sync),
         backend=_engine(backend),
         aliases=aliases,
+        alias_keys=alias_keys,
     )
 
     async def run() -> None:

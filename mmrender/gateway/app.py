@@ -59,6 +59,7 @@ class Host(Protocol):
     settings: GatewaySettings
     model: str
     aliases: dict[str, str]
+    alias_keys: dict[str, str]
 
     @property
     def open_session(self) -> Callable[..., Awaitable[Session]]:
@@ -252,8 +253,8 @@ class _Routes:
             begun = time.monotonic()
             session = await self._session(request)
             body = await self._body(request)
-            if (url := self.host.aliases.get(str(body.value.get("model")))) is not None:
-                return await self._forwarded(request, url, body.value)
+            if (name := str(body.value.get("model"))) in self.host.aliases:
+                return await self._forwarded(request, name, body.value)
             call, digests = await self._read(protocol, body, request)
             with ExitStack() as stack:
                 stack.enter_context(self._rate.charged(key_of(request), call.n))
@@ -302,13 +303,16 @@ class _Routes:
             raise RequestError(404, message, code="model_not_found", param="model")
         return call, digests
 
-    async def _forwarded(self, request: Request, url: str, body: Mapping[str, Any]) -> Response:
-        """Pass a call for another model on, unrecorded. The caller's key stays here."""
+    async def _forwarded(self, request: Request, name: str, body: Mapping[str, Any]) -> Response:
+        """Pass a call for another model on, unrecorded. The model's key takes the place of the caller's."""
         path = "/v1/" + request.url.path.partition("/v1/")[2]
-        kept = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
+        kept = {each: request.headers[each] for each in _FORWARDED_HEADERS if each in request.headers}
+        if key := self.host.alias_keys.get(name):
+            own = {"authorization": f"Bearer {key}", "x-api-key": key}
+            kept |= {header: value for header, value in own.items() if header in request.headers}
         caller = Caller(request)
         try:
-            forwarding = self.host.forward(url, path, kept, msgspec.json.encode(body))
+            forwarding = self.host.forward(self.host.aliases[name], path, kept, msgspec.json.encode(body))
             status, headers, pieces = await caller.wait_for(forwarding)
         except BaseException:
             caller.close()

@@ -66,6 +66,7 @@ class Gateway:
         settings: Address, keys and limits.
         backend: The servers' wire, if `engines` are URLs.
         aliases: Models of other servers, by name: URLs to which calls of these models go unrecorded.
+        alias_keys: Keys for these servers, by the same names. They take the place of the caller's key.
         request_options: Options of each request to the engine, such as `routed_experts`.
 
     Raises:
@@ -85,12 +86,14 @@ class Gateway:
         settings: GatewaySettings | None = None,
         backend: BackendName = "vllm",
         aliases: Mapping[str, str] | None = None,
+        alias_keys: Mapping[str, str] | None = None,
         request_options: RequestOptions | None = None,
     ) -> None:
         self.settings = settings or GatewaySettings()
         self.renderer = renderer
         self.model = model
         self.aliases = dict(aliases or {})
+        self.alias_keys = dict(alias_keys or {})
         self._client: InferenceEngineClient | None = None
         self._owns_client = isinstance(engines, str | Sequence)
         if isinstance(engines, str | Sequence):

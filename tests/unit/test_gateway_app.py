@@ -30,10 +30,12 @@ HELLO = {
 
 
 @contextlib.contextmanager
-def serving(renderer, *, out=None, aliases=None, **settings):
+def serving(renderer, *, out=None, aliases=None, alias_keys=None, **settings):
     """A gateway over a scripted engine, on a thread of its own; yields both."""
     script = Script(renderer)
-    gateway = script.gateway(out, settings=GatewaySettings(**settings), aliases=aliases)
+    gateway = script.gateway(
+        out, settings=GatewaySettings(**settings), aliases=aliases, alias_keys=alias_keys
+    )
     gateway.start()
     try:
         yield gateway, script
@@ -473,7 +475,8 @@ def test_an_aliased_model_is_another_servers_and_is_not_recorded(renderer):
     class Small(BaseHTTPRequestHandler):
         def do_POST(self):
             length = int(self.headers["content-length"])
-            received.append((self.path, self.headers["authorization"], json.loads(self.rfile.read(length))))
+            keys = self.headers["authorization"], self.headers["x-api-key"]
+            received.append((self.path, keys, json.loads(self.rfile.read(length))))
             body = b'{"small": true}'
             self.send_response(200)
             self.send_header("content-type", "application/json")
@@ -488,17 +491,22 @@ def test_an_aliased_model_is_another_servers_and_is_not_recorded(renderer):
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        aliases = {"small": f"http://127.0.0.1:{server.server_port}", "gone": "http://127.0.0.1:1"}
-        with serving(renderer, aliases=aliases) as (gateway, script):
+        url = f"http://127.0.0.1:{server.server_port}"
+        aliases = {"small": url, "locked": url, "gone": "http://127.0.0.1:1"}
+        with serving(renderer, aliases=aliases, alias_keys={"locked": "secret"}) as (gateway, script):
             assert call(gateway, protocol=MESSAGES, model="small") == (200, {"small": True})
+            assert call(gateway, protocol=MESSAGES, model="locked") == (200, {"small": True})
+            assert call(gateway, model="locked", key="", headers={"x-api-key": "mine"})[0] == 200
             assert call(gateway, model="gone")[0] == 502
             assert script.asked == 0
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    [(path, key, body)] = received
-    assert (path, key, body["messages"]) == ("/v1/messages", None, HELLO[MESSAGES]["messages"])
+    path, _, body = received[0]
+    assert (path, body["messages"]) == ("/v1/messages", HELLO[MESSAGES]["messages"])
+    bearer = ("Bearer secret", None)
+    assert [keys for _, keys, _ in received] == [(None, None), bearer, ("Bearer secret", "secret")]
 
 
 def test_several_gateways_serve_in_one_loop(renderer):
