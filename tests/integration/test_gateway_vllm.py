@@ -35,6 +35,10 @@ LOOK = {
         },
     },
 }
+PRESS = {"type": "function", "function": {**LOOK["function"], "name": "press", "description": "Press it."}}
+ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "look"}}]}
+CHOICES = ["auto", "required", "auto", {"type": "allowed_tools", "allowed_tools": ALLOWED}]
+"""By number of the turn."""
 
 
 async def agent(
@@ -42,7 +46,8 @@ async def agent(
 ) -> None:
     """An agent that knows only OpenAI's client: it is made to look, and sees a screenshot in the result.
 
-    An untrained model would spell a call's delimiters letter by letter, so the second of `biases` asks for their tokens.
+    An untrained model would spell a call's delimiters letter by letter, so the second of `biases` asks for their
+    tokens. The opening one is the likelier, so that a call that is free to come comes at once.
     """
     shown = {"type": "image_url", "image_url": {"url": data_url(noise(number % 10, 96, 64))}}
     messages = [{"role": "user", "content": [{"type": "text", "text": f"Task {number}"}, shown]}]
@@ -55,8 +60,8 @@ async def agent(
             reply = await client.chat.completions.create(
                 model="any",
                 messages=messages,
-                tools=[LOOK],
-                tool_choice="required" if looks else "auto",
+                tools=[LOOK, PRESS],
+                tool_choice=CHOICES[turn],
                 parallel_tool_calls=False,
                 max_tokens=400 if looks else 12,
                 logit_bias=biases[looks],
@@ -64,6 +69,7 @@ async def agent(
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if message.tool_calls:
+                assert turn < 3 or message.tool_calls[0].function.name == "look"
                 screenshot = {"type": "image_url", "image_url": {"url": data_url(noise(50 + number % 7))}}
                 content = [{"type": "text", "text": "see"}, screenshot]
                 messages += [
@@ -100,8 +106,8 @@ def rollouts(vllm_servers, renderer, tiny_model, tmp_path_factory):
         serving = asyncio.create_task(gateway.serve(started=lambda _: listening.set()))
         await listening.wait()
         plain = no_placeholders(renderer)["logit_bias"]
-        delimiters = [renderer.tokenizer.token_id(name) for name in ("<tool_call>", "</tool_call>")]
-        biases = [plain, plain | dict.fromkeys(delimiters, 100.0)]
+        opening, closing = (renderer.tokenizer.token_id(name) for name in ("<tool_call>", "</tool_call>"))
+        biases = [plain, plain | {opening: 100.0, closing: 50.0}]
         sessions = [
             await gateway.open_session(
                 f"agent-{number}", sampling_params={"temperature": 1.0, "seed": number}
