@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OURS, REFERENCE, RENDERERS, NATIVE = "mmrender", "reference", "renderers", "tml-renderers"
+TRL = "trl"
 ONE, FOUR, WARM = "1 turn, one 1024²", "4 turns, four 1024²", "16 turns, four 1024²"
 Document = Mapping[str, Any]
 _SHORT_MS = 0.05
@@ -65,6 +66,14 @@ def _turn(parts: Mapping[str, Document]) -> Iterator[Figure]:
         f"processor time of a whole turn, {parts['turn']['rollouts']} in flight (renderers by verifiers)",
         {name: rows[key]["turn_s"] for key, name in names.items() if key in rows},
         faster={RENDERERS: 3.0, REFERENCE: 8.0},
+    )
+
+
+def _sft(parts: Mapping[str, Document]) -> Iterator[Figure]:
+    yield Figure(
+        "processor time of a sample of fine-tuning, two 512² JPEG files and four answers",
+        parts["sft"]["seconds"],
+        faster={TRL: 4.0},
     )
 
 
@@ -217,6 +226,7 @@ def _open(parts: Mapping[str, Document]) -> Iterator[Figure]:
 
 _READERS: dict[str, Callable[[Mapping[str, Document]], Iterator[Figure]]] = {
     "turn": _turn,
+    "sft": _sft,
     "text": _text,
     "images": _images,
     "bridge": _bridge,

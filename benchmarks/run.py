@@ -43,6 +43,7 @@ class Part:
 
 PARTS = {
     "turn": Part("bench_turn.py", "--rounds 2", "--quick"),
+    "sft": Part("bench_sft.py", "", "--quick --rows 4"),
     "text": Part("bench_text.py", "--turns 1 4 16 64 250 1000 --rounds 7", "--turns 16 --rounds 9"),
     "images": Part(
         "bench_media.py",
