@@ -120,7 +120,7 @@ def main() -> None:
     environment = os.environ.get("MMRENDER_TRL_ENV")
     if environment and not HAS_TRL:
         python = str(Path(environment) / "bin" / "python")
-        os.execv(python, [python, *sys.argv])  # noqa: S606 - the environment that the caller names
+        os.execv(python, [python, *sys.argv])
     torch.set_num_threads(1)
     rounds = 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,7 @@ def same_message(later: Message, earlier: Message) -> bool:
     `later` may lack the reasoning and the ids of calls, which client libraries often lose. Another reasoning
     or id is a difference.
     """
-    if later is earlier or _is_equal(later, earlier):
+    if later is earlier:  # as the client passes messages that were not changed
         return True
     (thoughts, role, body), (earlier_thoughts, earlier_role, earlier_body) = map(_meaning, (later, earlier))
     calls = zip(later.tool_calls, earlier.tool_calls, strict=False)
@@ -81,27 +81,6 @@ def same_message(later: Message, earlier: Message) -> bool:
         and all(not a.id or not b.id or a.id == b.id for a, b in calls)
         and same_value(body, earlier_body, as_json=True)
     )
-
-
-def _is_equal(later: Message, earlier: Message) -> bool:
-    """Whether two messages without calls and extra keys are equal. It compares text and identities alone."""
-    if later.tool_calls or earlier.tool_calls or later.extra or earlier.extra:
-        return False
-    if (later.role, later.name, later.tool_call_id) != (earlier.role, earlier.name, earlier.tool_call_id):
-        return False
-    content, earlier_content = later.content, earlier.content
-    if later.reasoning_content != earlier.reasoning_content or type(content) is not type(earlier_content):
-        return False
-    if not isinstance(content, tuple) or not isinstance(earlier_content, tuple):
-        return content == earlier_content
-    return len(content) == len(earlier_content) and all(map(_is_equal_part, content, earlier_content))
-
-
-def _is_equal_part(part: Any, earlier: Any) -> bool:
-    if type(part) is not type(earlier):
-        return False
-    pairs = zip(msgspec.structs.astuple(part), msgspec.structs.astuple(earlier), strict=True)
-    return all(one is two or (type(one) is type(two) is str and one == two) for one, two in pairs)
 
 
 def is_unchanged(value: Any, copy: Any) -> bool:
