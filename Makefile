@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test errors blocks check lint types layers words docs package release-check import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fleet fuzz clean \
-	browser screenshots .venv-vllm integration-vllm integration-sglang integration-dynamo
+	browser screenshots gallery .venv-vllm integration-vllm integration-sglang integration-dynamo
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 16
@@ -150,6 +150,9 @@ screenshots: MODEL ?= $(wildcard ../shared/models/qwen3_vl)
 screenshots: $(BROWSER_STAMP) ## make the pictures of docs/images; MODEL=DIR shows another model's tokens
 	$(BIN)/python tools/screenshots.py $(if $(MODEL),--model $(MODEL))
 	$(BIN)/python tools/screenshots.py --live $(if $(MODEL),--model $(MODEL))
+
+gallery: $(BROWSER_STAMP) docs ## photograph the site and the pages of tokens at three widths in light and dark, into runs/gallery
+	$(BIN)/python tools/screenshots.py --gallery runs/gallery
 
 # Installed once, 2.2 GB; a named environment is taken as it is.
 .venv-vllm: $(MAIN_STAMP)

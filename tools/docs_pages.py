@@ -14,6 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+TOUR = ROOT / "examples" / "tour.ipynb"
 STUBS = (ROOT / "mmrender", ROOT / "codecs" / "mmcodecs")
 
 
@@ -64,6 +65,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "wire.md", content=wire_page()))
     files.append(File.generated(config, "live.html", content=live_page()))
     files.append(File.generated(config, "tour.md", content=tour_page()))
+    files.append(File.generated(config, TOUR.name, content=TOUR.read_text("utf-8")))
     return files
 
 
@@ -74,10 +76,11 @@ def on_page_content(html: str, **_: object) -> str:
 
 def tour_page() -> str:
     """The notebook as a page, which is where its links lead from."""
-    cells = json.loads((ROOT / "examples" / "tour.ipynb").read_text("utf-8"))["cells"]
+    cells = json.loads(TOUR.read_text("utf-8"))["cells"]
     texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
     blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts]
-    return "\n\n".join(blocks).replace("](../docs/", "](") + "\n"
+    page = "\n\n".join(blocks).replace("](../docs/", "](") + "\n"
+    return page.replace("`examples/tour.ipynb`", "[`tour.ipynb`](tour.ipynb)")
 
 
 def live_page() -> str:

@@ -1,11 +1,15 @@
 """Make the pages that the documentation shows, and photograph them with Chromium: `docs/images/*.webp`.
 
-Every picture in them is drawn here or shipped with the package. Run it with `make screenshots`.
+All that they show is drawn here or shipped with the package. `make screenshots` runs it. `make gallery` has
+pictures of these pages and of the built site at three widths, in light and dark, to be looked at.
 """
 
 import argparse
+import functools
+import http.server
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.resources import files
@@ -86,6 +90,20 @@ def conversation(renderer: Renderer) -> Page:
         {"role": "assistant", "content": "What you typed is text: none of it became a special token."},
     ]
     return Page(renderer.render(messages), title="A cow and a chart")
+
+
+def video(renderer: Renderer) -> Page:
+    """A flight over an island, and a question about it."""
+    world = terrain(5)
+    frames = [world.crop((left, 200, left + 320, 440)) for left in range(0, 448, 56)]
+    content = [
+        {"type": "video", "video": np.stack([np.asarray(frame) for frame in frames])},
+        _part("What comes last?"),
+    ]
+    answer = {"role": "assistant", "content": "The eastern shore, and open water."}
+    return Page(
+        renderer.render([{"role": "user", "content": content}, answer]), title="A flight over an island"
+    )
 
 
 ZOOM = {
@@ -307,6 +325,36 @@ def shots(pages: dict[str, Path]) -> Iterable[tuple[str, Path, dict[str, Any], A
     )
 
 
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+GUIDES = ("", "quickstart/", "rollout/", "debug/", "tour/")
+"""Pages of the site in the gallery."""
+
+
+def gallery(browser: Any, pages: dict[str, Path], folder: Path) -> None:
+    """Photograph guides and pages at three widths, in light and dark."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = functools.partial(_Quiet, directory=str(ROOT / "site"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        root = f"http://127.0.0.1:{server.server_port}/"
+        addresses = {guide.strip("/") or "index": root + guide for guide in GUIDES}
+        addresses |= {f"page-{name}": path.resolve().as_uri() for name, path in pages.items()}
+        tab = browser.new_page()
+        for name, address in addresses.items():
+            tab.goto(address)
+            for scheme in ("light", "dark"):
+                tab.emulate_media(color_scheme=scheme)
+                for width in (390, 768, 1440):
+                    tab.set_viewport_size({"width": width, "height": 900})
+                    tab.wait_for_timeout(400)
+                    tab.screenshot(path=folder / f"{name}-{width}-{scheme}.png")
+        server.shutdown()
+
+
 def main() -> None:
     """Write the screenshots."""
     from playwright.sync_api import sync_playwright
@@ -318,6 +366,7 @@ def main() -> None:
         "--live", action="store_true", help="write the data of the page on the site's first page"
     )
     parser.add_argument("--pages", type=Path, help="folder to keep the pages in")
+    parser.add_argument("--gallery", type=Path, help="folder for pictures of every page and width")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.pages or Path(scratch)
@@ -339,8 +388,11 @@ def main() -> None:
         TARGET.mkdir(exist_ok=True)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+            if arguments.gallery:
+                pages["video"] = video(renderer).save(folder / "video.html")
+                gallery(browser, pages, arguments.gallery)
             for name, path, options, act in shots(pages):
-                if arguments.only and name not in arguments.only:
+                if arguments.gallery or (arguments.only and name not in arguments.only):
                     continue
                 page = browser.new_page(device_scale_factor=2, **options)
                 page.goto(path.resolve().as_uri())

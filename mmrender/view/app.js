@@ -498,12 +498,13 @@ function start() {
   });
   if (!sequences.length) return welcome();
   const wide = innerWidth >= 1280 ? 2 : 1;
-  const count = data.sideBySide ? 2 : sequences.length > 1 && !data.strips[0].values.trainer ? wide : 1;
+  const audit = Boolean(data.strips[0].values.trainer);
+  const count = data.sideBySide ? 2 : sequences.length > 1 && !audit ? wide : 1;
   look(views.includes("difference") ? "difference" : "origin");
   for (let index = 0; index < Math.min(count, sequences.length); index++) show(index);
   activate(strips[0]);
   welcome();
-  if (!follow() && data.sideBySide && data.marks.length) jump(data.marks[0]);
+  if (!follow() && (data.sideBySide || audit) && data.marks.length) jump(data.marks[0]);
   new ResizeObserver(() => requestAnimationFrame(() => {
     if (visible().some((strip) => strip.scroller.clientWidth !== strip.width)) return arrange();
     for (const strip of visible()) {

@@ -250,6 +250,10 @@ def test_a_difference_opens_where_it_begins(opened, renderer, rendered):
     tops = [tab.locator(".t.marked").nth(index).bounding_box()["y"] for index in (0, 1)]
     assert all(0 < top < 820 for top in tops)
     assert f"{len(rendered) - 6} tokens are equal before it" in tab.inner_text("#inspector")
+    tab.set_viewport_size({"width": 768, "height": 820})
+    for card in tab.locator(".card").all():
+        box, fold = card.bounding_box(), card.get_by_role("button").bounding_box()
+        assert fold["y"] + fold["height"] <= box["y"] + box["height"]
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +284,8 @@ def audited(renderer, rendered):
 def test_a_finding_opens_at_its_token_and_image(opened, audited):
     token, report = audited
     tab = opened(Page(report))
+    assert "another picture" in tab.inner_text("#inspector")
+    tab.locator(".strip").press("Home")
     tab.get_by_role("button", name="pixels: another picture").click()
     assert tab.locator(f'.t.marked.current[data-token="{token}"]').is_visible()
     assert tab.locator(".card.marked").count() == 1
