@@ -189,6 +189,9 @@ HARNESSES: Mapping[str, Harness] = {
     "agents-responses": Harness(
         "openai-agents 0.24.0", _agent("py", "openai_agents.py", "responses"), notes_script
     ),
+    "agents-stateful": Harness(
+        "openai-agents 0.24.0", _agent("py", "openai_agents.py", "responses", "stateful"), notes_script
+    ),
     "langchain-chat": Harness("langchain 1.4.7", _agent("py", "langchain_agent.py", "chat"), notes_script),
     "langchain-responses": Harness(
         "langchain 1.4.7", _agent("py", "langchain_agent.py", "responses"), notes_script

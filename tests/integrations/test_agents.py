@@ -9,8 +9,8 @@ from harnesses.runs import play
 from mmrender.renderer import Renderer
 
 NAMES = [
-    "openai", "agents-chat", "agents-responses", "langchain-chat", "langchain-responses", "pydantic-chat",
-    "pydantic-responses", "pydantic-messages", "smolagents",
+    "openai", "agents-chat", "agents-responses", "agents-stateful", "langchain-chat", "langchain-responses",
+    "pydantic-chat", "pydantic-responses", "pydantic-messages", "smolagents",
 ]  # fmt: skip
 
 

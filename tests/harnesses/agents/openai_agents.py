@@ -1,4 +1,7 @@
-"""openai-agents over chat completions or responses, streamed and not, with a picture in a tool result."""
+"""openai-agents over chat completions or responses, with a picture in a tool result.
+
+With `stateful` a call of responses names the response before, and has the new items alone.
+"""
 
 import asyncio
 import base64
@@ -16,7 +19,7 @@ from agents import (
     set_tracing_disabled,
 )
 
-base_url, key, folder, protocol = sys.argv[1:]
+base_url, key, folder, protocol, *how = sys.argv[1:]
 set_tracing_disabled(True)
 data = base64.b64encode(Path(folder, "pic.png").read_bytes()).decode()
 URL = f"data:image/png;base64,{data}"
@@ -52,7 +55,8 @@ async def main() -> None:
             ],
         }
     ]
-    streamed = Runner.run_streamed(agent, asked, max_turns=12)
+    names_response = how == ["stateful"]
+    streamed = Runner.run_streamed(agent, asked, max_turns=12, auto_previous_response_id=names_response)
     async for _ in streamed.stream_events():
         pass
     print(streamed.final_output)
