@@ -34,6 +34,21 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(place.read_text("utf-8")), f"{page.name}: {target}#{anchor}"
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "faq.md"], ids=lambda page: page.name
+)
+def test_pages_open_with_a_sentence_and_show_something_soon(page: Path) -> None:
+    """A reader sees what a page is for, and code, a table or a picture within a screen."""
+    lines = re.sub(r"\A---.*?---\n", "", page.read_text("utf-8"), flags=re.DOTALL).strip().splitlines()
+    if lines[0].startswith("--8<--"):
+        return
+    first = next(line for line in lines[1:] if line)
+    assert re.match(r"[\w`*\[\"]", first), f"{page.name} opens with {first!r}"
+    assert not first.startswith("```"), f"{page.name} opens with code"
+    shown = (number for number, line in enumerate(lines) if re.match(r" *(```|\||!\[|\[!\[|--8<--|<)", line))
+    assert next(shown, 99) <= 22, page.name
+
+
 def test_pictures_are_shown_somewhere() -> None:
     text = "".join(page.read_text("utf-8") for page in PAGES)
     assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.name not in text] == []
