@@ -47,7 +47,7 @@ REFUSED: Final[Mapping[str, str]] = {
 _MAX_ANSWERS: Final = 128
 """Maximum number of answers of one request."""
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
-_PARTS: Final = (*_TEXTS, "image_url", "input_image", "video_url")
+_PARTS: Final = (*_TEXTS, "image_url", "input_image", "video_url", "input_audio", "audio_url")
 _ROLES: Final[Mapping[str, Role]] = {"developer": "system", "function": "tool"}
 
 

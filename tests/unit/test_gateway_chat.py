@@ -10,7 +10,7 @@ from kit import error_of
 from mmrender.errors import InputError
 from mmrender.gateway import chat
 from mmrender.gateway.protocols import PROTOCOLS
-from mmrender.messages import ImagePart, Message, TextPart, ToolCall
+from mmrender.messages import AudioPart, ImagePart, Message, TextPart, ToolCall
 
 CHAT = PROTOCOLS["chat"]
 ASKED = [{"role": "user", "content": "How many?"}]
@@ -131,6 +131,15 @@ def test_a_refused_field_is_named(name):
     assert error_of(InputError, read, **{name: "x"}) == sentence
 
 
+def test_a_clip_is_read_in_both_forms():
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": "https://host/a.flac"}},
+    ]
+    (message,) = read(messages=[{"role": "user", "content": parts}]).messages
+    assert message.content == (AudioPart("data:wav;base64,UklGRg=="), AudioPart("https://host/a.flac"))
+
+
 def test_sampling_parameters_have_their_own_names():
     call = read(temperature=0.2, top_p=0.9, top_k=5, stop=["a"], seed=3, max_tokens=9, frequency_penalty=0.3)
     assert call.sampling_params == {
@@ -230,6 +239,7 @@ BROKEN = {
     "content": {"messages": [{"role": "user", "content": 3}]},
     "part": {"messages": [{"role": "user", "content": [{"type": "sound"}]}]},
     "audio": {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+    "file of audio": {"messages": [{"role": "user", "content": [{"type": "audio_url", "audio_url": "/x.wav"}]}]},
     "file": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "/etc/passwd"}]}]},
     "file URL": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
     "frames": {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": ["/x"]}]}]},
