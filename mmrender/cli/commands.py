@@ -87,8 +87,16 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code of the model directory. Read it first.")
+    ] = False,
 ) -> None:
     """Render multimodal chat exactly, and look at rendered, sampled and trained tokens."""
+    _options_of_all["trust_remote_code"] = trust_remote_code
+
+
+_options_of_all = {"trust_remote_code": False}
+"""Options that are given before the command."""
 
 
 @app.command()
@@ -535,6 +543,7 @@ def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
             image_backend=cast(ImageBackend, image_backend),
             media_policy=policy,
             template_processes=processes,
+            trust_remote_code=_options_of_all["trust_remote_code"],
         )
 
 

@@ -45,7 +45,12 @@ def overview(reason: str) -> str:
         lines += wrap(
             f"  {name:<{width - 2}}{summary}", 79, subsequent_indent=" " * width, break_on_hyphens=False
         )
-    lines += ["", "Options:", "  --version  Print the version.", "  --help     Print this text.", ""]
+    options = {
+        "--version": "Print the version.",
+        "--trust-remote-code": "Run code of the model directory. Read it first.",
+        "--help": "Print this text.",
+    }
+    lines += ["", "Options:", *(f"  {name:<19}  {text}" for name, text in options.items()), ""]
     lines.append("Exit status:")
     lines += [f"  {status:>3}  {meaning}" for status, meaning in STATUSES.items()]
     return "\n".join(lines)

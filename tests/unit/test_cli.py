@@ -27,6 +27,7 @@ from mmrender.testing import reference
 from mmrender.testing.reports import ParityReport, parity_table
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory import save_trajectories
+from remote_models import tiles
 
 MESSAGES = [user("What?", "red.png"), assistant("Red.")]
 
@@ -49,6 +50,12 @@ def run(monkeypatch, capsys):
         return exited.code, captured.out, captured.err
 
     return run
+
+
+def test_remote_code_runs_if_the_command_says_so(run, folder):
+    pytest.importorskip("transformers")
+    command = ("render", "chat.json", "-m", tiles(folder / "tiles"), "--image-backend", "pil")
+    assert [run(*command)[0], run("--trust-remote-code", *command)[0], run(*command)[0]] == [2, 0, 2]
 
 
 def test_render_prints_what_the_library_gives(run, folder, tiny_model, renderer):
