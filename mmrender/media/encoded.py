@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
+from mmrender.media.audio import load_audio
 from mmrender.media.item import Item
 from mmrender.media.load import Coding, LoadedImage, load_image, open_image, orientation_of
 from mmrender.media.policy import MediaPolicy
@@ -32,15 +33,15 @@ _VERBATIM: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/web
 
 
 class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
-    """One image without tensors: for servers that process images, and trainers that process them again.
+    """One item without tensors: for servers that process images, and trainers that process items again.
 
-    It holds the encoded image or its URL, and the expected result of processing it, so two sides that process
-    differently are detected instead of trained on.
+    It holds the encoded image, video or clip or its URL, and the expected result of processing it, so two
+    sides that process differently are detected instead of trained on.
 
     Attributes:
         identity: Of the item that processing `source` must produce; 64 hex digits.
         expected_length: Number of tokens of the placeholder range in the prompt.
-        source: The encoded image, or its URL.
+        source: The encoded image, video or clip, or its URL.
     """
 
     expected_length: Count
@@ -81,7 +82,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
     def resolve(
         self, processor: MediaProcessor, policy: MediaPolicy | None = None, *, num_images: int = 1
     ) -> MediaItem:
-        """Load and process the image, and compare the item with the expected one.
+        """Load and process the source, and compare the item with the expected one.
 
         Args:
             processor: The model's, with the settings of the sampling side.
@@ -94,8 +95,12 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
         where = f"item {self.identity[:12]}"
         if self.modality == "image":
             item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
-        elif processor.videos is None:
-            raise MediaError(f"videos are not supported for {processor.name}", where=where)
+        elif self.modality == "audio" and processor.audio is not None:
+            clip = load_audio(self.source, processor.audio.sampling_rate, policy, where=where)
+            item = processor.audio.prepare(clip).finish()
+        elif self.modality == "audio" or processor.videos is None:
+            noun = "audio is" if self.modality == "audio" else "videos are"
+            raise MediaError(f"{noun} not supported for {processor.name}", where=where)
         else:
             with open_video(VideoPart(self.source), policy or MediaPolicy(), where) as video:
                 item = processor.videos.prepare(video).finish()

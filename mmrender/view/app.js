@@ -126,6 +126,8 @@ function inspect(sequence, token) {
     const shown = picture(at.medium, 190, { frame, patch: at.row === undefined ? null : at, most: innerWidth <= 720 ? 130 : 270 });
     shown.classList.add("shown");
     parts.push(shown);
+    const { sound } = data.media[at.medium.item];
+    if (sound) parts.push(element("audio", { controls: true, src: sound }));
   }
   const list = element("dl");
   fact(list, "id", `${sequence.ids[token]}`);
@@ -137,8 +139,13 @@ function inspect(sequence, token) {
   if (at) {
     const [frames, rows, columns] = at.medium.grid || [];
     if (frames > 1) fact(list, "frame", at.frame === undefined ? "" : `${at.frame + 1} of ${frames}`);
-    fact(list, "patch row", at.row === undefined ? "" : `${at.row + 1} of ${rows}`);
-    fact(list, "patch column", at.column === undefined ? "" : `${at.column + 1} of ${columns}`);
+    const { duration } = data.media[at.medium.item];
+    if (duration) {
+      fact(list, "time", at.column === undefined ? "" : `${((at.column / columns) * duration).toFixed(2)} of ${duration.toFixed(2)} s`);
+    } else {
+      fact(list, "patch row", at.row === undefined ? "" : `${at.row + 1} of ${rows}`);
+      fact(list, "patch column", at.column === undefined ? "" : `${at.column + 1} of ${columns}`);
+    }
     if (at.feature < 0) fact(list, "feature", "none: a separator");
     fact(list, "identity", data.media[at.medium.item] && at.medium.item.slice(0, 12));
   }

@@ -24,7 +24,7 @@ from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 from mmrender.trajectory import Branch
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory
-from mmrender.view.pictures import shown_frames, thumbnails, token_grid
+from mmrender.view.pictures import shown_frames, sound_of, thumbnails, token_grid
 from mmrender.view.text import Decode, token_texts, visible
 
 Data: TypeAlias = dict[str, Any]
@@ -117,6 +117,9 @@ class Document:
 
 def _shown_item(item: MediaItem) -> Data:
     height, width = item.size
+    duration = 0.0
+    if item.modality == "audio":
+        height, duration = 1, width / height
     pictures = thumbnails(item)
     seconds = item.times if isinstance(item, PatchItem) else ()
     return {
@@ -127,6 +130,8 @@ def _shown_item(item: MediaItem) -> Data:
         "width": width,
         "layout": list(item.grid),
         "pictures": pictures,
+        "duration": duration,
+        "sound": sound_of(item),
     }
 
 

@@ -126,6 +126,7 @@ def as_html(document: Data) -> str:
         f"script-src {_digest(script)}",
         f"style-src {_digest(style)}",
         "img-src data:",
+        "media-src data:",
     )
     policy = "; ".join((*rules, "base-uri 'none'", "form-action 'none'"))
     parts = {

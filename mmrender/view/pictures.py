@@ -14,6 +14,7 @@ from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Integers, Levels, expanded
 from mmrender.media.load import load_image
 from mmrender.media.processors.patches import PatchItem
+from mmrender.media.sources import format_name
 from mmrender.sidecar import MediaItem
 
 _SIDE: Final = 400
@@ -21,6 +22,14 @@ _SIDE: Final = 400
 _QUALITY: Final = 82
 _HEIGHT: Final = 64
 """Height of a spectrogram in pixels."""
+_SOUNDS: Final = {
+    "WAV audio": "audio/wav",
+    "FLAC audio": "audio/flac",
+    "Ogg audio": "audio/ogg",
+    "MP3 audio": "audio/mpeg",
+}
+_MAX_SOUND: Final = 4 << 20
+"""Maximum size of a clip that a page plays, in bytes."""
 _MAX_PICTURES: Final = 8
 """Maximum number of frames or tiles shown of one item."""
 
@@ -52,6 +61,15 @@ def thumbnails(item: MediaItem) -> list[str]:
         picture.save(buffer, format="JPEG", quality=_QUALITY)
         urls.append(f"data:image/jpeg;base64,{pybase64.b64encode_as_string(buffer.getvalue())}")
     return urls
+
+
+def sound_of(item: MediaItem) -> str | None:
+    """Return the `data:` URL of a clip that is kept encoded, unless it is long. Features cannot be heard."""
+    source = item.source if isinstance(item, ReferenceItem) and item.modality == "audio" else None
+    if not isinstance(source, bytes) or len(source) > _MAX_SOUND:
+        return None
+    mime = _SOUNDS.get(format_name(source[:64]))
+    return mime and f"data:{mime};base64,{pybase64.b64encode_as_string(source)}"
 
 
 def shown_frames(count: int) -> list[int]:
