@@ -29,7 +29,7 @@ from PIL import Image  # noqa: E402
 from turn_cases import SIDE, answers  # noqa: E402
 
 from mmrender import Renderer  # noqa: E402
-from mmrender.client.vllm_fields import collate_items, item_tensors, layout_of  # noqa: E402
+from mmrender.client.vllm_fields import WireForm, collate_items, item_tensors, layout_of  # noqa: E402
 from mmrender.media.vllm_items import encode_mm_kwargs_item  # noqa: E402
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.I)
@@ -132,7 +132,8 @@ class Model:
         rendered = self._renderer.render([{"role": "user", "content": [{"type": "image", "image": image}]}])
         data = rendered.multi_modal_data
         (item,), (place,) = data.mm_items["image"], data.mm_placeholders["image"]
-        (elems,) = collate_items(layout_of(ARCHITECTURE), [item_tensors(item, "uint8")])
+        layout = layout_of(ARCHITECTURE)
+        (elems,) = collate_items(layout, [item_tensors(item, WireForm(layout, "uint8"))])
         features = {
             "mm_hashes": {"image": [item.identity]},
             "mm_placeholders": {"image": [{"offset": place.offset, "length": place.length}]},

@@ -101,7 +101,7 @@ class MediaItem(Protocol):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels as loaded, orientation applied. Of audio: 1, and its samples."""
+        """Height and width in pixels as loaded, orientation applied. Of audio: its rate and its samples."""
         ...
 
     @property

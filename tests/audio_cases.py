@@ -91,14 +91,14 @@ def _directory(
 _WHISPER: Final = {"feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": RATE}
 
 
-def qwen2_audio(folder: Path) -> Path:
-    """Clips are padded to a fixed length, and so do not depend on each other."""
+def qwen2_audio(folder: Path, *, seconds: int = 4) -> Path:
+    """Clips are padded to a fixed length, and so do not depend on each other. vLLM takes 30 seconds alone."""
     tokens = {
         "audio_token": "<|AUDIO|>",
         "audio_bos_token": "<|audio_bos|>",
         "audio_eos_token": "<|audio_eos|>",
     }
-    audio = {**_WHISPER, "feature_size": 16, "chunk_length": 4}
+    audio = {**_WHISPER, "feature_size": 16, "chunk_length": seconds}
     written, config = "".join(tokens[f"audio_{one}"] for one in ("bos_token", "token", "eos_token")), tokens
     return _directory(
         folder,
@@ -183,6 +183,58 @@ def audio_flamingo(folder: Path) -> Path:
         {"sound_token": "<sound>"},
         {"audio_token_id": "<sound>"},
     )
+
+
+def qwen2_audio_model(renderer: Any, *, seconds: int = 4) -> Any:
+    """A model for `qwen2_audio` of as many seconds, with heads of 32, the smallest that inference servers take."""
+    import torch
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
+
+    encoder = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 64,
+        "max_source_positions": 50 * seconds,
+    }
+    text = {
+        "model_type": "qwen2",
+        "vocab_size": renderer.tokenizer.vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    }
+    token = renderer.tokenizer.token_id("<|AUDIO|>")
+    torch.manual_seed(0)
+    model = Qwen2AudioForConditionalGeneration(
+        Qwen2AudioConfig(audio_config=encoder, text_config=text, audio_token_index=token)
+    )
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.1)
+    return model.float().eval()
+
+
+def logprobs_of(model: Any, turn: Any, *, is_muted: bool = False) -> Any:
+    """Log-probabilities of a completion in one forward of all tokens, the clips joined by hand, or muted."""
+    import torch
+
+    items = [span.item.tensors(framework="torch") for span in turn.multi_modal_data.spans()]
+    media = {name: torch.cat([tensors[name] for tensors in items]) for name in items[0]}
+    if is_muted:
+        media["input_features"].zero_()
+    ids = torch.tensor([[*turn.prompt_ids, *turn.completion_ids]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0]
+    start = len(turn.prompt_ids)
+    logprobs = torch.log_softmax(logits.float(), -1)[start - 1 : -1]
+    return logprobs.gather(1, ids[0, start:, None])[:, 0].numpy()
 
 
 FAMILIES: Final = {each.__name__: each for each in (qwen2_audio, qwen3_omni, gemma4, audio_flamingo)}

@@ -53,7 +53,8 @@ def outputs_of(layout: Layout, modality: str) -> list[dict[str, Any]]:
         elif isinstance(spec, Flat):
             sizes = batch[spec.sizes] if spec.unit == "value" else batch[spec.sizes].prod(-1)
             first = int(sizes[0]) // (4 if spec.unit == "merged grid" else 1)
-            cuts = [slice(0, first), slice(first, None)]
+            before = (slice(None),) * spec.dim
+            cuts = [(*before, slice(0, first)), (*before, slice(first, None))]
         else:
             cuts = [slice(0, 1), slice(1, None)]
         for output, cut in zip(outputs, cuts, strict=True):
@@ -80,5 +81,6 @@ def batch_of(layout: Layout, modality: str) -> dict[str, Any]:
             inputs[key] = np.array(7)
         else:
             rows = {"value": 5, "grid": 28, "merged grid": 7}[spec.unit]
-            inputs[key] = np.arange(rows * 2, dtype=np.uint8).reshape(rows, 2)
+            values = np.arange(rows * 2, dtype=np.uint8)
+            inputs[key] = values.reshape(2, rows) if spec.dim else values.reshape(rows, 2)
     return inputs

@@ -18,7 +18,7 @@ from PIL import Image
 from kit import blocks
 from mmrender.client.http import encode_json, joined
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm_fields import PixelDtype, collate_items, item_tensors, layout_of
+from mmrender.client.vllm_fields import PixelDtype, WireForm, collate_items, item_tensors, layout_of
 from mmrender.media.vllm_items import encode_mm_kwargs_item
 from mmrender.renderer import Renderer
 from mmrender.testing.memory_transport import Answer, Asked
@@ -120,7 +120,7 @@ def served(rendered: RenderedTokens, pixels: PixelDtype = "uint8", **changes: An
         rendered.multi_modal_data.mm_items["image"],
         rendered.multi_modal_data.mm_placeholders["image"],
     )
-    (elems,) = collate_items(LAYOUT, [item_tensors(item, pixels)])
+    (elems,) = collate_items(LAYOUT, [item_tensors(item, WireForm(LAYOUT, pixels))])
     for key, change in changes.items():
         elems[key] = change(elems[key]) if key in elems else change
     elems = {key: elem for key, elem in elems.items() if elem is not None}

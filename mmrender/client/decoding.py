@@ -23,10 +23,11 @@ from mmrender.caching import cached_property
 from mmrender.client.token_sampler import TokenSampler
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.errors import EngineUnsupportedError
+from mmrender.messages import MODALITIES
 from mmrender.sidecar import MultiModalData, mm_token_type_ids
 from mmrender.trajectory.engine_data import WeightVersionSpan
 
-_PAD_SETTINGS: Final = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+_PAD_SETTINGS: Final = tuple(f"{one}_token_{key}" for one in MODALITIES for key in ("id", "index"))
 _PER_SEQUENCE: Final = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 """Tensors that `generate` carries along besides the cache, of shape `(..., sequences, tokens)`."""
 _JOINED_LAYERS: Final = frozenset(
@@ -425,6 +426,8 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
     for span in spans:
         for name, tensor in span.item.tensors(dtype, framework="torch").items():
             joined.setdefault(name, []).append(tensor)
+            if span.modality == "audio":
+                joined[name] = _padded_at_ends(joined[name])
     media = {name: torch.cat(tensors).to(model.device) for name, tensors in joined.items()}
     arguments = inspect.signature(model.forward).parameters
     # Gemma 3 has another name for them, and lets the tokens of an image attend to each other.
@@ -438,6 +441,20 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
             got=", ".join(unknown),
         )
     return media
+
+
+def _padded_at_ends(tensors: Sequence[Any]) -> list[Any]:
+    """Return features of clips padded to the longest, as the model's processor does."""
+    import torch
+
+    longest = [max(sides) for sides in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    pads = [
+        [(0, size - side) for side, size in zip(tensor.shape[1:], longest, strict=True)] for tensor in tensors
+    ]
+    return [
+        torch.nn.functional.pad(tensor, [*itertools.chain(*reversed(pad))])
+        for tensor, pad in zip(tensors, pads, strict=True)
+    ]
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from mmrender.errors import (
     SamplingParameterError,
 )
 from mmrender.media.encoded import EncodedImage, bitmap, encoded_image, original
+from mmrender.messages import Modality
 from mmrender.sidecar import MediaItem, MediaSpan, Repeat, common_prefix
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -97,7 +98,9 @@ class HTTPBackend:
         return isinstance(exc, PromptTooLongError)
 
 
-def check_request(request: EngineRequest, *, takes_videos: bool = False) -> tuple[Ids, list[MediaSpan]]:
+def check_request(
+    request: EngineRequest, *, takes: Sequence[Modality] = ("image",)
+) -> tuple[Ids, list[MediaSpan]]:
     """Return the prompt as an array of shape `(n,)` and its media in order, checked against each other.
 
     `MultiModalData.spans` checks the sidecar against itself. The checks here are of engines: ids within the
@@ -106,20 +109,24 @@ def check_request(request: EngineRequest, *, takes_videos: bool = False) -> tupl
     Args:
         request: The prompt, its sidecar, and the model's tokens. Without `media_token_ids` the first token of
             a range counts as the pad token.
-        takes_videos: Whether the engine takes videos, each run of features by itself if text lies between.
+        takes: Media that the engine takes, of a video each run of features by itself if text lies between.
 
     Raises:
         InputError: The prompt is empty, or has an element outside the vocabulary.
-        EngineUnsupportedError: Audio, or a video.
+        EngineUnsupportedError: The engine does not take an item's modality.
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
     ids = _check_ids(request.prompt_ids, request.vocab_size)
     spans = request.multi_modal_data.spans(len(ids))
     pads: dict[str, int] = {}
     for span in spans:
-        if span.modality == "audio" or (span.modality != "image" and not takes_videos):
-            problem = f"only images{' and videos' if takes_videos else ''} can be sent to this engine"
-            raise EngineUnsupportedError(problem, where=span.where, got=span.modality)
+        if span.modality not in takes:
+            raise EngineUnsupportedError(
+                f"only {' and '.join(f'{one}s' for one in takes)} can be sent to this engine",
+                where=span.where,
+                got=span.modality,
+                remedy="Send audio to vLLM: VLLMBackend()" if span.modality == "audio" else None,
+            )
         actual = ids[span.start : span.stop]
         expansion = span.item.expansion
         if len(expansion) == 1 and isinstance(piece := expansion[0], Repeat):  # an array for it takes longer

@@ -33,6 +33,7 @@ from mmrender.errors import (
     PromptTooLongError,
     SamplingParameterError,
 )
+from mmrender.messages import MODALITIES
 from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.model.weights import load_model, replace_weights
@@ -262,7 +263,7 @@ class LocalBackend:
         limit, length = self._limit(model), len(request.prompt_ids)
         if length >= limit:
             raise PromptTooLongError(length, limit - 1)
-        check_request(replace(request, vocab_size=config.vocab_size), takes_videos=True)
+        check_request(replace(request, vocab_size=config.vocab_size), takes=MODALITIES)
         stop_ids = set(params.get("stop_token_ids") or ())
         if not params.get("ignore_eos"):
             ends = getattr(model.generation_config, "eos_token_id", None)

@@ -52,7 +52,6 @@ from mmrender.client.vllm_fields import PIXEL_DTYPES, PixelDtype
 from mmrender.client.vllm_images import (
     GENERATE_PATH,
     ImagePlan,
-    Range,
     dense_spans,
     has_safe_cache,
     leaves_out_data,
@@ -60,6 +59,7 @@ from mmrender.client.vllm_images import (
     wire_forms,
 )
 from mmrender.client.vllm_parts import PartsPlan, decoded_alike
+from mmrender.client.vllm_render import Range
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
@@ -68,6 +68,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
 )
 from mmrender.media.encoded import is_encodable
+from mmrender.messages import Modality
 from mmrender.sidecar import MediaSpan
 
 _log = logging.getLogger("mmrender.client")
@@ -130,7 +131,9 @@ class VLLMBackend(HTTPBackend):
         limit = limit_of(request)
         if limit is not None:
             request = reporting(request, limit)
-        ids, spans = check_request(request, takes_videos=self.images != "content_parts")
+        is_encoded = self.images == "content_parts"
+        takes: Sequence[Modality] = ("image",) if is_encoded else ("image", "video", "audio")
+        ids, spans = check_request(request, takes=takes)
         listener = on_tokens if limit is None else None
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
         if spans:

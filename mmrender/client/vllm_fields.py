@@ -3,9 +3,9 @@
 vLLM joins the tensors of many requests by field layout. Each item is encoded by itself, its slices naming
 itself alone, so its bytes are the same in every request, and are encoded once.
 
-The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files, for images and videos. A layout is
-found by the model's architecture, as in vLLM. Keys that an output lacks are skipped,
-and keys that a layout lacks are an error: vLLM would drop them.
+The tables follow the `_get_mm_fields_config` of vLLM 0.32's model files. A layout is found by the model's
+architecture, as in vLLM. Keys that an output lacks are skipped, and keys that a layout lacks are an error:
+vLLM would drop them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """The items' rows are concatenated. `sizes` names the key with the number of rows of each.
+    """The items' rows are concatenated along `dim`. `sizes` names the key with the number of rows of each.
 
     With `unit="value"` that key holds the numbers. With `"grid"` it holds grids, whose product is the number.
     With `"merged grid"` the product is divided by the square of the model's spatial merge size.
@@ -61,6 +61,7 @@ class Flat:
     sizes: str
     unit: Literal["value", "grid", "merged grid"] = "value"
     keep_on_cpu: bool = False
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,10 @@ class Layout:
     fields: Mapping[str, Spec]
 
 
-_IMAGE, _VIDEO = Batched("image"), Batched("video")
-_ON_CPU, _VIDEO_ON_CPU = Batched("image", keep_on_cpu=True), Batched("video", keep_on_cpu=True)
+_IMAGE, _VIDEO, _AUDIO = Batched("image"), Batched("video"), Batched("audio")
+_ON_CPU, _VIDEO_ON_CPU, _AUDIO_ON_CPU = (
+    Batched(modality, keep_on_cpu=True) for modality in ("image", "video", "audio")
+)
 _QWEN2_VL: Final[dict[str, Spec]] = {
     "pixel_values": Flat("image", "image_grid_thw", "grid"),
     "image_embeds": Flat("image", "image_grid_thw", "merged grid"),
@@ -94,6 +97,21 @@ _QWEN2_VL: Final[dict[str, Spec]] = {
     "video_embeds": Flat("video", "video_grid_thw", "merged grid"),
     "video_grid_thw": _VIDEO_ON_CPU,
     "timestamps": _VIDEO_ON_CPU,
+}
+_AUDIO_EMBEDS: Final[dict[str, Spec]] = {"audio_embeds": _AUDIO, "audio_num_tokens": _AUDIO_ON_CPU}
+_WINDOWS: Final[dict[str, Spec]] = {
+    "audio_embeds": _AUDIO,
+    "input_features": Flat("audio", "chunk_counts"),
+    "feature_attention_mask": Flat("audio", "chunk_counts"),
+    "chunk_counts": _AUDIO_ON_CPU,
+}
+_CLIPS: Final[dict[str, Spec]] = {"input_features_padded": _AUDIO, "input_features_mask": _AUDIO}
+_QWEN_OMNI: Final[dict[str, Spec]] = {
+    **{key: spec for key, spec in _QWEN2_VL.items() if key != "timestamps"},
+    "second_per_grid_ts": _VIDEO_ON_CPU,
+    "input_audio_features": Flat("audio", "audio_feature_lengths", dim=1),
+    "feature_attention_mask": _AUDIO_ON_CPU,
+    "audio_feature_lengths": _AUDIO_ON_CPU,
 }
 _PIXELS: Final[dict[str, Spec]] = {"pixel_values": _IMAGE}
 _LLAVA: Final = _PIXELS | {"image_embeds": _IMAGE}
@@ -110,6 +128,7 @@ _INTERNVL_IMAGES, _INTERNVL_VIDEOS = Flat("image", "image_num_patches"), Flat("v
 _GEMMA4: Final[dict[str, Spec]] = {
     "pixel_values": _IMAGE,
     "pixel_position_ids": _IMAGE,
+    **_CLIPS,
     "pixel_values_videos": Flat("video", "video_frame_counts"),
     "pixel_position_ids_videos": Flat("video", "video_frame_counts"),
     "video_frame_counts": _VIDEO_ON_CPU,
@@ -149,7 +168,7 @@ LAYOUTS: Final = (
            _INTERNVL | {"pixel_values": _INTERNVL_IMAGES, "pixel_values_videos": _INTERNVL_VIDEOS}),
     Layout("gemma3", ("Gemma3ForConditionalGeneration",), _PATCHES),
     Layout("cohere2_vision", ("Cohere2VisionForConditionalGeneration",), _PATCHES | {"image_embeds": _IMAGE}),
-    Layout("gemma3n", ("Gemma3nForConditionalGeneration",), _PIXELS),
+    Layout("gemma3n", ("Gemma3nForConditionalGeneration",), _PIXELS | _CLIPS),
     Layout("gemma4", ("Gemma4ForConditionalGeneration",), _GEMMA4),
     Layout("idefics3", ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
            _PATCHES | {"pixel_attention_mask": Flat("image", "num_patches"), "image_embeds": _IMAGE}),
@@ -167,6 +186,15 @@ LAYOUTS: Final = (
     Layout("minicpmv", ("MiniCPMV",), _MINICPMV),
     Layout("aria", ("AriaForConditionalGeneration",), _PIXELS | {"pixel_mask": _IMAGE}),
     Layout("paligemma", ("PaliGemmaForConditionalGeneration",), _PIXELS),
+    Layout("qwen2_audio", ("Qwen2AudioForConditionalGeneration",),
+           _AUDIO_EMBEDS | {"input_features": _AUDIO, "feature_attention_mask": _AUDIO}),
+    Layout("qwen_omni", (
+        "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
+    ), _QWEN_OMNI),
+    Layout("audio_flamingo", ("AudioFlamingo3ForConditionalGeneration",), _AUDIO_EMBEDS | _WINDOWS),
+    Layout("glm_asr", ("GlmAsrForConditionalGeneration",), _WINDOWS),
+    Layout("granite_speech", ("GraniteSpeechForConditionalGeneration",),
+           {"input_features": _AUDIO, "audio_embed_sizes": _AUDIO_ON_CPU}),
 )
 # fmt: on
 _BY_ARCHITECTURE: Final = {name: layout for layout in LAYOUTS for name in layout.architectures}
@@ -226,8 +254,10 @@ def collate_items(
         elif isinstance(spec, Shared):
             fields[key] = SharedField(len(outputs), spec.keep_on_cpu)
         else:
-            ends = pairwise([0, *accumulate(_length(output[key]) for output in outputs)])
-            fields[key] = FlatField(tuple((slice(*pair),) for pair in ends), 0, spec.keep_on_cpu)
+            ends = pairwise([0, *accumulate(_length(output[key], spec.dim) for output in outputs)])
+            before = (slice(None),) * spec.dim
+            cuts = tuple((*before, slice(*pair)) for pair in ends)
+            fields[key] = FlatField(cuts, spec.dim, spec.keep_on_cpu)
     return [{key: FieldElem(value, fields[key]) for key, value in item.items()} for item in data]
 
 
@@ -251,12 +281,12 @@ def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
             if merge is None:
                 raise EncodeError(f"{key} needs the model's spatial_merge_size", where=where)
             rows //= merge * merge
-        if rows != _length(value):
+        if rows != _length(value, spec.dim):
             raise EncodeError(
                 f"{spec.sizes} does not add up to the rows",
                 where=where,
                 expected=f"{rows} rows",
-                got=str(_length(value)),
+                got=str(_length(value, spec.dim)),
             )
     if not isinstance(spec, Batched):
         return value
@@ -266,9 +296,9 @@ def _datum(layout: Layout, key: str, output: Inputs, merge: int | None) -> Any:
     return np.asarray(value[0]) if isinstance(value[0], np.generic) else value[0]
 
 
-def _length(value: Any) -> int:
+def _length(value: Any, dim: int = 0) -> int:
     if hasattr(value, "shape"):
-        return int(value.shape[0]) if len(value.shape) else 1
+        return int(value.shape[dim]) if len(value.shape) else 1
     return len(value) if isinstance(value, list | tuple) else 1
 
 
@@ -300,10 +330,17 @@ class WireForm:
         return f"{item.identity}-{self.pixels}"
 
 
-def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
-    """Expand one image or video to the tensors that go on the wire."""
+def item_tensors(item: MediaItem, form: WireForm) -> dict[str, Any]:
+    """Expand one item to the tensors that go on the wire.
+
+    Raises:
+        EngineUnsupportedError: The server takes levels, and the item holds normalised values.
+    """
+    pixels = form.pixels
     if pixels != "uint8":
         tensors = item.tensors(pixels)
+        if item.modality == "audio":
+            tensors = _clip_tensors(tensors, form.layout)
         if pixels != "bfloat16":
             return tensors
         # numpy lacks bfloat16. Its bit patterns are the only uint16 that items hold.
@@ -334,6 +371,32 @@ def item_tensors(item: MediaItem, pixels: PixelDtype) -> dict[str, Any]:
         got=type(item).__name__,
         remedy="Start vLLM with --no-mm-device-do-normalize",
     )
+
+
+def _clip_tensors(tensors: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return the features of a clip by the names of a vLLM model, without padding if that model drops it."""
+    mask = next((tensors[name] for name in _CLIP_MASKS if name in tensors), None)
+    if mask is not None:
+        features, is_kept = tensors["input_features"], mask.astype(bool)
+        if "chunk_counts" in layout.fields:
+            count = np.array([len(features)])
+            return {"input_features": features, "feature_attention_mask": mask, "chunk_counts": count}
+        if "input_features_padded" in layout.fields:
+            return {
+                "input_features_padded": features[:, is_kept[0]],
+                "input_features_mask": mask[:, is_kept[0]],
+            }
+        if "input_audio_features" in layout.fields:
+            return {
+                "input_audio_features": features[0][:, is_kept[0]],
+                "feature_attention_mask": mask,
+                "audio_feature_lengths": is_kept.sum(1),
+            }
+    return {name: values for name, values in tensors.items() if name in layout.fields}
+
+
+_CLIP_MASKS: Final = ("input_features_mask", "feature_attention_mask")
+"""Which frames of the features of a clip are not padding."""
 
 
 def layout_for(
@@ -378,7 +441,7 @@ def encode_item(span: MediaSpan, form: WireForm, *, is_sent_once: bool = False) 
                     expected=f"{expected} patches for {span.range.num_embeds} tokens",
                     got=f"{patches} of {list(span.item.grid)}",
                 )
-        (item,) = collate_items(form.layout, [item_tensors(span.item, form.pixels)])
+        (item,) = collate_items(form.layout, [item_tensors(span.item, form)])
         return b'"%b"' % encode_mm_kwargs_item_as_bytes(item)
 
     return encoded_once(span.item, (form.layout.name, form.pixels), encode, is_sent_once=is_sent_once)

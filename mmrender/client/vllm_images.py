@@ -1,4 +1,4 @@
-"""Images for one vLLM server: the handshake about their form, and the requests that bring them.
+"""Images and audio for one vLLM server: the handshake about their form, and the requests that bring them.
 
 The server must make of an image exactly the tensors that we make. Since 0.28 vLLM normalises pixels on the
 device by default and takes raw levels on the wire, for some model families since 0.32. Normalised values are
@@ -25,8 +25,8 @@ from mmrender.client.exchange import BYTES_PER_ID, check_size
 from mmrender.client.reply import FailedInEngineError, decode_as
 from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import JSONText, Transport
+from mmrender.client.vllm_audio import compare_clip, silent_clip
 from mmrender.client.vllm_fields import (
-    PIXEL_DTYPES,
     PixelDtype,
     WireForm,
     collate_items,
@@ -34,6 +34,7 @@ from mmrender.client.vllm_fields import (
     item_tensors,
     layout_for,
 )
+from mmrender.client.vllm_render import RENDER_PATH, dtype_of, known_dtype, mismatch, render_item
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
@@ -45,87 +46,13 @@ from mmrender.media.encoded import EncodedImage, encoded_image
 from mmrender.media.item import tensor_specs
 from mmrender.media.processors.patches import PatchItem, time_steps
 from mmrender.media.vllm_items import KwargsItem, decode_mm_kwargs_item
-from mmrender.sidecar import MediaItem, MediaSpan
+from mmrender.sidecar import MediaItem, MediaSpan, PlaceholderRange
 
 _log = logging.getLogger("mmrender.client")
 
 GENERATE_PATH: Final = "/inference/v1/generate"
-RENDER_PATH: Final = "/v1/chat/completions/render"
 INFO_PATH: Final = "/server_info?config_format=json"
 SIZE_SETTING: Final = "VLLMBackend(max_body_bytes=...)"
-
-
-class Range(msgspec.Struct):
-    """A placeholder range as vLLM writes it."""
-
-    offset: int
-    length: int
-
-
-class _Features(msgspec.Struct):
-    mm_hashes: dict[str, list[str]] = {}
-    mm_placeholders: dict[str, list[Range]] = {}
-    kwargs_data: dict[str, list[str | None]] | None = None
-
-
-class _Rendered(msgspec.Struct):
-    token_ids: list[int]
-    features: _Features | None = None
-
-
-class ServedImage(msgspec.Struct, frozen=True):
-    """One image as a server processed it: its placeholder tokens, base64 item and hash."""
-
-    tokens: tuple[int, ...]
-    item: str
-    mm_hash: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it keeps alive, approximately."""
-        return len(self.item) + 8 * len(self.tokens)
-
-
-async def render_image(transport: Transport, model: str, data_url: str) -> ServedImage:
-    """Let a vLLM server process one image, given as a `data:` URL."""
-    where = f"{transport.base_url}{RENDER_PATH}"
-    part = {"type": "image_url", "image_url": {"url": data_url}}
-    body = {"model": model, "messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
-    try:
-        reply = await transport.request("POST", RENDER_PATH, json=body, idempotent=True)
-    except EngineStatusError as error:
-        lacks_route = error.status == 404 and "model" not in error.body
-        if error.status in (403, 405) or lacks_route:
-            raise EngineUnsupportedError(
-                "the server does not render images",
-                where=where,
-                got=f"status {error.status}: {error.body[:200]}",
-                remedy="Start vLLM with --enable-scale-out, or start `vllm launch render`",
-            ) from error
-        raise
-    rendered = await asyncio.to_thread(decode_as, reply.body, _Rendered, where=where)
-    features = rendered.features or _Features()
-    for name in ("mm_hashes", "mm_placeholders", "kwargs_data"):
-        members: Mapping[str, list[Any]] = getattr(features, name) or {}
-        counts = {kind: len(values) for kind, values in members.items() if values}
-        if counts != {"image": 1} or members["image"] == [None]:
-            raise EngineReplyError(
-                "the server did not render one image",
-                where=f"{where} features.{name}",
-                expected="one of 'image', with its data",
-                got=str(counts),
-            )
-    ((offset, length),) = ((each.offset, each.length) for each in features.mm_placeholders["image"])
-    if offset < 0 or length <= 0 or offset + length > len(rendered.token_ids):
-        raise EngineReplyError(
-            "the server rendered a placeholder outside the prompt",
-            where=f"{where} features.mm_placeholders",
-            expected=f"tokens within [0, {len(rendered.token_ids)})",
-            got=f"[{offset}, {offset + length})",
-        )
-    (item,), (mm_hash,) = (features.kwargs_data or {})["image"], features.mm_hashes["image"]
-    return ServedImage(tuple(rendered.token_ids[offset : offset + length]), item or "", mm_hash)
-
 
 # How far values may differ. Back ends round differently. Another mean or deviation differs by much more.
 _TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
@@ -153,7 +80,7 @@ async def wire_forms(
         settings = None
         if isinstance(item, PatchItem):
             settings = (item.layout, item.arithmetic, item.modality, bool(item.times))
-        key = ("form", pixels, model, type(item), settings)
+        key = ("form", pixels, model, type(item), settings or item.modality)
         tokens = tuple(ids[span.start : span.stop].tolist())
         ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
         forms[item.identity] = await process.ask_once(key, ask)
@@ -168,14 +95,17 @@ async def _ask_form(
     pixels: PixelDtype | Literal["ask"],
 ) -> WireForm:
     """Let the server render an item, and compare its placeholder tokens and tensors with ours."""
-    if pixels != "ask":
+    is_audio = item.modality == "audio"
+    if pixels != "ask" and not is_audio:
         return WireForm(layout_for(tensor_specs(item), modality=item.modality), pixels)
     where = f"{transport.base_url}{RENDER_PATH}"
-    image, has_its_pixels = await asyncio.to_thread(_probe_image, item)
+    image, has_its_pixels = await asyncio.to_thread(silent_clip if is_audio else _probe_image, item)
     try:
-        served = await render_image(transport, model, image.data_url)
+        served = await render_item(transport, model, image.data_url, "audio" if is_audio else "image")
         theirs = decode_mm_kwargs_item(served.item)
     except EngineUnsupportedError as error:
+        if is_audio:
+            raise
         error.remedy = (
             f"{error.remedy}, or name the pixels that it takes: VLLMBackend(pixels='uint8'), or 'float32' "
             "if it runs with --no-mm-device-do-normalize"
@@ -185,14 +115,16 @@ async def _ask_form(
         raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
     if _is_video(item):  # a server processes those that it decodes: only the dtype can be learnt
         pixel_values = theirs.get("pixel_values")
-        dtype = _known_dtype(set() if pixel_values is None else {_dtype_of(pixel_values.data)}, where)
+        dtype = known_dtype(set() if pixel_values is None else {dtype_of(pixel_values.data)}, where)
         return WireForm(layout_for(tensor_specs(item), modality=item.modality), dtype)
+    if is_audio:
+        return await asyncio.to_thread(compare_clip, item, tokens, served.tokens, theirs, where)
     if served.tokens != tokens:
         runs = [
             ", ".join(f"{len(list(run))} of the token {token}" for token, run in itertools.groupby(sequence))
             for sequence in (served.tokens, tokens)
         ]
-        raise _mismatch("placeholder tokens", where, *runs)
+        raise mismatch("placeholder tokens", where, *runs)
     form = await asyncio.to_thread(compare_item, item, theirs, has_its_pixels, where)
     if form.pixels == "uint8":
         _warn_of_normalisation(transport.base_url)
@@ -228,36 +160,23 @@ def compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, wher
     """Compare the served tensors with ours, and return the form of both."""
     specs = tensor_specs(item)
     if served.keys() != specs.keys():
-        raise _mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
-    dtypes = {_dtype_of(served[name].data) for name, spec in specs.items() if spec.floating}
+        raise mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
+    dtypes = {dtype_of(served[name].data) for name, spec in specs.items() if spec.floating}
     kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
-    form = WireForm(layout_for(specs, kinds), _known_dtype(dtypes, where))
-    (collated,) = collate_items(form.layout, [item_tensors(item, form.pixels)])
+    form = WireForm(layout_for(specs, kinds), known_dtype(dtypes, where))
+    (collated,) = collate_items(form.layout, [item_tensors(item, form)])
     for name, elem in collated.items():
         theirs, ours = served[name].data, elem.data
-        shapes = [f"{_dtype_of(tensor)} {list(getattr(tensor, 'shape', ()))}" for tensor in (theirs, ours)]
+        shapes = [f"{dtype_of(tensor)} {list(getattr(tensor, 'shape', ()))}" for tensor in (theirs, ours)]
         if shapes[0] != shapes[1]:
-            raise _mismatch(name, where, *shapes)
+            raise mismatch(name, where, *shapes)
         differences = np.abs(_floats(theirs) - _floats(ours)) if has_its_pixels else np.zeros(1)
         largest, tolerance = float(differences.max(initial=0.0)), _TOLERANCE[form.pixels]
         if not largest <= tolerance:
             count = int((differences > tolerance).sum())
             got = f"{largest:.4g}, and {count} of {differences.size} values differ"
-            raise _mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", got)
+            raise mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", got)
     return form
-
-
-def _known_dtype(dtypes: set[str], where: str) -> PixelDtype:
-    """Return the dtype of the served pixels."""
-    dtype = next((known for known in PIXEL_DTYPES if dtypes == {known}), None)
-    if dtype is None:
-        expected = f"one of {', '.join(PIXEL_DTYPES)}"
-        raise _mismatch("pixel dtypes", where, ", ".join(sorted(dtypes)) or "nothing", expected)
-    return dtype
-
-
-def _dtype_of(tensor: Any) -> str:
-    return str(getattr(tensor, "dtype", type(tensor).__name__))
 
 
 def _floats(tensor: Any) -> npt.NDArray[np.float64]:
@@ -265,16 +184,6 @@ def _floats(tensor: Any) -> npt.NDArray[np.float64]:
         bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64).reshape(-1)
     return np.asarray(tensor).astype(np.float64).reshape(-1)
-
-
-def _mismatch(subject: str, where: str, served: str, ours: str) -> EngineMismatchError:
-    return EngineMismatchError(
-        f"the server processes an image differently than the renderer: {subject}",
-        where=where,
-        expected=f"as the server has it: {served}",
-        got=f"here: {ours}",
-        remedy="Render with the files and processor settings of the model that the server runs",
-    )
 
 
 class _Multimodal(msgspec.Struct):
@@ -380,7 +289,7 @@ async def has_safe_cache(process: Process, *, trusted: bool) -> bool:
 
 
 def dense_spans(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
-    """Return media as ranges in which every token holds features.
+    """Return media as ranges in which every token holds features. Those of audio are cut to their features.
 
     vLLM forgets which tokens of a range hold features. Families that write text between the time steps of a
     video attend within each step and number it like an image, so each step goes as an image of its own.
@@ -391,8 +300,13 @@ def dense_spans(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
     """
     dense: list[MediaSpan] = []
     for span in spans:
-        if span.range.embed_spans is None:
+        runs = span.range.embed_spans
+        if runs is None:
             dense.append(span)
+            continue
+        if span.modality == "audio" and len(runs) == 1:  # text lies around the features
+            start, stop = runs[0]
+            dense.append(span._replace(range=PlaceholderRange(span.range.offset + start, stop - start)))
             continue
         steps = time_steps(span) if span.modality == "video" else None
         if steps is not None:
@@ -402,7 +316,7 @@ def dense_spans(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
                 "the engine loses which tokens of a video hold features",
                 where=span.where,
                 expected="one run of features for each time step of a PatchItem",
-                got=f"{len(span.range.embed_spans)} runs of {span.item!r}",
+                got=f"{len(runs)} runs of {span.item!r}",
                 remedy="Use another engine for videos of this model",
             )
         elif span.range.num_embeds == span.range.length:

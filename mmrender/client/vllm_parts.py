@@ -23,7 +23,8 @@ from mmrender.client.reply import FailedInEngineError, PromptNotShownError
 from mmrender.client.server_facts import Process, ServerFacts
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm_images import GENERATE_PATH, RENDER_PATH, SIZE_SETTING, compare_item, render_image
+from mmrender.client.vllm_images import GENERATE_PATH, SIZE_SETTING, compare_item
+from mmrender.client.vllm_render import RENDER_PATH, render_item
 from mmrender.errors import EngineError, EngineMismatchError, EngineStatusError, EngineUnsupportedError
 from mmrender.media.encoded import coding_of, probe_of
 from mmrender.media.load import Coding
@@ -169,7 +170,7 @@ async def _decodes_alike(item: PatchItem, coding: Coding, model: str, transport:
     image, expected = await asyncio.to_thread(probe_of, item, coding)
     where = f"{transport.base_url}{RENDER_PATH}"
     try:
-        served = await render_image(transport, model, image.data_url)
+        served = await render_item(transport, model, image.data_url)
         theirs = decode_mm_kwargs_item(served.item)
         form = await asyncio.to_thread(compare_item, expected, theirs, True, where)
     except (CodecError, EngineMismatchError, EngineStatusError, EngineUnsupportedError) as error:

@@ -19,7 +19,7 @@ from mmrender.caching import AsyncSingleFlight, LRUCache
 from mmrender.client.resolve import as_transport
 from mmrender.client.server_facts import model_cards
 from mmrender.client.transport import Server
-from mmrender.client.vllm_images import ServedImage, render_image
+from mmrender.client.vllm_render import ServedItem, render_item
 from mmrender.errors import (
     EngineError,
     EngineMismatchError,
@@ -118,8 +118,8 @@ class VLLMRenderer:
         self._model_name = model_name
         self._base_model = base_model
         self._max_concurrency = max_concurrency
-        self._cache: LRUCache[bytes, ServedImage] = LRUCache(cache_bytes, size_of=lambda image: image.nbytes)
-        self._requests: AsyncSingleFlight[bytes, ServedImage] = AsyncSingleFlight()
+        self._cache: LRUCache[bytes, ServedItem] = LRUCache(cache_bytes, size_of=lambda image: image.nbytes)
+        self._requests: AsyncSingleFlight[bytes, ServedItem] = AsyncSingleFlight()
         self._policy = media_policy or MediaPolicy()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -155,7 +155,7 @@ class VLLMRenderer:
         """Close the transport's connections of the running event loop."""
         await self._transport.aclose()
 
-    async def _served(self, chunk: ImageChunk | ImageAssetPointerChunk, where: str) -> ServedImage:
+    async def _served(self, chunk: ImageChunk | ImageAssetPointerChunk, where: str) -> ServedItem:
         data = await asyncio.to_thread(_image_bytes, chunk, self._policy, where)
         key = blake3.blake3(data).digest()
         served = self._cache.get(key)
@@ -178,14 +178,14 @@ class VLLMRenderer:
             )
         return served
 
-    async def _request(self, data: bytes, image_format: str) -> ServedImage:
+    async def _request(self, data: bytes, image_format: str) -> ServedItem:
         loop = asyncio.get_running_loop()
         slots = self._slots.get(loop)
         if slots is None:
             slots = self._slots[loop] = asyncio.Semaphore(self._max_concurrency)
         async with slots:
             url = f"data:image/{image_format};base64,{pybase64.b64encode_as_string(data)}"
-            return await render_image(self._transport, self._base_model or self._model_name, url)
+            return await render_item(self._transport, self._base_model or self._model_name, url)
 
     async def _find_base_model(self) -> str:
         """Return the name of the model on the render route, which refuses adapters."""
@@ -243,11 +243,11 @@ def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy
     return data
 
 
-def _spliced(given: ModelInput, images: Iterator[ServedImage]) -> RenderedModelInput:
+def _spliced(given: ModelInput, images: Iterator[ServedItem]) -> RenderedModelInput:
     """Concatenate the chunks' tokens, each image's taken from `images`, and note its range."""
     ids: list[int] = []
     places: list[PlaceholderRange] = []
-    shown: list[ServedImage] = []
+    shown: list[ServedItem] = []
     for chunk in given.chunks:
         if isinstance(chunk, EncodedTextChunk):
             ids.extend(chunk.tokens)

@@ -22,7 +22,12 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
     """
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForMultimodalLM,
+        )
         from transformers.utils import logging
     except ImportError as error:
         package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
@@ -31,8 +36,8 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
     logging.disable_progress_bar()  # it would be drawn into whatever the host shows
     try:
         config = AutoConfig.from_pretrained(directory)
-        is_multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-        kind = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+        kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+        kind = next((one for one in kinds if type(config) in one._model_mapping), AutoModelForCausalLM)
         model = kind.from_pretrained(directory, config=config, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(

@@ -114,6 +114,9 @@ def test_items_made_one_by_one_join_to_the_batch(layout):
             key: described(value) for key, value in batch.items()
         }
         for elems in zip(*(item.values() for item in items), strict=True):
-            ends = np.cumsum([0] + [len(elem.data) if np.ndim(elem.data) else 1 for elem in elems]).tolist()
-            if isinstance(elems[0].field, FlatField):
-                assert elems[0].field.slices == ((slice(0, ends[1]),), (slice(ends[1], ends[2]),))
+            field = elems[0].field
+            if isinstance(field, FlatField):
+                first, second = (elem.data.shape[field.dim] for elem in elems)
+                before = (slice(None),) * field.dim
+                ends = (slice(0, first), slice(first, first + second))
+                assert field.slices == tuple((*before, end) for end in ends)

@@ -3,25 +3,28 @@
 import base64
 import io
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import mmcodecs
-from audio_cases import FAMILIES, RATE, asked, clip, heard
+from audio_cases import FAMILIES, RATE, asked, clip, heard, wav
 from item_cases import same_tensors
 from kit import error_of, noise, shown
 from mmrender import Renderer
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
+from mmrender.media.encoded import ReferenceItem
 from mmrender.media.levels import Floats, Padded, expanded, padded
 from mmrender.media.processors.adapted_audio import AudioOnlyProcessor
 from mmrender.media.wire import item_from_wire, item_to_wire
+from mmrender.sidecar import MultiModalData
 from mmrender.testing.difference import first_difference
 from mmrender.testing.reference import ReferenceRenderer
 from mmrender.view.doctor import diagnose
 from mmrender.view.page import Page
-from mmrender.view.pictures import thumbnails, token_grid
+from mmrender.view.pictures import sound_of, thumbnails, token_grid
 
 ONE_CLIP = frozenset({"audio_flamingo"})
 EFFECTS = {"qwen2_audio": "none", "qwen3_omni": "longer", "gemma4": "none", "audio_flamingo": "refused"}
@@ -151,7 +154,7 @@ def test_the_wire_inverts(name, opened):
     assert copy == item
     assert (copy.modality, copy.size, copy.grid, copy.expansion) == (
         "audio",
-        (1, 4800),
+        (RATE, 4800),
         item.grid,
         item.expansion,
     )
@@ -189,6 +192,27 @@ def test_a_page_shows_the_spectrogram_and_doctor_names_the_extractor(name, opene
     assert found["images"]["audio"].startswith(
         f"{renderer.media.processor.audio.name}, 16000 samples a second"
     )
+
+
+def test_a_clip_by_reference_is_its_file_and_plays_in_the_page(opened):
+    pytest.importorskip("soundfile")
+    renderer, _ = opened["gemma4"]
+    processor, data = renderer.media.processor, wav(clip(0.5))
+    rendered = renderer.render([asked("Hear:", {"type": "audio", "audio": data})])
+    (span,) = rendered.multi_modal_data.spans()
+    reference = ReferenceItem.of(span.item, data, span.range.length)
+    copy = item_from_wire(mmcodecs.decode(bytes(mmcodecs.encode(item_to_wire(reference)))))
+    resolved = copy.resolve(processor)
+    assert resolved == span.item
+    assert same_tensors(resolved, span.item)
+    assert sound_of(copy) == f"data:audio/wav;base64,{base64.b64encode(data).decode()}"
+    assert sound_of(span.item) is None
+    other = ReferenceItem.of(span.item, wav(clip(0.5, 1)), span.range.length)
+    assert "processing again gives another identity" in error_of(MediaError, other.resolve, processor)
+    shown = replace(rendered, multi_modal_data=MultiModalData.of([(span.range, copy)]))
+    page = Page(shown)._repr_html_()
+    assert sound_of(copy) in page
+    assert "media-src data:" in page
 
 
 def test_padding_is_not_kept(opened):

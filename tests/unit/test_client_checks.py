@@ -29,10 +29,10 @@ from mmrender.sidecar import MediaSpan, MultiModalData, PlaceholderRange, Repeat
 
 
 def check_sidecar(
-    ids: Any, data: MultiModalData, token_ids: Mapping[str, int] | None = None, **takes: bool
+    ids: Any, data: MultiModalData, token_ids: Mapping[str, int] | None = None, **takes: Any
 ) -> list[MediaSpan]:
     request = EngineRequest("m", ids, {}, "r", data, media_token_ids=token_ids or {})
-    return check_request(request, **{"takes_videos": True, **takes})[1]
+    return check_request(request, **{"takes": ("image", "video"), **takes})[1]
 
 
 def prompt() -> PromptMaker:

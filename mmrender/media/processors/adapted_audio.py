@@ -133,7 +133,7 @@ class AdaptedAudioProcessor(AudioProcessor):
             )
         return ProcessedItem(
             identity=identity,
-            size=(1, len(samples)),
+            size=(self.sampling_rate, len(samples)),
             grid=(feature_count(expansion),),
             expansion=expansion,
             modality="audio",
