@@ -17,7 +17,7 @@ A request that would kill the engine, or be misread silently, is refused before 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
@@ -176,8 +176,11 @@ class VLLMBackend(HTTPBackend):
         # Pixels that are named were not compared with the pixels that the server makes of an image.
         if not last or by_hash or self.pixels != "ask" or not last[0].may_be_named:
             return [tensors, *last]
-        originals = await decoded_alike(last[0], process)
-        return [parts(is_packed=False, originals=originals), tensors, *last]
+        pixels = parts(is_packed=False)
+        originals = await decoded_alike(pixels, process)
+        # The server may refuse a file that is decoded here, which says nothing of others.
+        first = [replace(pixels, originals=originals)] if originals else []
+        return [*first, pixels, tensors, *last]
 
     async def _send_images(
         self, send: Send, request: EngineRequest, transport: Transport, plans: list[ImagePlan | PartsPlan]
@@ -201,7 +204,7 @@ class VLLMBackend(HTTPBackend):
                     raise
                 refused = plan, error
                 continue
-            if refused is not None:
+            if refused is not None and not isinstance(plan, PartsPlan):
                 refused[0].note_refusal(refused[1])
             return response
         raise AssertionError("there is no plan")

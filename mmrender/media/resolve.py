@@ -270,13 +270,12 @@ class MediaResolver:
                 loaded = load_image(part.source, policy, where=entry.path)
                 # An image that was opened lazily has a fingerprint once it is decoded.
                 fingerprint = source_fingerprint(part.source)
-            if fingerprint is None:
-                return self.cache.get_or_load(None, prepare)
             # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
             counted = num_images if processor.depends_on_image_count and other is None else None
             counted = counted if audio is None else longest
             digest = (processor if other is None else other).settings_digest
-            item = self.cache.get_or_load((fingerprint, counted, digest, policy), prepare)
+            key = None if fingerprint is None else (fingerprint, counted, digest, policy)
+            item = self.cache.get_or_load(key, prepare)
             if loaded is not None:
                 keep_original(item, loaded)
             return item

@@ -449,7 +449,7 @@ def test_an_image_of_a_uuid_has_the_item_s_pixels(renderer):
         assert np.array_equal(pixels, item.frames[0].transpose(1, 2, 0))
 
 
-def decoding(renderer, prompt, pixels, change):
+def decoding(renderer, prompt, pixels, change, **routes):
     """A server that renders the pixels that it decodes, changed."""
 
     def render(asked):
@@ -458,7 +458,7 @@ def decoding(renderer, prompt, pixels, change):
         decoded = Image.fromarray(change(np.asarray(picture), picture.format))
         return served(renderer.render([{"role": "user", "content": [shown(decoded)]}]), pixels)
 
-    return recalling(prompt, **{RENDER: render})
+    return recalling(prompt, **{RENDER: render, **routes})
 
 
 JPEG, PNG = ({"fmt": name} for name in ("JPEG", "PNG"))
@@ -504,6 +504,22 @@ def test_original_bytes_go_to_a_server_that_decodes_noise_of_their_coding_as_we_
     run(transport, prompt)
     assert urls_sent(transport) == [[True], [False]]
     assert len(transport.of_path(RENDER_PATH)) <= 2
+
+
+def test_a_file_that_the_server_refuses_goes_as_pixels(renderer):
+    data = encoded(blocks(120), "JPEG")
+    prompt = renderer.render([{"role": "user", "content": [shown(data)]}], add_generation_prompt=True)
+    recall = Recalling(prompt)
+
+    def answer(asked):
+        url = asked.json["content_parts"][0].get("url", "")
+        return Answer("cannot decode", status=400) if "jpeg" in url else recall(asked)
+
+    transport = decoding(renderer, prompt, "uint8", same, **{GENERATE: answer})
+    for _ in range(2):
+        run(transport, prompt)
+    parts = [body["content_parts"][0].get("url", "-").partition(";")[0] for body in sent(transport)]
+    assert parts == ["data:image/jpeg", "data:image/bmp", "-"]
 
 
 @pytest.mark.parametrize(
