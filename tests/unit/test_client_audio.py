@@ -22,6 +22,7 @@ from audio_cases import (
 )
 from kit import error_of
 from mmrender import Renderer, generate
+from mmrender.client.decoding import _padded_at_ends
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.local import LocalBackend
 from mmrender.client.sglang import SGLangBackend
@@ -176,6 +177,17 @@ def test_a_server_with_another_processor_is_refused(case, plain, sentence):
 def test_others_refuse_audio(backend, plain, sentence):
     call = backend.generate(prompt(plain, clip(0.3)), server(None))
     assert error_of(EngineUnsupportedError, asyncio.run, call) == sentence
+
+
+def test_clips_of_several_lengths_are_padded_with_zeros():
+    torch = pytest.importorskip("torch")
+    clips = [torch.ones(1, 3, 2), torch.ones(2, 1, 5)]
+    padded = _padded_at_ends(clips)
+    assert [tuple(each.shape) for each in padded] == [(1, 3, 5), (2, 3, 5)]
+    assert all(
+        torch.equal(whole[:, : clip.shape[1], : clip.shape[2]], clip) and whole.sum() == clip.sum()
+        for whole, clip in zip(padded, clips, strict=True)
+    )
 
 
 def test_a_model_in_this_process_hears_clips(plain):
