@@ -8,6 +8,7 @@ import pytest
 from integration.engine_checks import GREEDY, MODEL, assert_reference, connected, picture, rolled_out, user
 from integration.engine_server import needs_tier, start_vllm
 from integration.test_vllm_wire import Counted
+from kit import encoded
 from mmrender import generate
 from mmrender.client.server_facts import facts_of
 from mmrender.client.vllm import VLLMBackend
@@ -37,17 +38,25 @@ def test_each_turn_sends_its_own_image(server, renderer, tiny_model):
         assert_reference(tiny_model, turn)
 
 
-def test_logprobs_are_those_of_tensors(server, renderer):
-    """With and without a cache, at each of three calls, which send the image, its uuid, or both."""
-    messages = [user("Compare.", picture(31, 128, 96), picture(32, 96, 128))]
+@pytest.mark.parametrize("form", ["in memory", "JPEG"])
+def test_logprobs_are_those_of_tensors(server, renderer, form):
+    """With and without a cache, at each of three calls, which send the image, its uuid, or both.
+
+    A JPEG goes as it is, since the server decodes noise as we do.
+    """
+    pictures = [picture(31, 128, 96), picture(32, 96, 128)]
+    files = [encoded(each, "JPEG") for each in pictures]
+    messages = [user("Compare.", *(files if form == "JPEG" else pictures))]
 
     async def both(way):
         call = {"client": way, "renderer": renderer, "model": MODEL, "messages": messages}
         call["sampling_params"] = GREEDY
         tensors = await generate(**call, backend=VLLMBackend(images="features"))
-        return tensors, [await generate(**call) for _ in range(3)]
+        return tensors, [await generate(**call) for _ in range(3)], way.sizes
 
-    tensors, others = connected(server, both, Counted)
+    tensors, others, sizes = connected(server, both, Counted)
+    pixels = sum(item.frames.nbytes for item in tensors.multi_modal_data.mm_items["image"])
+    assert (sizes[1] < pixels) is (form == "JPEG")
     for other in others:
         assert other.completion_ids == tensors.completion_ids
         assert other.logprobs == pytest.approx(tensors.logprobs, abs=1e-4)
