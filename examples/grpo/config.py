@@ -19,7 +19,7 @@ class Config:
         game: `cell`, with one answer, `look`, with a picture between two, or `zoom`, with a tool to call.
         grid: Rows and columns of the board, 2 to 5.
         pixels: Side of a picture.
-        constrained: Sample only turns that are legal, in `zoom`; in `cell` it is always so.
+        constrained: Sample only turns that are legal.
         shuffled: Show pictures of other boards than the answers belong to: nothing can be learned.
         seed: Seed of the weights, the boards and the sampling.
         warm_up: Maximum number of updates on recorded games of an expert before the first step, for `zoom`.

@@ -31,19 +31,27 @@ def draw(seed: int | str, grid: int, pixels: int) -> tuple[dict[str, Any], str]:
     return {"type": "image", "image": board.resize((pixels, pixels))}, letter
 
 
+def one_letter(token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the sampling parameters of a turn of one token: one of `token_ids`, if there are some."""
+    limit = {"allowed_token_ids": list(token_ids)} if token_ids else {}
+    return {**limit, "max_tokens": 1}
+
+
 class MarkedCell:
     """One board, one answer: the letter of the marked cell. The reward is 1 for the right one.
 
     Args:
         grid: Rows and columns.
         pixels: Side of a picture.
-        token_ids: Token of each letter; nothing else can be answered.
+        token_ids: Token of each letter, if nothing else can be answered.
         shuffled: Show the picture of another board.
     """
 
     tools = None
 
-    def __init__(self, grid: int, pixels: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
+    def __init__(
+        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
+    ) -> None:
         self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
         self.answer = ""
 
@@ -58,7 +66,7 @@ class MarkedCell:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling parameters of any turn."""
-        return {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
+        return one_letter(self._token_ids)
 
     def step(self, turn: Turn) -> Observation:
         """Judge the answer."""
@@ -158,13 +166,15 @@ class LookedCell:
     Args:
         grid: Rows and columns of each board.
         pixels: Side of a picture.
-        token_ids: Token of each letter; nothing else can be answered.
+        token_ids: Token of each letter, if nothing else can be answered.
         shuffled: Show the pictures of another game.
     """
 
     tools = None
 
-    def __init__(self, grid: int, pixels: int, token_ids: Sequence[int], *, shuffled: bool = False) -> None:
+    def __init__(
+        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
+    ) -> None:
         self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
         self._seed, self._turns, self.answer = 0, 0, ""
 
@@ -178,7 +188,7 @@ class LookedCell:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling parameters of any turn."""
-        return {"allowed_token_ids": list(self._token_ids), "max_tokens": 1}
+        return one_letter(self._token_ids)
 
     def step(self, turn: Turn) -> Observation:
         """Judge a letter, and show the board of the first one's cell."""
@@ -205,7 +215,8 @@ def game_of(config: Config, renderer: Renderer) -> Callable[[], Game]:
     grid, pixels, shuffled = config.grid, config.pixels, config.shuffled
     if config.game != "zoom":
         kind = MarkedCell if config.game == "cell" else LookedCell
-        return partial(kind, grid, pixels, letters(renderer, grid), shuffled=shuffled)
+        token_ids = letters(renderer, grid) if config.constrained else ()
+        return partial(kind, grid, pixels, token_ids, shuffled=shuffled)
     return partial(ZoomedCell, grid, pixels, constrained=config.constrained, shuffled=shuffled)
 
 

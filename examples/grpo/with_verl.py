@@ -1,6 +1,6 @@
 """The same games with verl's own trainer, without a GPU: `python -m grpo.with_verl --out runs/verl`.
 
-By default the game has two turns, with a tool's picture between. `main_ppo` of verl runs as it is, with an
+With `--game look` it has two turns, with a tool's picture between. `main_ppo` of verl runs as it is, with an
 agent loop of mmrender's; `grpo.verl_cpu` says what stands for a GPU. verl syncs its weights to the server at
 each step. A line of `metrics.jsonl` for each step has verl's figures: the mean reward, the share of held-out
 boards, and the largest difference of sampler and trainer at any token, in nats, from its importance weights.
@@ -11,10 +11,14 @@ import json
 import math
 import os
 import shutil
+import string
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any, Final
 
 import datasets
@@ -23,7 +27,7 @@ from hydra import compose, initialize_config_dir
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
 from grpo.config import Config, build, parse
-from grpo.games import HELD_OUT, game_of
+from grpo.games import HELD_OUT, RECORDED, game_of
 from grpo.trainer import Trainer
 from grpo.verl_cpu import ENVIRONMENT, SETTINGS
 from grpo.worker import Worker, needs_warm_up, warm_up
@@ -31,6 +35,7 @@ from mmrender import Renderer
 from mmrender.client.local import LocalBackend
 from mmrender.integrations.verl import EpisodeLoop
 from mmrender.model.weights import load_model
+from mmrender.training import Collator
 
 NAME: Final = "game"
 """The agent loop's name in verl's configuration and data."""
@@ -51,24 +56,53 @@ class GameLoop(EpisodeLoop):
 
 
 def warmed(config: Config) -> Path:
-    """Build the model that verl begins with, trained on recorded games if the game has some."""
-    directory = build(config)
-    target = config.out / "warm"
-    if not config.warm_up or target.exists():
-        return target if target.exists() else directory
+    """Build the model that verl begins with; return its directory.
+
+    verl's trainer knows no allowed tokens. So the model learns first to answer with letters, any of them, or
+    from recorded games if the game has some.
+    """
+    directory, target = build(config), config.out / "warm"
+    if target.exists():
+        return target
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")
-    trainer = Trainer(config, model, renderer.tokenizer)
-    worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
-    share = 0.0
-    while needs_warm_up(config, trainer, share):
-        loss = warm_up(config, trainer, renderer)["loss"]
-        share = asyncio.run(worker.held_out())
-        print(f"updates {trainer.updates}  loss {loss:.3f}  held_out {share:.3f}", flush=True)
+    quick = config if config.warm_up else replace(config, learning_rate=1e-3)
+    trainer = Trainer(quick, model, renderer.tokenizer)
+    if config.warm_up:
+        worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
+        share = 0.0
+        while needs_warm_up(config, trainer, share):
+            warm_up(config, trainer, renderer)
+            share = asyncio.run(worker.held_out())
+            print(f"updates {trainer.updates}  held_out {share:.3f}", flush=True)
+    else:
+        learn_letters(config, trainer, renderer)
     written = config.out / "warm.new"
     shutil.copytree(directory, written, dirs_exist_ok=True)
     model.save_pretrained(written)
     return written.rename(target)
+
+
+def learn_letters(config: Config, trainer: Trainer, renderer: Renderer) -> None:
+    """Imitate games whose letters are drawn, until letters are almost all that the model answers with."""
+    random, letters = Random(config.seed), string.ascii_uppercase[: config.grid**2]
+    collator = Collator(trainer.family, 0, renderer, packed=True, max_length=config.row_tokens)
+    least = math.log(len(letters)) / 2  # of a letter, and of the token that ends its turn
+    loss = math.inf
+    while loss > least + 0.05 and trainer.updates < 300:
+        first = RECORDED + (config.seed << 20) + trainer.updates * config.recorded
+        games = []
+        for seed in range(first, first + config.recorded):
+            game = game_of(config, renderer)()
+            messages, is_done = list(game.reset([], {"seed": seed}).messages), False
+            while not is_done:
+                letter = random.choice(letters)
+                observation = game.step(SimpleNamespace(text=letter))
+                messages += [{"role": "assistant", "content": letter}, *observation.messages]
+                is_done = observation.done
+            games.append({"messages": messages})
+        loss = trainer.imitate(collator.batch(games))
+    print(f"{trainer.updates} updates on drawn letters, {loss:.3f} nats a token", flush=True)
 
 
 def data_of(config: Config, first: int, count: int, name: str) -> str:
@@ -152,8 +186,8 @@ def lines(config: Config, path: Path) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train with verl for as many steps as the settings say."""
-    # verl does not know which tokens are allowed, so its entropy would be that of all of them.
-    own = ["--game", "look", "--rollouts", "8", "--answers", "1", "--no-constrained", "--entropy-bonus", "0"]
+    # verl's entropy is that of all tokens, of which a bonus for nine letters would prefer the other thousand.
+    own = ["--rollouts", "8", "--answers", "1", "--no-constrained", "--entropy-bonus", "0.01"]
     config = parse([*own, *(sys.argv[1:] if arguments is None else arguments)], program="grpo.with_verl")
     directory = warmed(config)
     log = config.out / "verl.jsonl"
