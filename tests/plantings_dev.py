@@ -388,7 +388,7 @@ DEV = (
              options=two_templates)),
     Planting("system-prompt-dropped", "glm4v", "template|tokens", "The trainer's prompt lacks the system prompt that the sampler's had.", "modelscope/ms-swift#10012",
              r"(?i)system|(more|lacks|missing).*(tokens|text)", Fault(trains=lambda parts, _: [*parts[:1], *parts[4:]])),
-    Planting("history-encoded-again", "qwen3_vl", "tokens", "The sampler's second prompt held the first completion decoded and encoded again, two letters as one token.", TRL + "5224",
+    Planting("history-encoded-again", "qwen3_vl", "tokens|template", "The sampler's second prompt held the first completion decoded and encoded again, two letters as one token.", TRL + "5224",
              r"(?i)(encoded|tokeni[sz]ed) again|re-?(tokeni|encod)", Fault(sees=encoded_again, draw=neighbours)),
     Planting("prompt-cut-in-front", "qwen2_5_vl", "tokens|template", "The sampler's prompt lacked its first six tokens, which truncation removed.", TRL + "6401",
              r"(?i)truncat|cut|first 6|lack|without its first", Fault(sees=cut_front(6))),

@@ -220,6 +220,14 @@ def _resampled(method: Any) -> ItemChange:
     return make
 
 
+def _in_linear_light(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Return a resized image whose averages are of light, not of levels."""
+    light = (np.asarray(image.convert("RGB"), np.float32) / 255) ** 2.2
+    planes = [Image.fromarray(np.ascontiguousarray(light[..., one])) for one in range(3)]
+    resized = [np.asarray(plane.resize(size, Image.Resampling.BICUBIC)) for plane in planes]
+    return Image.fromarray((np.stack(resized, -1).clip(0, 1) ** (1 / 2.2) * 255).round().astype(np.uint8))
+
+
 def _encoded(image: Image.Image, form: str, **options: Any) -> Image.Image:
     data = io.BytesIO()
     image.save(data, form, **options)
@@ -375,6 +383,7 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
                 "colours without their gamma (linear light)": lambda own: np.where(
                     own <= 0.04045, own / 12.92, ((own + 0.055) / 1.055) ** 2.4
                 ),
+                "colours without a gamma of 2.2 (linear light)": lambda own: own**2.2,
             }.items()
         },
         **{f"levels of {n} bits (posterised)": _planes(partial(_in_bits, n)) for n in range(1, 8)},
@@ -405,6 +414,7 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
     "resampling": {
         **{f"pixels resized by {one.name.lower()} resampling": _resampled(one) for one in Image.Resampling},
+        "pixels resized in linear light": _resampled(_in_linear_light),
         **{
             f"pixels resized by torch's {mode} resampling": _resampled(mode)
             for mode in ("nearest", "bilinear", "bicubic", "bilinear-antialias", "bicubic-antialias", "area")

@@ -230,6 +230,13 @@ def rotary(case: Case) -> Iterator[Trial]:
             f"frequencies were {factor:.4g} of the trainer's (linear scaling)", lambda own: own * factor
         )
 
+    def llama3(factor: float, original: float) -> Trial:
+        def change(own: Any) -> Any:
+            kept = ((original * own / (2 * math.pi) - 1) / 3).clamp(0, 1)
+            return own * (kept + (1 - kept) / factor)
+
+        return trial(f"frequencies were scaled by llama3 (factor {factor:g}, length {original:.5g})", change)
+
     for name, dtype in other_dtypes(model).items():
         if name != "float32":
             yield trial(f"frequencies were rounded to {name}", partial(through, dtype))
@@ -275,6 +282,8 @@ def rotary(case: Case) -> Iterator[Trial]:
     yield from (scaled(factor) for factor in (0.5, 0.25, 0.125, 2.0, 4.0))
     yield from fitted(case, based, 1e3, 1e8, theta, theta * 4, theta / 4)
     yield from fitted(case, scaled, 0.02, 50.0, 1.0)
+    for factor in (8.0, 32.0):
+        yield from fitted(case, partial(llama3, factor), 32, 65536, 8192, 128, 1024, 8192)
 
 
 def _instead(other: Any, own: Any) -> Any:

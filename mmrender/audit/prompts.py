@@ -1,4 +1,4 @@
-"""Rows of the stages template and tokens: other prompts."""
+"""Rows of the stage template: other prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from itertools import combinations, pairwise, product
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes
 from mmrender.audit.report import Float32Array, sampled_runs
@@ -20,6 +21,9 @@ _MAX_CUT: Final = 65
 _MAX_REPLACED: Final = 3
 _NEARER: Final = 0.8
 """Maximum share of the differences that one replaced token of several leaves."""
+_MAX_ROLES: Final = 4
+_MAX_HEAD: Final = 8
+"""Tokens of a message's header at most."""
 _WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\n\n", "</think>", "\n\n"))
 """Texts that templates write between others."""
 
@@ -86,7 +90,7 @@ def _beside(row: str, case: Case) -> Iterator[Trial]:
                 continue
             yield _prompt_trial(case, text, edits, at.since)
             if at.own and len(edits) == len(case.departing_runs) > 1:
-                yield _own_trial(case, text, edits)
+                yield _own_trial(case, text, [[edit] for edit in edits])
 
 
 def blocks(case: Case) -> Iterator[Blocks]:
@@ -127,6 +131,16 @@ def blocks(case: Case) -> Iterator[Blocks]:
                 )
         if number == 1:
             yield Blocks("history", "earlier turns' completion", runs, 0, 0, 0, common, since)
+    if heads := _heads(case):
+        roles = dict.fromkeys(int(ids[start + 1]) for start, _ in heads)
+        by_role = {"each message": heads}
+        for role in [*roles][:_MAX_ROLES]:
+            own = [head for head in heads if ids[head[0] + 1] == role]
+            by_role[f"each message of {name_of(case, role)}"] = own
+        for which, chosen in by_role.items():
+            ends = [(stop, stop) for _, stop in chosen]
+            noun = f"the text of {which}, in its header,"
+            yield Blocks("opening", noun, ends, before=heads[0][1] - heads[0][0], fillers=common, since=0)
     # The stop token closes messages too.
     free = ~sample.loss_mask
     stop = ids[case.runs[0][1] - 1]
@@ -141,6 +155,14 @@ def blocks(case: Case) -> Iterator[Blocks]:
         yield Blocks("prompt text", "the end of the last message", lasts, before=8, own=True)
 
 
+def _heads(case: Case) -> list[tuple[int, int]]:
+    """Return the headers of messages, as long as the generation prompt: runs `[start, stop)`."""
+    starts = bounds(case, len(case.sample))
+    length = next((case.runs[0][0] - at for at in reversed(starts) if at < case.runs[0][0]), 0)
+    heads = [(at, at + length) for at in starts if not case.sample.loss_mask[at : at + length].any()]
+    return [head for head in heads if head[1] <= len(case.sample)] if 1 < length <= _MAX_HEAD else []
+
+
 def _fillers(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     """Return tokens that may have been added: those that the sample has at borders, and special tokens."""
     sample, (by_text, _) = case.sample, pieces(case)
@@ -150,9 +172,7 @@ def _fillers(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     edges += [
         at + by for start, stop in case.runs for at, by in ((start, -1), (stop, -1), (stop, 0), (stop, 1))
     ]
-    free = ~sample.loss_mask
-    for span in sample.media_spans:
-        free[span.start : span.stop] = False
+    free = _free(case)
     inside = [at for at in (0, *edges) if 0 <= at < len(sample)]
     ends = {stop - 1 for _, stop in case.runs}
     common = [
@@ -174,17 +194,17 @@ def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | Non
     return Trial(f"the sampler's prompt {text}", changed, token=first, since=since)
 
 
-def _own_trial(case: Case, text: str, edits: Sequence[Edit]) -> Trial:
-    """Return the trial of prompts that each completion that differs saw for itself, by one edit each.
+def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
+    """Return the trial of prompts that each completion that differs saw for itself, by edits of its own.
 
     Later prompts have the trainer's tokens there, as of templates that rewrite earlier turns.
     """
     runs = [case.runs[number] for number in case.departing_runs]
     samples = []
-    for (start, stop), edit in zip(runs, edits, strict=True):
+    for (start, stop), own_edits in zip(runs, edits, strict=True):
         mask = np.zeros(len(case.sample), np.bool_)
         mask[start:stop] = True
-        samples.append(edited(replace(case.sample, loss_mask=mask), [edit]))
+        samples.append(edited(replace(case.sample, loss_mask=mask), own_edits))
 
     def values() -> Float32Array | None:
         out, positions = case.compared.trainer.copy(), case.compared.positions
@@ -194,7 +214,7 @@ def _own_trial(case: Case, text: str, edits: Sequence[Edit]) -> Trial:
             out[(positions >= start) & (positions < stop)] = own
         return out
 
-    since = edits[0][0]
+    since = edits[0][0][0]
     return Trial(f"the sampler's prompt {text} when it was sampled", values=values, token=since, since=since)
 
 
@@ -221,19 +241,45 @@ def _opening(case: Case) -> Iterator[Trial]:
             text = f"{said(case, [token])} a BOS" if count == 1 and token == sample.token_ids[0] else ""
             text = text or f"{count} more token(s) of id {token}, as of padding"
             yield _prompt_trial(case, f"began with {text}", [(0, 0, [token] * count)], 0)
+        if token != sample.token_ids[0]:
+            own = name_of(case, int(sample.token_ids[0]))
+            text = f"had another first token, such as a BOS: {name_of(case, token)}, not {own}"
+            yield _prompt_trial(case, text, [(0, 1, [token])], 0)
     first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
     for count in [*range(1, 33), *(len(sample) - 2**power for power in range(5, 16))]:
         if 0 < count < first:
             why = "without its BOS" if count == 1 else "cut from the left, truncated"
             yield _prompt_trial(case, f"lacked the first {count} token(s): {why}", [(0, count, [])], 0)
     yield from _beside("opening", case)
+    yield from _moved_text(case)
+
+
+def _moved_text(case: Case) -> Iterator[Trial]:
+    """Yield prompts without a first message of their own, whose text begins a later message."""
+    heads, ids = _heads(case), case.sample.token_ids
+    stop_token = ids[case.runs[0][1] - 1]
+    if len(heads) < 3 or heads[1][0] > case.runs[0][0]:
+        return
+    (start, begin), (after, into) = heads[:2]
+    text = ids[begin:after].tolist()
+    text = text[: text.index(stop_token)] if stop_token in text else text
+    for added in ([], [int(ids[begin - 1])], 2 * [int(ids[begin - 1])]):
+        gone: Edit = (start, after, [])
+        what = f"lacked the first message, whose text, with {len(added)} token(s) after it, began"
+        yield _prompt_trial(case, f"{what} the second one", [gone, (into, into, text + added)], start)
+        own = []
+        for number in case.departing_runs:
+            last = [stop for at, stop in heads if start < at and stop < case.runs[number][0]]
+            own += [[gone, (last[-1], last[-1], text + added)]] if last else []
+        if len(own) == len(case.departing_runs):
+            yield _own_trial(case, f"{what} the last message", own)
 
 
 def _turns(case: Case) -> Iterator[Trial]:
     """Yield prompts without some turns, or with one twice, and other forms of earlier completions."""
     number = case.departing_runs[0]
     since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
-    starts = [*bounds(case, stop), stop]
+    starts, ids, free = [*bounds(case, stop), stop], case.sample.token_ids, _free(case)
     for first, last in combinations(starts, 2):
         about = f"the tokens {first} to {last - 1}, one turn or more,"
         # A single token is no turn, and the last turn opens the completion.
@@ -242,6 +288,26 @@ def _turns(case: Case) -> Iterator[Trial]:
     for first, last in pairwise(starts):
         twice: list[Edit] = [(last, last, part(case.sample, first, last, sampled=False))]
         yield _prompt_trial(case, f"had the tokens {first} to {last - 1}, a turn, twice", twice, since)
+    edges = {stop for _, stop in _heads(case)} | {
+        at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]
+    }
+    edges |= {edge for span in case.sample.media_spans for edge in (span.start - 1, span.stop + 1)}
+    for first, last in pairwise(sorted(edge for edge in edges if since <= edge <= stop)):
+        if free[first:last].all():
+            again: list[Edit] = [(last, last, ids[first:last].tolist())]
+            yield _prompt_trial(case, f"had the tokens {first} to {last - 1}, a text, twice", again)
+    written, end = [*specials(case), *configured(case, "eos_token_id")], case.runs[-1][0] - 1
+    for token in dict.fromkeys(int(ids[at]) for at in range(end) if ids[at] in written and free[at]):
+        places = [at for at in range(end) if ids[at] == token and free[at]]
+        for follower in dict.fromkeys(int(ids[at + 1]) for at in places):
+            lost: list[Edit] = [(at, at + 1, []) for at in places if ids[at + 1] != follower]
+            if lost:
+                text = f"lacked each {name_of(case, token)} but those before {name_of(case, follower)}"
+                yield _prompt_trial(case, text, lost)
+    inside = [at for start, last in case.runs[:number] for at in range(start, last - 1) if ids[at] in written]
+    if inside:
+        text = "lacked the special tokens within earlier completions (skip_special_tokens)"
+        yield _prompt_trial(case, text, [(at, at + 1, []) for at in inside], since)
     for start, last in case.runs[:number]:
         for first in (at for at in (0, *starts) if at < start):
             yield _prompt_trial(
@@ -340,6 +406,14 @@ def _texts(case: Case) -> Iterator[Trial]:
                 edit for number, edit in enumerate(edits) if not number or edit[0] >= edits[number - 1][1]
             ]
             yield _prompt_trial(case, f"had the same text encoded again, {text} {where},", apart, since)
+
+
+def _free(case: Case) -> npt.NDArray[np.bool_]:
+    """Mark the tokens of prompts that are no placeholders."""
+    free = ~case.sample.loss_mask
+    for span in case.sample.media_spans:
+        free[span.start : span.stop] = False
+    return free
 
 
 def _one_token(case: Case) -> Iterator[Trial]:

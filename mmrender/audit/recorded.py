@@ -312,10 +312,12 @@ def _truncated(view: View) -> Iterator[Recorded]:
     if not np.isfinite(view.sampler).all():
         return
     target = torch.from_numpy(view.sampler.copy()).to(view.logits.device)
-    for temperature in (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5):
+    for temperature, typical in product((1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5), (False, True)):
         logprobs = (view.logits / temperature).log_softmax(-1)
         own = logprobs.gather(1, view.tokens)[:, 0]
-        ordered = logprobs.sort(-1, descending=True).values
+        # The order in which tokens are kept: the likeliest first, or the nearest to the entropy.
+        surprise = (-logprobs + (logprobs.exp() * logprobs).sum(-1, keepdim=True)).abs()
+        ordered = logprobs.gather(1, (surprise if typical else -logprobs).argsort(-1))
         masses = ordered.exp().cumsum(-1)
         wanted = (own - target).exp().clamp(max=1.0)  # the mass that is left, by which an engine divides
         size = (masses - wanted[:, None]).abs().argmin(-1)
@@ -329,10 +331,12 @@ def _truncated(view: View) -> Iterator[Recorded]:
         last = (ordered.gather(1, size[:, None])[:, 0] - ordered[:, 0]).exp()
         beyond = (size + 1).clamp(max=ordered.shape[1] - 1)
         after = (ordered.gather(1, beyond[:, None])[:, 0] - ordered[:, 0]).exp()
-        if int(size.min()) == int(size.max()):
+        is_mass = float(before.max()) <= float(kept.min()) + 1e-4
+        if typical or (int(size.min()) != int(size.max()) and is_mass):
+            name = "typical_p" if typical else "top_p"
+            rule = f"{name} between {float(before.max()):.4g} and {float(kept.min()):.4g}" if is_mass else ""
+        elif int(size.min()) == int(size.max()):
             rule = f"top_k of {int(size[0]) + 1}"
-        elif float(before.max()) <= float(kept.min()) + 1e-4:
-            rule = f"top_p between {float(before.max()):.4g} and {float(kept.min()):.4g}"
         elif float(after.max()) <= float(last.min()):
             rule = f"min_p between {float(after.max()):.4g} and {float(last.min()):.4g}"
         elif float(ordered.gather(1, beyond[:, None]).max()) <= float(ordered.gather(1, size[:, None]).min()):
@@ -340,9 +344,10 @@ def _truncated(view: View) -> Iterator[Recorded]:
         elif int(size.max()) < _MAX_KEPT and view.case.tolerance < _CLOSE:
             rule = f"several of top_k (up to {int(size.max()) + 1}), top_p and min_p"
         else:
-            continue
-        at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
-        yield Recorded(f"the log-probabilities are those after {rule}{at} in {{}}", expected)
+            rule = ""
+        if rule:
+            at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
+            yield Recorded(f"the log-probabilities are those after {rule}{at} in {{}}", expected)
 
 
 def _other_support(view: View) -> Iterator[Recorded]:

@@ -198,6 +198,9 @@ class Search:
             places = self._weighed()  # rows that were tried are faults too
             evidence = {place.stage: place.evidence for place in places}
             least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
+            # A prompt may differ at many places, and its random faults differ at one.
+            if not fits:
+                evidence["template"] = max(evidence.get("template", least), least)
             stage = before if before in left else max(left, key=lambda one: evidence.get(one, least))
             if evidence.get(stage, least) < least or not tries:
                 break

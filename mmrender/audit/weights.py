@@ -67,6 +67,36 @@ def quantised(case: Case) -> Iterator[Trial]:
             text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
             yield Trial(text, model=bound(make), since=since_of(case, part))
 
+    yield from _multiplied_in_float8(case, {"model but its head": body, LANGUAGE: language})
+
+
+def _multiplied_in_float8(case: Case, scopes: Mapping[str, Any]) -> Iterator[Trial]:
+    """Yield matrices of float8 that are multiplied by inputs of float8, each with scales of its own."""
+    import torch
+
+    for (part, module), by_row in product(scopes.items(), (True, False)):
+        linear = [one for one in module.modules() if isinstance(one, torch.nn.Linear)]
+
+        @contextmanager
+        def make(linear: Any = linear, by_row: bool = by_row) -> Iterator[None]:
+            low = partial(_in_float8, by_row=by_row)
+            places = [
+                (one._parameters, "weight", torch.nn.Parameter(low(one.weight.data), False)) for one in linear
+            ]
+            hooks = [
+                one.register_forward_pre_hook(lambda _, args: (low(args[0]), *args[1:])) for one in linear
+            ]
+            try:
+                with replaced(places):
+                    yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        scale = f"a scale {'a row and token' if by_row else 'a tensor'}"
+        text = f"the sampler's {part} multiplied in float8, weights and inputs, with {scale}: quantised (fp8)"
+        yield Trial(text, model=bound(make), since=since_of(case, part))
+
 
 def _in_integers(data: Any, bits: int, group: int | None, even: bool = True) -> Any:
     """Return a matrix rounded to integers of `bits` bits, scaled by row, group of a row, or whole (0)."""
@@ -85,9 +115,9 @@ def _in_float8(data: Any, by_row: bool) -> Any:
     """Return a matrix rounded to float8, scaled by its largest value, or by each row's."""
     import torch
 
-    if data.ndim != 2:
+    if data.ndim < 2:
         return data
-    largest = data.abs().amax(1, keepdim=True) if by_row else data.abs().max()
+    largest = data.abs().amax(-1, keepdim=True) if by_row else data.abs().max()
     scale = largest.clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (data / scale).to(torch.float8_e4m3fn).to(data.dtype) * scale
 

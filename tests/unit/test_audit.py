@@ -16,6 +16,7 @@ from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import whole_in
+from mmrender.audit.recorded import READINGS, View
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
 from mmrender.audit.run import measure_noise
@@ -256,6 +257,23 @@ def test_a_temperature_close_to_the_trainer_s_is_named_too(samples, trainer, tem
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("sampling", "temperature")
     assert f"at temperature {temperature:g} in all completions" in finding.statement
+
+
+def test_typical_tokens_are_told_from_the_likeliest():
+    logits = torch.randn(12, 40, generator=torch.Generator().manual_seed(0)) * 2
+    logs = logits.log_softmax(-1)
+    order = (-logs + (logs.exp() * logs).sum(-1, keepdim=True)).abs().argsort(-1)
+    count = (logs.gather(1, order).exp().cumsum(-1) < 0.7).sum(-1, keepdim=True) + 1
+    kept = torch.zeros_like(logs, dtype=torch.bool).scatter(1, order, torch.arange(40) < count)
+    tokens = order[:, :1]
+    sampler = logs.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, tokens)[:, 0].numpy()
+    trainer = logs.gather(1, tokens)[:, 0].numpy()
+    case = SimpleNamespace(tolerance=1e-4)
+    every = np.arange(12)
+    view = View(case, 0, every, every.astype(np.int32), sampler, trainer, every >= 0, logits, tokens)
+    (found,) = READINGS["truncation"](view)
+    assert found.statement.startswith("the log-probabilities are those after typical_p between 0.")
+    np.testing.assert_allclose(found.expected, sampler, atol=1e-4)
 
 
 def test_a_tolerance_below_the_arithmetic_is_an_alarm_without_a_cause(samples, trainer):
