@@ -353,6 +353,16 @@ class Fleet:
         replica.down, replica.limit = reason, None
         self._watch(replica)
 
+    async def leave_paused(self, replica: Replica, seconds: float) -> None:
+        """Take down an engine that another client has paused for so long, if others are not paused."""
+        others = [each for each in self.healthy() if each is not replica]
+        if replica not in self.replicas or not others:
+            return
+        results = await self.tell(others, "reports_pause", within=HEALTH_TIMEOUT)
+        if any(result.value is False for result in results.values()):
+            replica.left = True
+            self.take_down(replica, f"another client has paused it for {seconds:.0f} s, and not all engines")
+
     def hold_halted(self, reason: str) -> list[Replica]:
         """Hold the engines that were paused, so that each is resumed before it gets requests."""
         halted = [each for each in self.replicas if each.halted]
@@ -408,13 +418,15 @@ class Fleet:
             await bounded(replica.engine.check_health(), HEALTH_TIMEOUT, replica.name)
             if replica.down is not None and replica in self.replicas:
                 await self._bring_up_to_date(replica)
+                if replica.left:
+                    await self._require_resumed(replica)
         except Exception as error:  # noqa: BLE001 - an engine may be the user's
             self.take_down(replica, str(error) or type(error).__name__)
             return False
         is_open = self.state == "open" or (self.state == "paused" and replica.halted)
         if replica.down is not None and is_open and not (replica.stale or replica.owed):
             _log.info("engine %s is back", replica.name)
-            replica.down, replica.lost = None, False
+            replica.down, replica.lost, replica.left = None, False, False
         return replica.down is None
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
@@ -445,6 +457,11 @@ class Fleet:
         if self.state == "open" and replica.halted:
             with contextlib.suppress(EngineUnsupportedError):
                 await tell("resume_generation")
+
+    async def _require_resumed(self, replica: Replica) -> None:
+        (report,) = (await self.tell([replica], "reports_pause", within=HEALTH_TIMEOUT)).values()
+        if report.value is True and not replica.halted:
+            raise EngineStateError("another client keeps the engine paused", where=replica.name)
 
     async def _tell_alone(self, replica: Replica, call: Control, /, **arguments: Any) -> Any:
         (result,) = (await self.tell([replica], call, **arguments)).values()

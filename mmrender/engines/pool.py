@@ -203,10 +203,14 @@ class ReplicaPool(Fleet):
     async def until_resumed(self, work: Work) -> bool | None:
         """Wait while another client pauses the engine that had the work's last request.
 
+        An engine that is paused for longer than an update may take, while others serve, is left: its client
+        may be gone, or may have given up a pause that the engine obeyed later.
+
         Returns:
             Whether it was paused. None if it does not say, or does not serve.
         """
         waits, was_paused, paused = itertools.count(2), False, None
+        begun = asyncio.get_running_loop().time()
         while work.last is not None and work.last.down is None:
             paused = await self.reports_pause(work.last)
             if not paused:
@@ -214,5 +218,8 @@ class ReplicaPool(Fleet):
             if self.state == "closed" or self.is_aborted(work):
                 return True
             was_paused = True
+            lasts = asyncio.get_running_loop().time() - begun
+            if self.timeouts.update is not None and lasts > self.timeouts.update:
+                await self.leave_paused(work.last, lasts)
             await asyncio.sleep(self.retries.wait_before(next(waits)))
         return was_paused or paused

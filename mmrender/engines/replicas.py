@@ -51,6 +51,7 @@ class Replica:
         lost: Whether another process may have taken its place since it went down.
         stale: Whether it missed a weight update, or failed within one.
         halted: Whether it is paused by this client, or may be.
+        left: Whether it went down since another client keeps it paused alone.
         owed: Control calls that it missed and that can be made up for.
         limit: Maximum tokens of a prompt, once it has said.
     """
@@ -63,6 +64,7 @@ class Replica:
         self.lost = False
         self.stale = False
         self.halted = False
+        self.left = False
         self.owed: list[tuple[Control, Mapping[str, Any]]] = []
         self.limit: int | None = None
 

@@ -225,6 +225,25 @@ async def test_work_leaves_a_paused_engine_that_goes_down():
 
 
 @on_fake_clock
+async def test_an_engine_that_stays_paused_while_others_serve_is_left():
+    """As one that obeyed a pause after its client had given up the call, so that nobody resumes it."""
+    paused, well = AbortsWhilePaused("stalling"), ScriptedEngine("good")
+    await paused.pause_generation("abort")
+    client = InferenceEngineClient([paused, well], update_timeout=100)
+    there = {"session_ids": [session_at("stalling")]}
+    assert (await client.generate(batch([[1, 2]]) | there))["response_ids"] == wholes([[1, 2]])
+    assert 100 < asyncio.get_running_loop().time() < 150
+    await asyncio.sleep(100)  # it is looked at, and answers for its health
+    assert client.replicas[0].down is not None
+    await paused.resume_generation()
+    await asyncio.sleep(30)
+    assert client.replicas[0].down is None
+    await client.generate(batch([[1, 2]]) | there)
+    assert len(paused.asked) == 2
+    await client.teardown()
+
+
+@on_fake_clock
 async def test_a_dead_engine_is_ejected_and_comes_back():
     case = setup(count=2)
     prompts = [[2, n] for n in range(2, 12)]
