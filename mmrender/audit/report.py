@@ -214,8 +214,9 @@ class AuditReport(Drawn):
 
     @property
     def ok(self) -> bool:
-        """Whether every sample could be compared, without a difference or finding."""
-        return self.largest <= self.tolerance and not self.findings and not self.unread
+        """Whether tokens were compared, of every sample, without a difference or finding."""
+        is_compared = self.tokens > 0 and not self.unread
+        return is_compared and self.largest <= self.tolerance and not self.findings
 
     @property
     def largest(self) -> float:
@@ -253,6 +254,8 @@ class AuditReport(Drawn):
         lines += [f"note: {note}" for note in self.notes]
         if self.ok:
             return "\n".join([*lines, "trainer and sampler agree"])
+        if not self.tokens:
+            lines.append("nothing was compared, since no sample has a token with a log-probability")
         departures = [f"  {self._departure(compared, first)}" for compared, first in self.departing]
         if departures:
             lines += ["", f"{len(departures)} of {len(self.comparisons)} samples depart, the worst first:"]

@@ -468,10 +468,15 @@ def audit(
     explain: Annotated[int, typer.Option(min=0, help="Number of differing samples to diagnose.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="Device of the model, such as cuda.")] = "cpu",
-    html: PageOption = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report as a page for a browser to this file, too.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the model over the trainer's input and compare with the sampler. Exit 1 if they differ."""
+    """Run the model over the trainer's input and compare with the sampler.
+
+    Exit 1 if they differ, 2 if nothing was compared.
+    """
     from mmrender.audit.files import audit_files
 
     with _log.status("loading") as status:
@@ -489,7 +494,7 @@ def audit(
 
         _save(Page(report, title="Audit"), html)
     _out.out((json.dumps(report.plain(), indent=1) if as_json else report.text()), highlight=False)
-    raise typer.Exit(0 if report.ok else 1)
+    raise typer.Exit(0 if report.ok else 1 if report.tokens else 2)
 
 
 def _document(file: str) -> Any:

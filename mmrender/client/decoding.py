@@ -312,7 +312,7 @@ class _Rows:
         for name in _PER_SEQUENCE:
             if self.carried.get(name) is not None:
                 self.carried[name] = self.carried[name][..., cut:]
-        for layer in self.carried["past_key_values"].layers:
+        for layer in self.carried[self._cache].layers:
             length = _keys(layer)
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length -= cut
@@ -321,6 +321,11 @@ class _Rows:
                 cut_here = cut if length else 0
             if cut_here:
                 layer.keys, layer.values = layer.keys[..., cut_here:, :], layer.values[..., cut_here:, :]
+
+    @property
+    def _cache(self) -> str:
+        """Name of the cache in `carried`. Transformers 5.24 renamed it."""
+        return "cache" if "cache" in self.carried else "past_key_values"
 
     @property
     def width(self) -> int:
@@ -334,12 +339,12 @@ class _Rows:
             message = f"{type(self.model).__name__}: sequences of other prompts run apart - got {reason}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return id(self)
-        layers = tuple(type(layer).__name__ for layer in self.carried["past_key_values"].layers)
+        layers = tuple(type(layer).__name__ for layer in self.carried[self._cache].layers)
         return layers, self.carried["position_ids"].shape[:-2]
 
     def _apart(self) -> str:
         """Return why these sequences cannot be joined with others, or an empty text."""
-        cache: Any = self.carried.get("past_key_values")
+        cache: Any = self.carried.get(self._cache)
         if self.carried.get("position_ids") is None:
             return "positions that are numbered from the cache"
         if type(cache).__name__ != "DynamicCache":
@@ -381,8 +386,8 @@ def _as_one(group: Sequence[_Rows]) -> _Rows:
         fill = torch.ones_like if is_mask else torch.zeros_like
         full = [fill(rows.ids) if each is None else each for each, rows in zip(values, group, strict=True)]
         carried[name] = torch.cat([_padded(each, width, -1) for each in full], -2)
-    caches = [rows.carried["past_key_values"] for rows in group]
-    carried["past_key_values"] = joined = copy.copy(caches[0])
+    caches = [rows.carried[rows._cache] for rows in group]
+    carried[group[0]._cache] = joined = copy.copy(caches[0])
     joined.layers = [_as_one_layer(layers) for layers in zip(*(one.layers for one in caches), strict=True)]
     ids = torch.cat([_padded(rows.ids, width, -1) for rows in group])
     return _Rows(group[0].model, [each for rows in group for each in rows.live], ids, carried)

@@ -29,7 +29,7 @@ _SIZES: Final = ((60, 100), (100, 60), (90, 90))
 _LARGE: Final = 150
 """Shorter side of the largest image, in pixels, unless a window of the vision tower is larger."""
 _NEUTRAL: Final = re.compile(
-    "self|kwargs|input_ids|attention_mask|position_ids|labels|past_key_values|use_cache|logits_to_keep|"
+    "self|kwargs|input_ids|attention_mask|position_ids|labels|past_key_values|cache|use_cache|logits_to_keep|"
     "return_dict|output_.*|.*_embeds|mm_encoder_outputs|vision_.*|interpolate_.*|downsample_mode|"
     "per_layer_inputs|router_.*|.*(video|audio|input_features|input_values|second_per_grid).*|"
     "feature_attention_mask|chunk_sample_lengths|cross_attention_states|(image|pixel|patch|num|tile)_?(?!.*mask).*"

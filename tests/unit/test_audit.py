@@ -106,6 +106,15 @@ def test_nothing_is_found_where_nothing_is_wrong(samples, trainer):
     assert report.text().endswith("trainer and sampler agree")
 
 
+def test_an_audit_of_nothing_is_no_agreement(samples, trainer):
+    """As after rollouts that all failed."""
+    unsampled = replace(samples[0], loss_mask=np.zeros_like(samples[0].loss_mask))
+    for given in ([], [unsampled]):
+        report = audit(given, trainer)
+        assert not report.ok
+        assert "nothing was compared, since no sample has a token with" in report.text()
+
+
 def second_image(change):
     """Change the second image's item, which only the second completion saw."""
 
