@@ -77,7 +77,7 @@ async def begin(config: Config, trainer: Trainer, worker: Player, report: Report
 
 async def run(config: Config) -> None:
     """Train to the end, or go on from a checkpoint."""
-    directory, checkpoint, early = build(config), config.out / CHECKPOINT, config.out / "early.mmc"
+    directory, checkpoint, early = build(config), config.out / CHECKPOINT, config.out / "early.mmr"
     model = load_model(directory, "float32", "cpu", purpose="the example")
     renderer = Renderer.from_pretrained(directory)
     trainer = Trainer(config, model, renderer.tokenizer)

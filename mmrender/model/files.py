@@ -217,5 +217,6 @@ def find_model(name_or_path: str | os.PathLike[str], *, revision: str | None = N
             where=name,
             expected="an existing directory, or a hub id such as org/name",
             got=(str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: "),
-            remedy="Check the name, set HF_TOKEN for a private model, or pass the path of a local copy",
+            remedy="Check the name, set HF_TOKEN for a private model, pass the path of a local copy, or "
+            "build a tiny model that works offline: mmrender.testing.tiny_model.build_tiny_model(directory)",
         ) from error

@@ -1,8 +1,8 @@
 """`TrajectoryDataset`: files of trajectories as an iterable that a trainer can resume.
 
 ```python
-with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmc"):  # shipped rollouts are written, then acknowledged
-    dataset = TrajectoryDataset("rollouts.mmc", wait=600)
+with Recorder("unix:///tmp/rollouts.sock", "rollouts.mmr"):  # shipped rollouts are written, then acknowledged
+    dataset = TrajectoryDataset("rollouts.mmr", wait=600)
     loader = StatefulDataLoader(dataset, batch_size=8, collate_fn=collator)
 ```
 

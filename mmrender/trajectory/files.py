@@ -1,12 +1,12 @@
 """Files of trajectories: record files that survive a crash and are read by memory map.
 
 ```python
-with TrajectoryWriter("run.mmc") as file:
+with TrajectoryWriter("run.mmr") as file:
     file.append(trajectory)        # one record
     file.append(group)             # one record, in which shared content is written once
 
-load_trajectories("run.mmc")       # all of them
-TrajectoryReader("run.mmc")[1]     # the trajectories of one record, without reading others
+load_trajectories("run.mmr")       # all of them
+TrajectoryReader("run.mmr")[1]     # the trajectories of one record, without reading others
 ```
 """
 
@@ -36,7 +36,7 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
 
     The index of the file, for readers that need sizes or a part of the records, is written beside it, see
     `mmrender.trajectory.index`. Opening a file completes its index, so
-    `TrajectoryWriter("old.mmc").close()` makes one for a file of an earlier release.
+    `TrajectoryWriter("old.mmr").close()` makes one for a file of an earlier release.
 
     Args:
         path: The file.

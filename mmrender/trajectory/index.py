@@ -1,7 +1,7 @@
 """The index beside a file of trajectories: the place of each record, and the sizes of its samples.
 
-`run.mmc.index` is a record file as well (`mmcodecs.files`). Each of its messages is a dict that describes
-some consecutive records of `run.mmc`:
+`run.mmr.index` is a record file as well (`mmcodecs.files`). Each of its messages is a dict that describes
+some consecutive records of `run.mmr`:
 
 - `version`: 2.
 - `first`: number of the first record.

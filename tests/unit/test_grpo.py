@@ -111,7 +111,7 @@ def test_a_run_shows_what_it_did(whole):
     assert all(0 <= row["reward"] <= 1 and row["difference"] < 1e-4 for row in rows)
     assert [row["step"] for row in rows if "held_out" in row] == [2, 3]
     assert {path.name for path in whole.out.iterdir()} == {
-        "model", "settings.json", "metrics.jsonl", "checkpoint.pt", "plot.png", "early.mmc", "early.mmc.index",
+        "model", "settings.json", "metrics.jsonl", "checkpoint.pt", "plot.png", "early.mmr", "early.mmr.index",
         "rollouts.html",
     }  # fmt: skip
 

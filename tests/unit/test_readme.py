@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from end_to_end import no_placeholders
 from mmrender.audit import TrainerModel
@@ -38,7 +39,10 @@ def run_page(tmp_path, monkeypatch):
         monkeypatch.setattr(
             Renderer, "from_pretrained", lambda name, **rest: load(model if name == HUB_ID else name, **rest)
         )
-        found = {"model": stand_in_for_the_server(monkeypatch, model)} if weights else {}
+        if weights:
+            trained = stand_in_for_the_server(monkeypatch, model)
+            monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", lambda name, **_: trained)
+        found = {}
         for block in blocks(page, "python"):
             if "RendererClient" in block and not weights:
                 break
