@@ -83,7 +83,7 @@ ELSEWHERE = {
     "docs/training.md": "test_training_page.py",
     "docs/audit.md": "test_pages.py, with a rollout to audit",
     "docs/rollout.md": "test_pages.py, with what it ends in",
-    "examples/tour.ipynb": "test_pages.py, as it is",
+    "examples/tour.ipynb": "test_pages.py, as a script",
 }
 """Pages whose code has more to show than that it runs, and what runs it."""
 LEFT_OUT = {

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page as SitePage
+
+from tour_script import TOUR, cells, tour_script
 
 ROOT = Path(__file__).resolve().parent.parent
-TOUR = ROOT / "examples" / "tour.ipynb"
 STUBS = (ROOT / "mmrender", ROOT / "codecs" / "mmcodecs")
 
 
@@ -66,7 +68,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "live.html", content=live_page()))
     files.append(File.generated(config, "tour.md", content=tour_page()))
     files.append(File.generated(config, TOUR.name, content=TOUR.read_text("utf-8")))
+    files.append(File.generated(config, "tour.py", content=tour_script()))
     return files
+
+
+WHOLE_FILE = re.compile(r'\A--8<-- "(\w+\.md)"\s*\Z')
+EXAMPLES = re.compile(r"\bexamples/[\w./-]*\w")
+MAKE = re.compile(r"(?:`|```bash\n)make [a-z]")
+FOR_DEVELOPERS = ("contributing.md", "architecture.md", "decisions.md", "changelog.md")
+
+
+def on_page_markdown(markdown: str, page: SitePage, config: MkDocsConfig, **_: object) -> str:
+    """Include a file of the root, whose links lead into `docs`, and say where files of the sources are."""
+    if whole := WHOLE_FILE.match(markdown):
+        markdown = (ROOT / whole[1]).read_text("utf-8").replace("](docs/", "](")
+    if page.file.src_uri in FOR_DEVELOPERS or not names_sources(markdown):
+        return markdown
+    place = f"[the repository]({config.repo_url})" if config.repo_url else "its repository"
+    note = (
+        '!!! note "From the sources"\n'
+        "    `examples`, `benchmarks`, `tests`, `tools` and `make` are not in the wheel. "
+        f"What this page says of them needs a checkout of {place}, or the source distribution.\n\n"
+    )
+    heading = re.search(r"^## ", markdown, re.MULTILINE)
+    cut = heading.start() if heading else len(markdown)
+    return f"{markdown[:cut].rstrip()}\n\n{note}{markdown[cut:]}"
+
+
+def names_sources(markdown: str) -> bool:
+    """Whether a page names one of our examples, or a target of `make`."""
+    paths = (ROOT / found[0] for found in EXAMPLES.finditer(markdown))
+    return MAKE.search(markdown) is not None or any(path.exists() for path in paths)
 
 
 def on_page_content(html: str, **_: object) -> str:
@@ -76,11 +108,10 @@ def on_page_content(html: str, **_: object) -> str:
 
 def tour_page() -> str:
     """The notebook as a page, which is where its links lead from."""
-    cells = json.loads(TOUR.read_text("utf-8"))["cells"]
-    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
-    blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts]
+    blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells()]
     page = "\n\n".join(blocks).replace("](../docs/", "](") + "\n"
-    return page.replace("`examples/tour.ipynb`", "[`tour.ipynb`](tour.ipynb)")
+    page = page.replace("`examples/tour.ipynb`", "[`tour.ipynb`](tour.ipynb)")
+    return page.replace("`python tools/tour_script.py > tour.py`", "[`tour.py`](tour.py)")
 
 
 def live_page() -> str:

@@ -108,6 +108,9 @@ class Page:
         Path(path).write_text(self.html, "utf-8")
         return Path(path)
 
+    def __repr__(self) -> str:
+        return f"Page({self._document.title!r}, sequences={len(self._document.strips)})"
+
     def _repr_html_(self) -> str:
         source = html.escape(self.html, quote=True)
         return (
