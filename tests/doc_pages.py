@@ -81,7 +81,7 @@ ELSEWHERE = {
     "docs/quickstart.md": "test_readme.py",
     "docs/client.md": "test_client_page.py",
     "docs/training.md": "test_training_page.py",
-    "docs/audit.md": "test_pages.py, with a rollout to audit",
+    "docs/audit.md": "test_pages.py, with what it finds",
     "docs/rollout.md": "test_pages.py, with what it ends in",
     "examples/tour.ipynb": "test_pages.py, as a script",
 }

@@ -7,18 +7,26 @@ import tempfile
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from doc_pages import ELSEWHERE, LEFT_OUT, LIBRARIES, PAGES, Page, lay_out, load_script, missing_for, stand_in
+from doc_pages import (
+    ELSEWHERE,
+    LEFT_OUT,
+    LIBRARIES,
+    PAGES,
+    ROOT,
+    Page,
+    lay_out,
+    load_script,
+    missing_for,
+    stand_in,
+)
 from kit import shown, user
 from mmrender import Trajectory
-from mmrender.audit import TrainerModel
 from mmrender.client.local import LocalBackend
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment
-from mmrender.trajectory import save_trajectories
 
 OWN = sorted(PAGES.keys() - ELSEWHERE.keys() - LIBRARIES.keys())
 
@@ -70,18 +78,15 @@ def test_rollouts_of_the_guide_end_as_it_says(run, tiny_model, monkeypatch, caps
     assert [line.split()[1:] for line in capsys.readouterr().out.splitlines()] == [["4", "max_turns"]] * 2
 
 
-def test_the_code_of_the_audit_runs(run, renderer, tiny_model):
-    """With one rollout that the trainer's own model scored."""
-    trainer = TrainerModel.from_pretrained(tiny_model)
-    prompt = renderer.render([user("Which animal says moo?")], add_generation_prompt=True)
-    completion = [*renderer.tokenizer.encode("A cow."), renderer.tokenizer.token_id("<|im_end|>")]
-    bare = Trajectory()
-    bare.append(prompt.token_ids, completion, logprobs=np.zeros(len(completion)))
-    logprobs = trainer.sampled_logprobs(bare.samples()[0])
-    rollout = Trajectory()
-    rollout.append(prompt.token_ids, completion, logprobs=logprobs)
-    save_trajectories("rollouts.mmr", [rollout])
-    assert run("docs/audit.md")["report"].ok
+def test_the_audit_of_the_guide_finds_what_it_says(run):
+    found = run("docs/audit.md")
+    (finding,) = found["report"].findings
+    page = (ROOT / "docs" / "audit.md").read_text("utf-8")
+    assert (
+        f"game-0/0: {finding.stage}, {finding.cause}: the log-probabilities are those at temperature 0.7"
+        in page
+    )
+    assert " ".join(finding.remedy.split()) in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if name.endswith(".py")])
