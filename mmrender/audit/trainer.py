@@ -331,11 +331,14 @@ def _remembering(model: Any, held: dict[Any, Any]) -> Iterator[None]:
 
 
 def _key_of(value: Any) -> Any:
-    """Return something that equal tensors have in common."""
+    """Return something that equal arguments have in common. Values of unknown classes equal no other."""
     import torch
 
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key_of, value))
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        is_plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
+        return (type(value).__name__, value) if is_plain else object()
     data = value.detach().contiguous().view(torch.uint8).cpu().numpy() if value.numel() else b""
     return str(value.dtype), tuple(value.shape), blake2b(data, digest_size=16).digest()
 

@@ -86,7 +86,7 @@ def test_it_trains_on_branches_and_late_images(renderer, tiny_model, tmp_path, l
     assert len(logs) == 3
     # Each step samples with the weights of that step: others would differ by far more.
     assert max(entry["sampler_trainer/max"] for entry in logs) < 1e-3
-    assert len({entry["reward"] for entry in logs}) == 3
+    assert all(0.25 <= entry["reward"] <= 1.25 for entry in logs)
     for batch in seen:
         assert len(batch) < len(batch.seq_lens)  # packed
         assert len(batch.seq_lens) == 2 * SETTINGS["per_device_train_batch_size"]  # two branches each
