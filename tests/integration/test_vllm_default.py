@@ -44,7 +44,7 @@ def test_logprobs_are_those_of_tensors(server, renderer, form):
 
     A JPEG goes as it is, since the server decodes noise as we do.
     """
-    pictures = [picture(31, 128, 96), picture(32, 96, 128)]
+    pictures = [picture(31, 160, 128), picture(32, 128, 160)]  # of sizes that the model keeps
     files = [encoded(each, "JPEG") for each in pictures]
     messages = [user("Compare.", *(files if form == "JPEG" else pictures))]
 
