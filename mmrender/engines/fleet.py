@@ -418,8 +418,6 @@ class Fleet:
             await bounded(replica.engine.check_health(), HEALTH_TIMEOUT, replica.name)
             if replica.down is not None and replica in self.replicas:
                 await self._bring_up_to_date(replica)
-                if replica.left:
-                    await self._require_resumed(replica)
         except Exception as error:  # noqa: BLE001 - an engine may be the user's
             self.take_down(replica, str(error) or type(error).__name__)
             return False
@@ -449,19 +447,16 @@ class Fleet:
             replica.stale = self.loaded is not loaded  # there may have been another update meanwhile
         with contextlib.suppress(EngineError):  # asked now, so that no request waits for it
             replica.limit = await bounded(replica.engine.max_prompt_len(), HEALTH_TIMEOUT, replica.name)
-        if self.loaded is not None and replica.lost and not replica.halted:
+        if (self.loaded is not None or replica.left) and replica.lost and not replica.halted:
             # Another client that updated weights, and is gone, may have paused it.
             (report,) = (await self.tell([replica], "reports_pause", within=HEALTH_TIMEOUT)).values()
+            if report.value is True and self.loaded is None:
+                raise EngineStateError("another client keeps the engine paused", where=replica.name)
             replica.halted |= report.value is True
         # At the end, so that a pause that is over by now is not missed.
         if self.state == "open" and replica.halted:
             with contextlib.suppress(EngineUnsupportedError):
                 await tell("resume_generation")
-
-    async def _require_resumed(self, replica: Replica) -> None:
-        (report,) = (await self.tell([replica], "reports_pause", within=HEALTH_TIMEOUT)).values()
-        if report.value is True and not replica.halted:
-            raise EngineStateError("another client keeps the engine paused", where=replica.name)
 
     async def _tell_alone(self, replica: Replica, call: Control, /, **arguments: Any) -> Any:
         (result,) = (await self.tell([replica], call, **arguments)).values()
