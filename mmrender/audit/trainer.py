@@ -339,7 +339,7 @@ def _key_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         is_plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
         return (type(value).__name__, value) if is_plain else object()
-    data = value.detach().contiguous().view(torch.uint8).cpu().numpy() if value.numel() else b""
+    data = value.detach().reshape(-1).view(torch.uint8).cpu().numpy() if value.numel() else b""
     return str(value.dtype), tuple(value.shape), blake2b(data, digest_size=16).digest()
 
 
