@@ -68,7 +68,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
 )
 from mmrender.media.encoded import is_encodable
-from mmrender.messages import Modality
+from mmrender.messages import MODALITIES, Modality
 from mmrender.sidecar import MediaSpan
 
 _log = logging.getLogger("mmrender.client")
@@ -132,7 +132,7 @@ class VLLMBackend(HTTPBackend):
         if limit is not None:
             request = reporting(request, limit)
         is_encoded = self.images == "content_parts"
-        takes: Sequence[Modality] = ("image",) if is_encoded else ("image", "video", "audio")
+        takes: Sequence[Modality] = ("image",) if is_encoded else MODALITIES
         ids, spans = check_request(request, takes=takes)
         listener = on_tokens if limit is None else None
         send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
