@@ -57,11 +57,7 @@ class MarkedCell:
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
         """Draw the board of a seed."""
-        picture, self.answer = draw(extras["seed"], self._grid, self._pixels)
-        if self._shuffled:
-            picture, _ = draw(-1 - extras["seed"], self._grid, self._pixels)
-        question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
-        return Observation([*prompt, question], sampling_params=self.sampling)
+        return self._ask(prompt, extras["seed"])
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -72,6 +68,18 @@ class MarkedCell:
         """Judge the answer."""
         found = turn.text == self.answer
         return Observation((), float(found), True, info={"found": float(found)})
+
+    def _ask(self, prompt: Sequence[Any], seed: int) -> Observation:
+        question = {"role": "user", "content": [self._shown(seed), {"type": "text", "text": "Which?"}]}
+        return Observation([*prompt, question], sampling_params=self.sampling)
+
+    def _shown(self, seed: int, cell: str = "") -> dict[str, Any]:
+        """Return the picture of a seed's board, or of a cell's, and keep the letter that is right."""
+        picture, self.answer = draw(f"{seed}{cell}" if cell else seed, self._grid, self._pixels)
+        if self._shuffled:
+            other = -1 - seed
+            picture, _ = draw(f"{other}{cell}" if cell else other, self._grid, self._pixels)
+        return picture
 
 
 class ZoomedCell:
@@ -157,38 +165,17 @@ class ZoomedCell:
         }
 
 
-class LookedCell:
+class LookedCell(MarkedCell):
     """Two turns of one letter: the cell to look into, and the marked cell of the board that lies there.
 
     A tool shows that board after the first turn, whichever cell was chosen. Each right letter is worth half a
-    point.
-
-    Args:
-        grid: Rows and columns of each board.
-        pixels: Side of a picture.
-        token_ids: Token of each letter, if nothing else can be answered.
-        shuffled: Show the pictures of another game.
+    point. The arguments are those of `MarkedCell`.
     """
-
-    tools = None
-
-    def __init__(
-        self, grid: int, pixels: int, token_ids: Sequence[int] = (), *, shuffled: bool = False
-    ) -> None:
-        self._grid, self._pixels, self._token_ids, self._shuffled = grid, pixels, token_ids, shuffled
-        self._seed, self._turns, self.answer = 0, 0, ""
 
     def reset(self, prompt: Sequence[Any], extras: Mapping[str, Any]) -> Observation:
         """Draw the board of a seed."""
         self._seed, self._turns = extras["seed"], 0
-        picture = self._shown("")
-        question = {"role": "user", "content": [picture, {"type": "text", "text": "Which?"}]}
-        return Observation([*prompt, question], sampling_params=self.sampling)
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Sampling parameters of any turn."""
-        return one_letter(self._token_ids)
+        return self._ask(prompt, self._seed)
 
     def step(self, turn: Turn) -> Observation:
         """Judge a letter, and show the board of the first one's cell."""
@@ -196,15 +183,8 @@ class LookedCell:
         reward = 0.5 * (turn.text == self.answer)
         if self._turns == 2:
             return Observation((), reward, True, info={"found": float(reward > 0)})
-        result = {"role": "tool", "name": "look", "content": [self._shown(turn.text)]}
+        result = {"role": "tool", "name": "look", "content": [self._shown(self._seed, turn.text)]}
         return Observation([result], reward, sampling_params=self.sampling)
-
-    def _shown(self, cell: str) -> dict[str, Any]:
-        """Return the picture of a cell's board, or of the first one, and keep the letter that is right."""
-        picture, self.answer = draw(f"{self._seed}{cell}" if cell else self._seed, self._grid, self._pixels)
-        if self._shuffled:
-            picture, _ = draw(f"{-1 - self._seed}{cell}", self._grid, self._pixels)
-        return picture
 
 
 Game = MarkedCell | ZoomedCell | LookedCell
