@@ -200,7 +200,7 @@ class Rendering:
         request: RenderRequest,
         *,
         cuts: Sequence[int] = (),
-        before: Sequence[int] = (),
+        before: list[int] | None = None,
         earlier: MultiModalData | None = None,
         skipped: int = 0,
     ) -> tuple[Encoded, MultiModalData]:
@@ -210,7 +210,7 @@ class Rendering:
             layout: The text and its syntax.
             request: The conversation, whose media parts fill the placeholders.
             cuts: Rising character positions whose token index is wanted.
-            before: Tokens that the text is appended to, which the result begins with.
+            before: Tokens that the text is appended to. The result takes over this list.
             earlier: Sidecar of these tokens.
             skipped: Number of messages in the text before the request's.
 

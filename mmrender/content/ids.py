@@ -1,6 +1,7 @@
 """Token ids from outside, checked once as they enter."""
 
 import contextlib
+import marshal
 from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -25,17 +26,18 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     Raises:
         InputError: They are not flat integers, or one is outside the vocabulary.
     """
-    numbers: npt.NDArray[Any] | None = None
+    plain = _plain_integers(ids) if type(ids) is list else None
+    numbers: npt.NDArray[Any] | None = plain
     if not isinstance(ids, list | tuple) and hasattr(ids, "__array__"):
         numbers = np.asarray(ids)
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
             raise _error(where, f"{numbers.dtype} of shape {numbers.shape}")
     elif isinstance(ids, str | bytes | bytearray | memoryview) or not isinstance(ids, Sequence):
         raise _error(where, type(ids).__name__)
-    else:
+    elif plain is None:
         with contextlib.suppress(TypeError, OverflowError):
             numbers = np.asarray(array("I", ids))
-    values: list[Any] = list(ids) if numbers is None else numbers.tolist()
+    values: list[Any] = list(ids) if numbers is None or plain is not None else numbers.tolist()
     # Zeros and ones alone may be a mask.
     if numbers is None or (numbers.size and not (numbers.min() >= 0 and 1 < numbers.max() < vocab_size)):
         entries = ids if isinstance(ids, Sequence) else values
@@ -51,6 +53,22 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
             error.expected = f"an integer from 0 to {vocab_size - 1}"
             raise error
     return values
+
+
+def _plain_integers(ids: list[Any]) -> npt.NDArray[np.int32] | None:
+    """Return the values of a list as a read-only array, or None unless all are plain integers of 32 bits.
+
+    `marshal` writes such an integer, and nothing else, as `i` and four bytes. That checks types and reads
+    values in half of the time of an array that becomes a list again.
+    """
+    try:
+        data = marshal.dumps(ids, 2)
+    except ValueError:
+        return None
+    count = len(ids)
+    if len(data) != 5 * (count + 1) or data[5::5] != b"i" * count:
+        return None
+    return np.ndarray((count,), "<i4", data, offset=6, strides=(5,))
 
 
 def _error(where: str, got: str) -> InputError:

@@ -13,10 +13,11 @@ import json
 import random
 import re
 import threading
+from array import array
 from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import Tokenizer as Engine
 from tokenizers import models
@@ -78,8 +79,8 @@ class FastEngine:
         """Whether another thread is encoding. A fork would leave its locks locked."""
         return bool(self._inside - {threading.get_ident()})
 
-    def starts(self, text: str, ids: list[int]) -> npt.NDArray[np.int32] | None:
-        """Return the index of the first character of each token, int32, or None if it is unknown."""
+    def starts(self, text: str, ids: list[int]) -> "array[int] | None":
+        """Return the index of the first character of each token, or None if it is unknown."""
         if self._lengths is None:
             return None
         normalized, shift = text, 0
@@ -88,18 +89,14 @@ class FastEngine:
             shift = len(normalized) - len(text)
             if shift not in (0, 1) or normalized[shift:].replace(_BLANK, " ") != text.replace(_BLANK, " "):
                 return None
-        lengths = self._lengths[np.array(ids, np.int64)]
-        stops = lengths.cumsum()
         data = b"" if normalized.isascii() else normalized.encode()
-        if (int(stops[-1]) if len(ids) else 0) != (len(data) or len(normalized)):
+        starts = [*accumulate(map(self._lengths.__getitem__, ids), initial=0)]
+        if starts.pop() != (len(data) or len(normalized)):
             return None
-        starts = stops - lengths
         if data:
             begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
-            starts = (begins.cumsum() - 1)[starts]
-        if shift:
-            starts = np.maximum(starts - shift, 0)
-        return starts.astype(np.int32)
+            starts = (begins.cumsum() - 1)[starts].tolist()
+        return array("i", [max(start - shift, 0) for start in starts] if shift else starts)
 
     def prove(self, added: Iterable[str]) -> int:
         """Compare with the engine over texts that contain the added tokens, and return their number.
@@ -190,13 +187,14 @@ class EngineChoice:
             self._is_settled = True
 
 
-def _byte_lengths(engine: Engine) -> npt.NDArray[np.int64]:
+def _byte_lengths(engine: Engine) -> list[int]:
     """Return for each id the number of bytes of its text."""
     vocabulary = engine.get_vocab(with_added_tokens=False)
     is_byte_level = engine.pre_tokenizer is not None and b"ByteLevel" in engine.pre_tokenizer.__getstate__()
-    lengths = np.full(max(vocabulary.values(), default=0) + 1, _UNCOUNTABLE, np.int64)
+    lengths = [_UNCOUNTABLE] * (max(vocabulary.values(), default=0) + 1)
     length = len if is_byte_level else _utf8_length
-    lengths[list(vocabulary.values())] = list(map(length, vocabulary))
+    for token, token_id in vocabulary.items():
+        lengths[token_id] = length(token)
     unknown = engine.model.unk_token
     if unknown in vocabulary:
         lengths[vocabulary[unknown]] = _UNCOUNTABLE

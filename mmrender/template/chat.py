@@ -243,17 +243,16 @@ def _part_origin(message: int, role: Role, part: int) -> Origin:
 
 
 @lru_cache(maxsize=1 << 12)
-def _role_text(message: int, role: Role) -> TracedStr:
-    return TracedStr.whole(role, _origin(message, role, "role", "role"))
+def _of_message(message: int, role: Role) -> tuple[TracedStr, Origin, Origin]:
+    """The text of the role, the origin of content that is a string, and of the scaffold."""
+    text = TracedStr.whole(role, _origin(message, role, "role", "role"))
+    return text, _origin(message, role, "content", "content"), _origin(message, role, "scaffold", "")
 
 
-def _content(
-    content: str | tuple[Part, ...], index: int, role: Role, form: ViewForm
+def _parts(
+    content: tuple[Part, ...], index: int, role: Role, form: ViewForm
 ) -> TracedStr | list[dict[str, Any]]:
-    """Text, or a list of parts, as the template takes them, without media that move to another turn."""
-    if isinstance(content, str):
-        whole = TracedStr.whole(content, _origin(index, role, "content", "content"))
-        return [{"type": "text", "text": whole}] if form.content == "list" else whole
+    """Parts as the template takes them, without media that move to another turn."""
     parts: list[dict[str, Any]] = []
     moves = role == "tool" and form.tool_images == "user"
     for position, part in enumerate(content):
@@ -323,13 +322,19 @@ def _with_moved_media(
 
 def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
     """The dict of one message, each text with the origin of its field."""
-    role = message.role
-    view = OwnedDict(role=_role_text(index, role))
-    if message.content is not None:
-        view["content"] = _content(message.content, index, role, form)
-    elif form.none_content != "absent":
-        view["content"] = None if form.none_content == "none" else _content("", index, role, form)
-    view._owner = _origin(index, role, "scaffold", "")
+    role, content = message.role, message.content
+    role_text, content_origin, scaffold = _of_message(index, role)
+    view = OwnedDict(role=role_text)
+    view._owner = scaffold
+    if content is None and form.none_content == "empty":
+        content = ""
+    if isinstance(content, str):
+        text = TracedStr.whole(content, content_origin)
+        view["content"] = [{"type": "text", "text": text}] if form.content == "list" else text
+    elif content is not None:
+        view["content"] = _parts(content, index, role, form)
+    elif form.none_content == "none":
+        view["content"] = None
     if message.reasoning_content is not None:
         origin = _origin(index, role, "reasoning", "reasoning_content")
         reasoning = TracedStr.whole(message.reasoning_content, origin)
@@ -339,9 +344,11 @@ def _view(message: Message, index: int, form: ViewForm) -> OwnedDict:
             _call(call, index, role, f"tool_calls[{position}]", form)
             for position, call in enumerate(message.tool_calls)
         ]
-    for field, text in (("name", message.name), ("tool_call_id", message.tool_call_id)):
-        if text is not None:
-            view[field] = TracedStr.whole(text, _origin(index, role, "name", field))
+    if message.name is not None:
+        view["name"] = TracedStr.whole(message.name, _origin(index, role, "name", "name"))
+    if message.tool_call_id is not None:
+        origin = _origin(index, role, "name", "tool_call_id")
+        view["tool_call_id"] = TracedStr.whole(message.tool_call_id, origin)
     for key, value in message.extra.items():
         view[key] = traced(value, _origin(index, role, "extra", key))
     return view

@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mmrender.caching import cached_property
 from mmrender.template.compiler import GenerationBlock, Mark, MarkKind, TracingCodeGenerator, instrument
 from mmrender.template.filters import FILTERS, LEFT_OUT
-from mmrender.template.limits import BUDGET, LONG, grow
+from mmrender.template.limits import BUDGET, grow
 from mmrender.template.text import Origin, Span, TracedStr, concat, lay_out, percent, plain, tainted, text_of
 from mmrender.template.values import (
     IDENTITY_TESTS,
@@ -117,6 +117,8 @@ class Joiner:
         append, spans = self._pieces.append, self._spans
         # `gap`: start of the owner's text that does not have its own origin.
         position, gap, owner = 0, 0, None
+        # End and origin of the last span. The loop runs for every piece of a prompt, so nothing is called.
+        end, last = -1, None
         for piece in pieces:
             kind = type(piece)
             if kind is str:
@@ -128,16 +130,21 @@ class Joiner:
                 self._position = gap = position
                 self._mark(*piece)
                 owner = self._owner
+                _, end, last = spans[-1] if spans else (0, -1, None)
             elif piece:
                 append(piece)  # type: ignore[arg-type]
                 for low, high, origin in piece.spans:  # type: ignore[union-attr]
                     start = low + position
                     if owner is not None and gap < start:
-                        self._push(gap, start, owner)
+                        if end == gap and last is owner:
+                            gap = spans.pop()[0]
+                        spans.append((gap, start, owner))
+                        end, last = start, owner
                     gap = high + position
-                    if spans and spans[-1][1] == start and spans[-1][2] is origin:
+                    if end == start and last is origin:
                         start = spans.pop()[0]
                     spans.append((start, gap, origin))
+                    end, last = gap, origin
                 position += len(piece)
             if position > limit:
                 grow(position)
@@ -147,8 +154,7 @@ class Joiner:
         while self._open:
             self._close(self._open.pop())
         self._assign(self._outside, position, len(spans))
-        if position > LONG:
-            grow(position)
+        grow(position)
         return TracedStr("".join(self._pieces), tuple(spans))
 
     def _push(self, start: int, stop: int, origin: Origin) -> None:
@@ -272,7 +278,8 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             # Python bounds the depth of blocks and of parentheses, and knows where `break` is allowed.
             message = error.msg if isinstance(error, SyntaxError) else f"nested too deep: {error}"
             raise jinja2.TemplateSyntaxError(message, 1) from error
-        return self.template_class.from_code(self, code, self.make_globals(None))
+        # A plain dict: each rendering copies the globals, and Jinja's chain of dicts takes ten times as long.
+        return self.template_class.from_code(self, code, dict(self.globals))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`. For a dict, this is its entry, unless dicts have a method of this name."""
@@ -299,8 +306,6 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
 
     def marked(self, loop: int, kind: MarkKind, value: Any) -> Mark:
         """Count a loop iteration, and pass the scaffold origin of its message to `Joiner` and to errors."""
-        if kind == "enter" and (budget := BUDGET.get()) is not None:
-            budget.step()
         origin: Origin | None = None
         if type(value) is OwnedDict:
             origin = value._owner
@@ -309,6 +314,8 @@ class TracingEnvironment(ImmutableSandboxedEnvironment):
             origin = role.spans[0][2].scaffold if isinstance(role, TracedStr) and role.spans else None
         handled = HANDLED.get()
         if kind == "enter":
+            if (budget := BUDGET.get()) is not None:
+                budget.step()
             handled[loop] = [origin]
         elif kind == "leave":
             handled.pop(loop, None)

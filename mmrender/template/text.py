@@ -90,9 +90,11 @@ def clip(spans: Spans, start: int, stop: int) -> Spans:
         low, high = max(low, start), min(high, stop)
         return ((low - start, high - start, origin),) if low < high else ()
     return tuple(
-        (max(low, start) - start, min(high, stop) - start, origin)
-        for low, high, origin in spans
-        if low < stop and high > start
+        [
+            ((low if low > start else start) - start, (high if high < stop else stop) - start, origin)
+            for low, high, origin in spans
+            if low < stop and high > start
+        ]
     )
 
 
@@ -142,7 +144,9 @@ class TracedStr(str):
     @classmethod
     def whole(cls, text: str, origin: Origin) -> Self:
         """Build text that came from one value."""
-        return cls(text, ((0, len(text), origin),) if text else ())
+        self = str.__new__(cls, text)  # without the call of `__new__`, since each value of a request is one
+        self.spans = ((0, len(text), origin),) if text else ()
+        return self
 
     def _cut(self, start: int, stop: int) -> Self:
         if start == 0 and stop == len(self):

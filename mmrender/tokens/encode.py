@@ -7,11 +7,10 @@ that the template wrote becomes the expansion of its media item, in token space.
 ends in text, that text first joins its neighbours. Every token belongs to the origin of its first character.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 from mmrender.errors import ProcessorError, SpecialTokenError, TokenizerError
@@ -38,8 +37,6 @@ DEFAULT_RULES: Mapping[Author, SpecialTokenRule] = {
 """Rules by role. `caller` covers tool definitions, documents, names, arguments of tools and templates."""
 
 _TEMPLATE: TokenKind = "template"
-_STOP = itemgetter(1)
-"""End of a span, by which `bisect` finds the first span that ends after a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +110,14 @@ class Encoded:
         """Append tokens of one kind."""
         if not ids:
             return
-        start = len(self.ids)
+        start, spans = len(self.ids), self.spans
         self.ids += ids
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.message == message and last.kind == kind:
-            start = self.spans.pop().start
-        self.spans.append(TokenSpan(start, len(self.ids), message, kind, False))
+        if spans:
+            last_start, _, last_message, last_kind, _ = spans[-1]
+            if last_message == message and last_kind == kind:
+                start = last_start
+                del spans[-1]
+        spans.append(TokenSpan(start, len(self.ids), message, kind, False))
 
 
 class TokenWriter:
@@ -194,13 +193,13 @@ class TokenWriter:
         Raises:
             SpecialTokenError: Content holds a special token, and its rule is `error`.
         """
-        spans = text.spans
-        matches = tuple(self.tokenizer.find(plain(text), partial(self._literal_character, spans, ())))
+        spans, stops = text.spans, [stop for _, stop, _ in text.spans]
+        matches = tuple(self.tokenizer.find(plain(text), partial(self._literal_character, spans, stops, ())))
         placeholders: list[Placeholder] = []
         for match in matches:
             if match.token in self.modalities:
                 owner = -1, -1
-                index = bisect_right(spans, match.own_start, key=_STOP)
+                index = bisect_right(stops, match.own_start)
                 if index < len(spans) and spans[index][0] < match.own_stop:
                     owner = spans[index][2].message, spans[index][2].part
                 modality = self.modalities[match.token]
@@ -213,7 +212,7 @@ class TokenWriter:
         items: Sequence[MediaItem | None],
         cuts: Sequence[int] = (),
         *,
-        before: Sequence[int] = (),
+        before: list[int] | None = None,
     ) -> Encoded:
         """Encode a text.
 
@@ -221,7 +220,7 @@ class TokenWriter:
             layout: The text and its syntax.
             items: The item of each placeholder. None leaves it as one token.
             cuts: Rising character positions whose token index is requested.
-            before: Tokens that the text is appended to, which the result begins with.
+            before: Tokens that the text is appended to. The result takes over this list.
 
         Raises:
             TokenizerError: The vocabulary spells an added token in mere text.
@@ -289,7 +288,9 @@ class TokenWriter:
         joined = concat([*pieces, layout.text[position:], affixes.ending])
         token = {modality: token for token, modality in self.modalities.items()}
         matches: list[Match] = []
-        rest = self.tokenizer.find(plain(joined), partial(self._literal_character, joined.spans, places))
+        ends = [stop for _, stop, _ in joined.spans]
+        refuse = partial(self._literal_character, joined.spans, ends, places)
+        rest = self.tokenizer.find(plain(joined), refuse)
         for place in places:
             ahead = [match for match in rest if match.own_start < place.start]
             inside = [match for match in rest[len(ahead) :] if match.own_start < place.stop]
@@ -301,14 +302,14 @@ class TokenWriter:
         return Layout(joined, (*matches, *rest), tuple(places)), moved
 
     def _literal_character(
-        self, spans: Sequence[Span], places: Sequence[Placeholder], match: Match
+        self, spans: Sequence[Span], stops: Sequence[int], places: Sequence[Placeholder], match: Match
     ) -> int | None:
         """Return the first character of content that must not be part of this token, or None.
 
         Only the token's own characters count, not the white space that it swallows. Expansions, at `places`,
-        always count as syntax.
+        always count as syntax. `stops` are the ends of the spans.
         """
-        index = bisect_right(spans, match.own_start, key=_STOP)
+        index = bisect_right(stops, match.own_start)
         while index < len(spans) and spans[index][0] < match.own_stop:
             start, _, origin = spans[index]
             if origin.is_content:
@@ -342,13 +343,8 @@ def _forbidden(token: str | None, origin: Origin) -> SpecialTokenError:
     )
 
 
-class _Edge(NamedTuple):
-    """A place in the run at which the origin changes, or a requested cut (`cut`, or -1)."""
-
-    offset: int
-    message: int
-    kind: TokenKind
-    cut: int
+_Edge: TypeAlias = tuple[int, int, TokenKind, int]
+"""A place in a run at which the origin changes: character, message and kind, and a requested cut or -1."""
 
 
 class _TokenStream:
@@ -362,7 +358,7 @@ class _TokenStream:
     """
 
     def __init__(
-        self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], before: Sequence[int]
+        self, writer: TokenWriter, text: TracedStr, cuts: Sequence[int], before: list[int] | None
     ) -> None:
         self._before: Before = "nothing"
         if before:
@@ -375,7 +371,7 @@ class _TokenStream:
         self._next_cut = 0
         self._position = 0
         self._covered = 0
-        self.out = Encoded([*before])
+        self.out = Encoded(before or [])
 
     def special(self, match: Match) -> None:
         """Write a special token that counts as syntax."""
@@ -411,13 +407,13 @@ class _TokenStream:
             message, kind = -1, _TEMPLATE
             if origin is not None:
                 message, kind = origin.message, origin.kind
-            edges.append(_Edge(place - begin, message, kind, -1))
+                if origin.is_content and self._writer.rules[origin.author] != "parse":
+                    guarded = origin
+            edges.append((place - begin, message, kind, -1))
             while (cut := self._cuts[self._next_cut]) <= place:
-                edges.append(_Edge(place - begin, message, kind, cut))
+                edges.append((place - begin, message, kind, cut))
                 self._next_cut += 1
-            if origin is not None and origin.is_content and self._writer.rules[origin.author] != "parse":
-                guarded = origin
-            place = min(end, cut)
+            place = end if end < cut else cut
         if edges:
             self._encode(self._text[begin:stop], edges, guarded)
             self._position = self._covered = stop
@@ -443,7 +439,8 @@ class _TokenStream:
     def _encode(self, text: str, edges: Sequence[_Edge], guarded: Origin | None) -> None:
         """Append a run. Guarded content must not produce an added token, nor any text a media token."""
         tokenizer, out = self._writer.tokenizer, self.out
-        is_whole = len(edges) == 1 and edges[0].cut < 0
+        _, message, kind, cut = edges[0]
+        is_whole = len(edges) == 1 and cut < 0
         forbidden = self._writer.media_ids if guarded is None else tokenizer.syntax_ids
         run = tokenizer.encode_run(text, before=self._before, forbidden=forbidden, with_starts=not is_whole)
         if guarded is not None and self._writer.rules[guarded.author] == "error":
@@ -451,15 +448,16 @@ class _TokenStream:
             if spelled:
                 raise _forbidden(tokenizer.token(min(spelled)), guarded)
         if is_whole:
-            out.extend(run.ids, edges[0].message, edges[0].kind)
+            out.extend(run.ids, message, kind)
             return
         starts = run.starts
         if starts is None:
             raise TokenizerError("a run was encoded without the places of its tokens")
         base, count = len(out.ids), len(run.ids)
-        firsts = starts.searchsorted([edge.offset for edge in edges]).tolist()
-        for edge, first, last in zip(edges, firsts, [*firsts[1:], count], strict=True):
-            if edge.cut >= 0:
-                begin = int(starts[first]) if first < count else len(text)
-                out.cuts[edge.cut] = Cut(base + first, begin == edge.offset)
-            out.extend(run.ids[first:last], edge.message, edge.kind)
+        firsts = [bisect_left(starts, offset) for offset, *_ in edges]
+        lasts = [*firsts[1:], count]
+        for (offset, message, kind, cut), first, last in zip(edges, firsts, lasts, strict=True):
+            if cut >= 0:
+                begin = starts[first] if first < count else len(text)
+                out.cuts[cut] = Cut(base + first, begin == offset)
+            out.extend(run.ids[first:last], message, kind)

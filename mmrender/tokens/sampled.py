@@ -51,13 +51,15 @@ def _split(spans: Sequence[TokenSpan], ranges: Sequence[tuple[int, int, int]]) -
     rest = iter([*ranges, (spans[-1].stop, spans[-1].stop + 1, -1)] if spans else ())
     start, stop, owner = next(rest, (0, 0, -1))
     for span in spans:
-        position = span.start
-        while position < span.stop:
+        position, span_stop, message, kind, _ = span
+        if stop > position and span_stop <= start:  # without sampled tokens
+            pieces.append(span)
+            continue
+        while position < span_stop:
             while stop <= position:
                 start, stop, owner = next(rest)
             is_sampled = start <= position
-            end = min(stop if is_sampled else start, span.stop)
-            message = owner if is_sampled else span.message
-            pieces.append(TokenSpan(position, end, message, span.kind, is_sampled))
+            end = min(stop if is_sampled else start, span_stop)
+            pieces.append(TokenSpan(position, end, owner if is_sampled else message, kind, is_sampled))
             position = end
     return pieces

@@ -5,6 +5,7 @@ delimiters. Their places are decided here, for sampled spans, bridges, training 
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -208,6 +209,8 @@ def turn_stop(ids: Sequence[int], start: int, end: int, stop_ids: Collection[int
 
     A stop token that opens the next turn follows directly after the turn's own tokens.
     """
-    tail = ids[start : end + 1]
-    places = [tail.index(stop_id) for stop_id in stop_ids if stop_id in tail]
-    return start + min(places) + 1 if places else end
+    first = end + 1
+    for stop_id in stop_ids:
+        with suppress(ValueError):
+            first = ids.index(stop_id, start, first)
+    return first + 1 if first <= end else end

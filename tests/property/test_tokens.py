@@ -251,7 +251,7 @@ def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
         # What is appended to other tokens gets none.
         if "first" not in kind:
             before, bare = tokenizer.encode("<s>"), reference(text, add_special_tokens=False).input_ids
-            assert writer.write(layout, (), before=before).ids == before + bare
+            assert writer.write(layout, (), before=[*before]).ids == before + bare
 
     check()
 
