@@ -422,8 +422,9 @@ def gateway(
     """Answer agents over inference servers, and record the sampled tokens."""
     from mmrender.gateway import Gateway, GatewaySettings
 
-    aliases = dict(each.partition("=")[::2] for each in alias or ())
-    alias_keys = dict(each.partition("=")[::2] for each in alias_key or ())
+    aliases, alias_keys = (
+        dict(pair.partition("=")[::2] for pair in pairs or ()) for pairs in (alias, alias_key)
+    )
     if not all(name and target for name, target in aliases.items()):
         raise InputError("an alias has no name or no URL", where="--alias", expected="NAME=URL")
     if unknown := alias_keys.keys() - aliases.keys():
