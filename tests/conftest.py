@@ -1,6 +1,7 @@
 """Fixtures that every kind of test shares, and how Hypothesis searches."""
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -39,6 +40,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave modules and tests, a million objects, out of the garbage collections that follow."""
+    gc.collect()
+    gc.freeze()
 
 
 ROOT = Path(__file__).resolve().parent.parent

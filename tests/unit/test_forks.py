@@ -317,8 +317,8 @@ def test_processes_of_templates_are_started_again_in_the_child(tiny_model):
         assert work(renderer, picture()) == expected
 
 
-def test_a_model_s_own_processor_is_built_again_where_another_thread_was_inside_of_it(shared_models):
-    renderer = Renderer.from_pretrained(shared_models / "idefics3", image_backend="pil")
+def test_a_model_s_own_processor_is_built_again_where_another_thread_was_inside_of_it(with_small_tiles):
+    renderer = Renderer.from_pretrained(with_small_tiles("idefics3"), image_backend="pil")
     messages = [{"role": "user", "content": [shown(picture().resize((333, 77)))]}]
     processor = renderer.media.processor.load()
     with thread_within(processor._watched.lock):
@@ -404,7 +404,7 @@ def test_children_render_while_threads_render(tiny_model):
     for thread in threads:
         thread.start()
     try:
-        for _ in range(24):
+        for _ in range(8):
             answer = in_child(lambda: [work(renderer, picture(shade), str(shade)) for shade in range(4)])
             assert answer == repr(expected)
     finally:

@@ -38,7 +38,7 @@ from vocabularies import texts
 
 pytest.importorskip("transformers", reason="converts by Transformers")
 
-NUM_TEXTS = 10_000
+NUM_TEXTS = 3_000
 TOKENS = (*SPECIAL_TOKENS, *ADDED_TOKENS)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
