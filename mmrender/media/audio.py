@@ -48,15 +48,64 @@ class LoadedAudio:
     Attributes:
         samples: `(n,)`, float32, read-only.
         rate: Samples per second.
+        file: The file that was decoded, or None for an array.
+        policy: Limits under which the file may be decoded again.
     """
 
     samples: Samples = field(repr=False)
     rate: int
+    file: bytes | None = field(default=None, repr=False)
+    policy: MediaPolicy = field(default_factory=MediaPolicy, repr=False)
 
     @property
     def seconds(self) -> float:
         """The duration."""
         return len(self.samples) / self.rate
+
+    def packed(self) -> "PackedAudio | None":
+        """Return the samples as the smallest file that restores them, or None if features are as small.
+
+        That is the file they came from, or FLAC for samples of 16 bits.
+        """
+        bound = 2 * len(self.samples)
+        if self.file is not None and len(self.file) < bound:
+            return PackedAudio(self.file, self.rate, self.policy)
+        scale = np.float32(_LEVELS["int16"])
+        levels = np.clip(np.rint(self.samples * scale), -scale, scale - 1).astype(np.int16)
+        # Compared as bits: -0.0 must come back as it was.
+        if not np.array_equal((levels / scale).view(np.uint32), self.samples.view(np.uint32)):
+            return None
+        try:
+            import soundfile
+        except (ImportError, OSError):
+            return None
+        out = io.BytesIO()
+        soundfile.write(out, levels, self.rate, format="FLAC", subtype="PCM_16")
+        return PackedAudio(out.getvalue(), self.rate) if out.tell() < bound else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAudio:
+    """Samples at a rate as a file, which holds them in a fraction of the bytes.
+
+    Attributes:
+        file: The file.
+        rate: Samples per second of the samples.
+        policy: Limits of decoding. None for a file that was written here.
+    """
+
+    file: bytes = field(repr=False)
+    rate: int
+    policy: MediaPolicy | None = None
+
+    def samples(self) -> Samples:
+        """Decode the file, as it was decoded before. Raises as `load_audio` does."""
+        return load_audio(self.file, self.rate, self.policy or _UNBOUNDED).samples
+
+
+_UNBOUNDED: Final = MediaPolicy(
+    max_bytes=1 << 40, max_audio_seconds=1 << 40, max_audio_bytes=1 << 40, decode_timeout=math.inf
+)
 
 
 def load_audio(
@@ -85,7 +134,7 @@ def load_audio(
     """
     policy = MediaPolicy() if policy is None else policy
     try:
-        array = as_array(source)
+        array, file = as_array(source), None
         if array is not None:
             mono, found = _of_array(array, source_rate, policy)
         else:
@@ -96,12 +145,13 @@ def load_audio(
                     got=str(source_rate),
                     remedy="Leave it out, or decode the clip yourself and pass an array",
                 )
-            mono, found = policy.decode(_decode, read_source(source, policy))
+            file = read_source(source, policy)
+            mono, found = policy.decode(_decode, file)
         if not np.isfinite(mono).all():
             raise MediaDecodeError("the audio holds samples that are not finite", expected="finite numbers")
         samples = _resampled(mono, found, rate)
         samples.flags.writeable = False
-        return LoadedAudio(samples, rate)
+        return LoadedAudio(samples, rate, file, policy)
     except MediaError as error:
         if where is not None:
             error.at(where)

@@ -6,7 +6,7 @@ caller's buffers, such as the rows of a training batch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -118,8 +118,36 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
         return tensors
 
 
+class DeferredParts(Mapping[str, Compact]):
+    """Parts that are computed when they are asked for. A copy in another process has the parts themselves.
+
+    Args:
+        compute: Returns the parts. It keeps them, if they are to be computed once.
+        source: The file that they are computed from.
+    """
+
+    def __init__(self, compute: Callable[[], Mapping[str, Compact]], source: bytes) -> None:
+        self._compute = compute
+        self.source = source
+
+    def __getitem__(self, name: str) -> Compact:
+        return self._compute()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._compute())
+
+    def __len__(self) -> int:
+        return len(self._compute())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self._compute()),)
+
+
 class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="processed"):
-    """One image or video as the model's own processor made it, each tensor in its smallest exact form."""
+    """One medium as the model's own processor made it, each tensor in its smallest exact form.
+
+    The parts of a clip may be `DeferredParts`.
+    """
 
     parts: Mapping[str, Compact]
 
@@ -130,7 +158,9 @@ class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="proces
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in their kept form."""
+        """Bytes of all tensors in their kept form, or of the file that they are computed from."""
+        if isinstance(self.parts, DeferredParts):
+            return len(self.parts.source)
         return sum(part.values.nbytes for part in self.parts.values())
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:

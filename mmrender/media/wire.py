@@ -72,7 +72,7 @@ def _plain(value: Any, share: str | None, name: str) -> Any:
         for field in value.__struct_fields__:
             plain[field] = _plain(getattr(value, field), share, f"{name}.{field}")
         return {config.tag_field: config.tag, **plain}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(one, share, f"{name}.{key}") for key, one in value.items()}
     if isinstance(value, bytes):
         value = np.frombuffer(value, np.uint8)

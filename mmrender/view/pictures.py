@@ -65,7 +65,8 @@ def thumbnails(item: MediaItem) -> list[str]:
 
 def sound_of(item: MediaItem) -> str | None:
     """Return the `data:` URL of a clip that is kept encoded, unless it is long. Features cannot be heard."""
-    source = item.source if isinstance(item, ReferenceItem) and item.modality == "audio" else None
+    holder: object = item.parts if isinstance(item, ProcessedItem) else item
+    source = getattr(holder, "source", None) if item.modality == "audio" else None
     if not isinstance(source, bytes) or len(source) > _MAX_SOUND:
         return None
     mime = _SOUNDS.get(format_name(source[:64]))

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import pickle
 import random
 from dataclasses import replace
 
@@ -15,7 +16,9 @@ from item_cases import same_tensors
 from kit import error_of, noise, shown
 from mmrender import Renderer
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
-from mmrender.media.encoded import ReferenceItem
+from mmrender.media.audio import load_audio
+from mmrender.media.encoded import EncodedImage, ReferenceItem
+from mmrender.media.item import DeferredParts
 from mmrender.media.levels import Floats, Padded, expanded, padded
 from mmrender.media.processors.adapted_audio import AudioOnlyProcessor
 from mmrender.media.wire import item_from_wire, item_to_wire
@@ -213,6 +216,44 @@ def test_a_clip_by_reference_is_its_file_and_plays_in_the_page(opened):
     page = Page(shown)._repr_html_()
     assert sound_of(copy) in page
     assert "media-src data:" in page
+
+
+@pytest.mark.parametrize("kind", ["FLAC", "OGG"])
+def test_a_clip_is_kept_as_a_file_and_has_the_features_of_the_reference(kind, opened):
+    soundfile = pytest.importorskip("soundfile")
+    renderer, reference = opened["qwen3_omni"]
+    levels, out = np.rint(clip(1.7, 5) * 2000).astype(np.int16), io.BytesIO()
+    soundfile.write(out, levels, RATE, format=kind, subtype=None if kind == "FLAC" else "OPUS")
+    data = wav(levels / 32767) if kind == "FLAC" else out.getvalue()
+    messages = [asked({"type": "audio", "audio": EncodedImage(data, "audio/any").data_url})]
+    rendered = renderer.render(messages)
+    (item,) = rendered.multi_modal_data.mm_items["audio"]
+    assert type(item.parts) is DeferredParts
+    assert item.nbytes == len(item.parts.source) < 2 * len(levels)
+    assert item.parts.source == out.getvalue()
+    audio = renderer.media.processor.audio
+    assert item.identity not in audio._features
+    assert sound_of(item).startswith(f"data:audio/{kind.lower()};base64,")
+    assert first_difference(renderer, rendered, reference.render(messages)) is None
+    copies = item_from_wire(item_to_wire(item)), pickle.loads(pickle.dumps(item))
+    for copy in copies:
+        assert type(copy.parts) is dict
+        assert same_tensors(copy, item)
+    audio._features.clear()
+    assert same_tensors(copies[0], item)
+
+
+def test_a_count_of_tokens_that_a_run_contradicts_is_an_error(opened, folders, sentence, monkeypatch):
+    pytest.importorskip("soundfile")
+    audio = opened["qwen3_omni"][0].media.processor.audio
+    loaded = load_audio(wav(clip(1.1)), RATE)
+    assert type(audio.prepare(loaded).finish().parts) is DeferredParts
+    monkeypatch.setattr(audio, "_count_tokens", lambda count: 3)
+    item = audio.prepare(load_audio(wav(clip(1.2)), RATE)).finish()
+    assert error_of(ProcessorError, item.tensors) == sentence
+    other = Renderer.from_pretrained(folders["qwen3_omni"], image_backend="pil").media.processor.audio
+    monkeypatch.setattr(other, "_count_tokens", lambda count: 3)
+    assert type(other.prepare(loaded).finish().parts) is dict
 
 
 def test_padding_is_not_kept(opened):

@@ -1,22 +1,27 @@
 """Audio of any family, through the model's own Transformers processor (extra `hf`).
 
 The processor runs whole, as for images: the text that replaces the placeholder is the expansion, whatever
-rule counts its tokens, and each output that a prompt without audio lacks is a tensor of the clip. Features
-stay as floats, without the constant columns that pad a clip to 30 seconds. Samples would not do in their
-place: matrix products of another machine give features of other bits.
+rule counts its tokens, and each output that a prompt without audio lacks is a tensor of the clip.
+
+If the processor knows the number of tokens from the number of samples (that of Qwen's omni models does) and
+its runs agree, a clip is kept as a file: the one it came from, or FLAC. The same run computes its features
+when they are asked for. Other clips are kept as features, without the constant columns that pad them to 30
+seconds. So are clips that leave the process: matrix products of another machine give features of other bits.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.caching import cached_property
+from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.audio import LoadedAudio
-from mmrender.media.item import ProcessedItem
-from mmrender.media.levels import padded
+from mmrender.media.audio import LoadedAudio, PackedAudio
+from mmrender.media.item import DeferredParts, ProcessedItem
+from mmrender.media.levels import Compact, padded
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, media_identity
 from mmrender.media.processor import (
@@ -39,11 +44,19 @@ from mmrender.media.processors.adapter import (
 )
 from mmrender.media.processors.reference import build_audio_reference
 from mmrender.media.processors.watched import Run, WatchedProcessor, as_numpy
-from mmrender.sidecar import feature_count
+from mmrender.sidecar import Expansion, Repeat, feature_count
 
 TOO_SHORT = "the clip is so short that the model's processor writes no token for it"
 _PROBE_SECONDS = (0.31, 1.27)
 """Durations of the clips of probes."""
+_MIN_PACKED_SECONDS: Final = 1
+"""Minimum duration of a clip whose features are computed later. An extractor may refuse a shorter one."""
+_MAX_FEATURES: Final = 256 << 20
+"""Maximum size of the features of packed clips that are kept once computed, in bytes."""
+_MAX_SAMPLES: Final = 64 << 20
+"""Maximum size of the samples that are kept until features are computed, in bytes."""
+
+Samples = npt.NDArray[np.float32]
 
 
 class AdaptedAudioProcessor(AudioProcessor):
@@ -66,6 +79,8 @@ class AdaptedAudioProcessor(AudioProcessor):
         self._around = start, end
         build = partial(build_audio_reference, files, trust_remote_code=trust_remote_code)
         self._watched = WatchedProcessor(build, files.bos_token)
+        self._samples: LRUCache[str, Samples] = LRUCache(_MAX_SAMPLES, size_of=lambda samples: samples.nbytes)
+        self._features: LRUCache[str, Mapping[str, Compact]] = LRUCache(_MAX_FEATURES, size_of=_nbytes)
 
     @property
     def affixes(self) -> Mapping[BosPlace, Affixes]:
@@ -119,11 +134,18 @@ class AdaptedAudioProcessor(AudioProcessor):
             longest = None
         about = f"audio at {loaded.rate}" if longest is None else f"audio at {loaded.rate} of {longest}"
         identity = media_identity(self.settings_digest, loaded.samples.view(np.uint8), about.encode())
-        return Prepared(identity, partial(self._finish, identity, loaded.samples, longest))
+        return Prepared(identity, partial(self._finish, identity, loaded, longest))
 
-    def _finish(self, identity: str, samples: npt.NDArray[np.float32], longest: int | None) -> ProcessedItem:
-        piece, tensors = self._processed(samples, longest)
-        expansion = parse_expansion(piece, self._feature_token)
+    def _finish(self, identity: str, loaded: LoadedAudio, longest: int | None) -> ProcessedItem:
+        samples = loaded.samples
+        expansion = None if longest is not None else self._counted(len(samples))
+        packed = None if expansion is None else loaded.packed()
+        parts: Mapping[str, Compact]
+        if expansion is None or packed is None:
+            expansion, parts = self._computed(samples, longest)
+        else:
+            self._samples.put(identity, samples)
+            parts = DeferredParts(partial(self._unpacked, identity, packed, expansion), packed.file)
         if not feature_count(expansion):
             raise MediaError(
                 TOO_SHORT,
@@ -137,8 +159,60 @@ class AdaptedAudioProcessor(AudioProcessor):
             grid=(feature_count(expansion),),
             expansion=expansion,
             modality="audio",
-            parts={name: padded(values) for name, values in tensors.items()},
+            parts=parts,
         )
+
+    def _computed(
+        self, samples: Samples, longest: int | None = None
+    ) -> tuple[Expansion, Mapping[str, Compact]]:
+        piece, tensors = self._processed(samples, longest)
+        parts = {name: padded(values) for name, values in tensors.items()}
+        return parse_expansion(piece, self._feature_token), parts
+
+    def _unpacked(self, identity: str, packed: PackedAudio, expected: Expansion) -> Mapping[str, Compact]:
+        """Return the features of a packed clip, which must have the tokens that were counted for it."""
+
+        def compute() -> Mapping[str, Compact]:
+            samples = self._samples.pop(identity)
+            expansion, parts = self._computed(packed.samples() if samples is None else samples)
+            if expansion != expected:
+                raise ProcessorError(
+                    "the model's own processor writes another number of tokens for a clip than it counts",
+                    where=f"item {identity[:12]}",
+                    expected=str(feature_count(expected)),
+                    got=str(feature_count(expansion)),
+                )
+            return parts
+
+        return self._features.get_or_compute(identity, compute)
+
+    def _counted(self, count: int) -> Expansion | None:
+        """Return the expansion of a clip of `count` samples, or None if only a run shows it."""
+        if count < _MIN_PACKED_SECONDS * self.sampling_rate or self._shape is None:
+            return None
+        tokens = self._count_tokens(count)
+        return tuple(
+            msgspec.structs.replace(piece, count=tokens) if isinstance(piece, Repeat) else piece
+            for piece in self._shape
+        )
+
+    def _count_tokens(self, count: int) -> int:
+        counts = self._watched.reference._get_num_multimodal_tokens(audio_lengths=[count])
+        return int(counts["num_audio_tokens"][0])
+
+    @cached_property
+    def _shape(self) -> Expansion | None:
+        """The expansion of a clip, if the processor counts the tokens of two clips as its runs write them."""
+        try:
+            clips = [_probe(seconds, self.sampling_rate) for seconds in _PROBE_SECONDS]
+            counts = [self._count_tokens(len(clip)) for clip in clips]
+            shapes = [parse_expansion(self._processed(clip)[0], self._feature_token) for clip in clips]
+        except (MediaError, ProcessorError, AttributeError, TypeError, KeyError, ValueError):
+            return None
+        repeats = [[piece for piece in shape if isinstance(piece, Repeat)] for shape in shapes]
+        rest = [[piece for piece in shape if not isinstance(piece, Repeat)] for shape in shapes]
+        is_plain = rest[0] == rest[1] and all(len(one) == 1 for one in repeats)
+        return shapes[0] if is_plain and counts == [*map(feature_count, shapes)] else None
 
     @property
     def _extractor(self) -> object:
@@ -178,7 +252,7 @@ class AdaptedAudioProcessor(AudioProcessor):
             )
         return token
 
-    def _processed(self, samples: npt.NDArray[np.float32], longest: int | None = None) -> tuple[str, Tensors]:
+    def _processed(self, samples: Samples, longest: int | None = None) -> tuple[str, Tensors]:
         """Return the text that replaces the placeholder of a clip, and its tensors.
 
         With `longest`, the number of samples of another clip, they are of the clip among others.
@@ -204,7 +278,7 @@ class AdaptedAudioProcessor(AudioProcessor):
         """Return the text before a prompt, the expansions within it, and the text after it."""
         return split_at(text, marks_of(self._around, copies), "audio", "the marks of the probe")
 
-    def _run(self, clips: Sequence[npt.NDArray[np.float32]]) -> Run:
+    def _run(self, clips: Sequence[Samples]) -> Run:
         """Run the whole processor on a text with a placeholder for each clip."""
         rate = self.sampling_rate
         seconds = " and ".join(f"{len(clip) / rate:.3f}" for clip in clips)
@@ -246,7 +320,11 @@ class AudioOnlyProcessor(MediaProcessor):
         )
 
 
-def _probe(seconds: float, rate: int) -> npt.NDArray[np.float32]:
+def _nbytes(parts: Mapping[str, Compact]) -> int:
+    return sum(part.values.nbytes for part in parts.values())
+
+
+def _probe(seconds: float, rate: int) -> Samples:
     """Return a clip in which no two neighbouring samples are equal."""
     count = np.arange(round(seconds * rate), dtype=np.uint32)
     return (((count * 2654435761) >> 16) / np.float32(1 << 17) - np.float32(0.25)).astype(np.float32)
