@@ -38,8 +38,11 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
         with contextlib.suppress(TypeError, OverflowError):
             numbers = np.asarray(array("I", ids))
     values: list[Any] = list(ids) if numbers is None or plain is not None else numbers.tolist()
-    # Zeros and ones alone may be a mask.
-    if numbers is None or (numbers.size and not (numbers.min() >= 0 and 1 < numbers.max() < vocab_size)):
+    is_valid = numbers is not None
+    if numbers is not None and numbers.size:
+        is_positive = numbers.dtype.kind == "u" or numbers.min() >= 0
+        is_valid = bool(is_positive and 1 < numbers.max() < vocab_size)  # zeros and ones may be a mask
+    if not is_valid:
         entries = ids if isinstance(ids, Sequence) else values
         wrong = (
             index
@@ -55,11 +58,11 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     return values
 
 
-def _plain_integers(ids: list[Any]) -> npt.NDArray[np.int32] | None:
+def _plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
     """Return the values of a list as a read-only array, or None unless all are plain integers of 32 bits.
 
-    `marshal` writes such an integer, and nothing else, as `i` and four bytes. That checks types and reads
-    values in half of the time of an array that becomes a list again.
+    Negative ones appear as large ones. `marshal` writes such an integer, and nothing else, as `i` and four
+    bytes. That checks types and reads values in half of the time of an array that becomes a list again.
     """
     try:
         data = marshal.dumps(ids, 2)
@@ -68,7 +71,7 @@ def _plain_integers(ids: list[Any]) -> npt.NDArray[np.int32] | None:
     count = len(ids)
     if len(data) != 5 * (count + 1) or data[5::5] != b"i" * count:
         return None
-    return np.ndarray((count,), "<i4", data, offset=6, strides=(5,))
+    return np.ndarray((count,), "<u4", data, offset=6, strides=(5,))
 
 
 def _error(where: str, got: str) -> InputError:

@@ -15,7 +15,7 @@ import re
 import threading
 from array import array
 from collections.abc import Collection, Iterable, Iterator
-from itertools import accumulate
+from operator import itemgetter
 
 import numpy as np
 import tokenizers
@@ -28,6 +28,8 @@ _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
 _WORTH = 1 << 20
 """Characters that `tokenizers` encodes before the fast engine is loaded. Loading takes as long."""
+_NEAR = 256
+"""Characters up to which the places of tokens are counted one by one, rather than all at once."""
 _BLANK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>\Z")
 _UNCOUNTABLE = -(1 << 40)
@@ -79,8 +81,11 @@ class FastEngine:
         """Whether another thread is encoding. A fork would leave its locks locked."""
         return bool(self._inside - {threading.get_ident()})
 
-    def starts(self, text: str, ids: list[int]) -> "array[int] | None":
-        """Return the index of the first character of each token, or None if it is unknown."""
+    def starts(self, text: str, ids: list[int], to: int | None = None) -> "array[int] | None":
+        """Return the index of the first character of each token, or None if it is unknown.
+
+        With `to`, the tokens after the first that begins at this character or later may be left out.
+        """
         if self._lengths is None:
             return None
         normalized, shift = text, 0
@@ -90,13 +95,23 @@ class FastEngine:
             if shift not in (0, 1) or normalized[shift:].replace(_BLANK, " ") != text.replace(_BLANK, " "):
                 return None
         data = b"" if normalized.isascii() else normalized.encode()
-        starts = [*accumulate(map(self._lengths.__getitem__, ids), initial=0)]
-        if starts.pop() != (len(data) or len(normalized)):
+        lengths = itemgetter(*ids, 0, 0)(self._lengths)[:-2]  # of one index alone it returns no tuple
+        if sum(lengths) != (len(data) or len(normalized)):
             return None
+        if to is not None and to < _NEAR and not data and not shift:
+            starts, start = array("i"), 0
+            for length in lengths:
+                starts.append(start)
+                if start >= to:
+                    break
+                start += length
+            return starts
+        places = np.array(lengths, np.int64)
+        places = places.cumsum() - places
         if data:
             begins = (np.frombuffer(data, np.uint8) & 0xC0) != 0x80
-            starts = (begins.cumsum() - 1)[starts].tolist()
-        return array("i", [max(start - shift, 0) for start in starts] if shift else starts)
+            places = (begins.cumsum() - 1)[places]
+        return array("i", np.maximum(places - shift, 0).tolist())
 
     def prove(self, added: Iterable[str]) -> int:
         """Compare with the engine over texts that contain the added tokens, and return their number.

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
     Attributes:
         ids: Its tokens.
-        starts: Index of the first character of each token, or None if not requested.
+        starts: Index of the first character of each token, or of the first tokens, or None.
         syntax: Ids of added tokens, except blank ones, that the vocabulary spells in it.
         nbytes: Approximate memory.
     """
@@ -45,6 +45,13 @@ class Run(NamedTuple):
     starts: "array[int] | None"
     syntax: frozenset[int]
     nbytes: int
+
+    def reaches(self, place: int) -> bool:
+        """Whether `starts` has the first token that begins at a character or later, if there is one."""
+        starts = self.starts
+        return place < 0 or (
+            starts is not None and (len(starts) == len(self.ids) or (len(starts) > 0 and starts[-1] >= place))
+        )
 
 
 class Match(NamedTuple):
@@ -227,7 +234,7 @@ class Tokenizer:
         *,
         before: Before = "token",
         forbidden: Collection[int] = frozenset(),
-        with_starts: bool = False,
+        starts_to: int = -1,
     ) -> Run:
         """Encode text in which no added token is looked for.
 
@@ -236,19 +243,20 @@ class Tokenizer:
             before: Kind of text before the run.
             forbidden: Ids of added tokens that must not be produced. A vocabulary can spell them by its
                 merges or after its normalizer.
-            with_starts: Whether `starts` are needed.
+            starts_to: Character up to which `starts` are needed, to the first token that begins there or
+                later. -1 for none.
 
         Raises:
             TokenizerError: It spells one of `forbidden` in every way.
         """
         engine = self._engines[before]
         run = self._memo.get((engine, text))
-        if run is None or (with_starts and run.starts is None):
-            run = self._encoded(text, engine, with_starts)
+        if run is None or not run.reaches(starts_to):
+            run = self._encoded(text, engine, starts_to)
         if run.syntax.isdisjoint(forbidden):
             return run
         engines, unknown_id = self._literal
-        run = self._memo.get((engines[before], text)) or self._encoded(text, engines[before], True)
+        run = self._memo.get((engines[before], text)) or self._encoded(text, engines[before], len(text))
         spelled = run.syntax.intersection(forbidden) - {unknown_id}
         if spelled:
             raise TokenizerError(
@@ -259,13 +267,13 @@ class Tokenizer:
             )
         return run
 
-    def _encoded(self, text: str, engine: Engine, with_starts: bool) -> Run:
+    def _encoded(self, text: str, engine: Engine, starts_to: int) -> Run:
         ids, starts = None, None
         fast = self.choice.fast
         if fast is not None and engine is self._engines["token"]:
             ids = fast.ids(text)
-            starts = fast.starts(text, ids) if with_starts and ids is not None else None
-        if ids is None or (with_starts and starts is None):
+            starts = fast.starts(text, ids, starts_to) if starts_to >= 0 and ids is not None else None
+        if ids is None or (starts_to >= 0 and starts is None):
             self.choice.spend(len(text))
             encoding = engine.encode(text, add_special_tokens=False)
             ids = encoding.ids

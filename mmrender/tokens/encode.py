@@ -441,8 +441,9 @@ class _TokenStream:
         tokenizer, out = self._writer.tokenizer, self.out
         _, message, kind, cut = edges[0]
         is_whole = len(edges) == 1 and cut < 0
+        starts_to = -1 if is_whole else edges[-1][0]
         forbidden = self._writer.media_ids if guarded is None else tokenizer.syntax_ids
-        run = tokenizer.encode_run(text, before=self._before, forbidden=forbidden, with_starts=not is_whole)
+        run = tokenizer.encode_run(text, before=self._before, forbidden=forbidden, starts_to=starts_to)
         if guarded is not None and self._writer.rules[guarded.author] == "error":
             spelled = tokenizer.encode_run(text, before=self._before).syntax - run.syntax
             if spelled:

@@ -77,9 +77,13 @@ def test_runs_are_those_of_tokenizers_whoever_serves(kind, engine, request):
     def check(text):
         for before, twin in tokenizer._engines.items():
             encoding = twin.encode(text, add_special_tokens=False)
-            run = tokenizer.encode_run(text, before=before, with_starts=True)
+            run = tokenizer.encode_run(text, before=before, starts_to=len(text))
             assert (run.ids, run.starts.tolist()) == (encoding.ids, [start for start, _ in encoding.offsets])
             assert tokenizer.encode_run(text, before=before).ids == encoding.ids
+            for place in (0, len(text) // 2):
+                first = tokenizer.encode_run(text, before=before, starts_to=place).starts.tolist()
+                assert first == run.starts.tolist()[: len(first)]
+                assert len(first) == len(run.starts) or first[-1] >= place
 
     check()
 
@@ -140,7 +144,7 @@ def test_a_text_that_it_gives_up_on_is_encoded_by_tokenizers(stand_in):
     tokenizer.choice.settle()
     stand_in.encode_ordinary = lambda self, text: 1 // 0
     text = "one two\nthree"
-    assert tokenizer.encode_run(text, with_starts=True).ids == tokenizer._engines["token"].encode(text).ids
+    assert tokenizer.encode_run(text, starts_to=len(text)).ids == tokenizer._engines["token"].encode(text).ids
 
 
 def test_it_is_loaded_beside_once_enough_was_encoded_and_changes_nothing(stand_in, monkeypatch):
@@ -176,7 +180,7 @@ def test_a_fork_encodes_as_its_parent_does():
 def test_the_memo_of_runs_is_bounded_in_bytes(text):
     tokenizer = bounded()
     for number in range(8):
-        tokenizer.encode_run(f"{number} {text}", with_starts=number % 2 == 0)
+        tokenizer.encode_run(f"{number} {text}", starts_to=number % 2 - 1)
     entries = [(key, tokenizer._memo.get(key)) for key in tokenizer._memo]
     held = sum(
         getsizeof(key) + getsizeof(key[1]) + getsizeof(run.ids) + 28 * len(run.ids) + 4 * len(run.ids)
