@@ -28,6 +28,7 @@ import math
 import struct
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -239,20 +240,26 @@ def read_record(data: memoryview, max_ndim: int) -> Record:
     dims_end = _START.size + 8 * (data[2] if data.nbytes > 2 else 0)
     if data.nbytes < dims_end:
         raise DecodeError("array record too short", expected=f"{dims_end} bytes", got=str(data.nbytes))
-    row_id, flags, ndim, zero, zeros = _START.unpack_from(data)
+    row, is_scalar, dtype, ndim, storage = _read_start(bytes(data[: _START.size]))
+    if ndim > max_ndim:
+        raise limit_exceeded("max_ndim", max_ndim, ndim)
+    shape = _DIMS[ndim].unpack_from(data, _START.size)
+    return Record(row, is_scalar, dtype, shape, storage, data[dims_end:])
+
+
+@lru_cache(maxsize=1024)
+def _read_start(data: bytes) -> tuple[DType, bool, np.dtype[Any], int, int]:
+    """Read and check the start of a record, of which the arrays of a message have few: row to storage."""
+    row_id, flags, ndim, zero, zeros = _START.unpack(data)
     row = BY_ID.get(row_id)
     if row is None:
         raise DecodeError("unknown dtype id", expected="an id of the dtype table", got=str(row_id))
     if flags >> 5 or zero or zeros:
-        raise DecodeError("reserved bits of an array record are set", got=f"{bytes(data[:8]).hex()}")
-    if ndim > max_ndim:
-        raise limit_exceeded("max_ndim", max_ndim, ndim)
+        raise DecodeError("reserved bits of an array record are set", got=data.hex())
     kind, storage = flags & 3, flags >> 3
     if kind == SCALAR and (ndim or storage != INLINE or not row.in_numpy):
         raise DecodeError("a scalar has no dimensions and lies inline", got=f"{ndim} dimensions")
-    dtype = np.dtype((">" if flags & 4 else "<") + row.carrier)
-    shape = _DIMS[ndim].unpack_from(data, _START.size)
-    return Record(row, kind == SCALAR, dtype, shape, storage, data[dims_end:])
+    return row, kind == SCALAR, np.dtype((">" if flags & 4 else "<") + row.carrier), ndim, storage
 
 
 def restore(
