@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -153,7 +154,7 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
             (entropy, "entropy"),
             (speed, "tokens_per_s"),
         ):
-            panel.plot(played, [abs(row.get(name, 0.0)) for row in rows], color=color, linewidth=0.8)
+            panel.plot(played, [abs(row.get(name, math.nan)) for row in rows], color=color, linewidth=0.8)
     bottom = [0.0] * len(played)
     for part in PARTS:
         seconds = [row.get(f"{part}_processor_s", 0.0) for row in rows]
@@ -165,6 +166,7 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
     speed.set(title="tokens a second, sampled and trained on", xlabel="rollouts", ylim=(0, None))
     entropy.set(title="entropy of the answer, nats", xlabel="rollouts")
     time.set(title=f"processor seconds of a step, {runs[-1].name}", xlabel="rollouts")
+    time.set_visible(any(bottom))  # trainers of others do not count it
     reward.legend(fontsize="small")
     time.legend(fontsize="small")
     figure.savefig(path)

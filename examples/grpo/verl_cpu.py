@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the device for which verl has registered its FSDP engine
     "VERL_USE_EXTERNAL_MODULES": __name__,
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a process for each of the places below, most of them idle
 }
 """Environment of all of verl's processes."""
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -51,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.device": "cpu",
+    "+ray_kwargs.ray_init.address": "local",  # never another program's
     "ray_kwargs.ray_init.num_cpus": 16,  # places, not cores: each of verl's actors takes one
     "+ray_kwargs.ray_init.num_gpus": 1,
     "+ray_kwargs.ray_init.include_dashboard": False,

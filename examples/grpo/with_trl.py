@@ -1,22 +1,20 @@
 """The same game with TRL's trainer: `python -m grpo.with_trl --out runs/trl`, with examples/ on the path.
 
-TRL's model is the sampler's, so each step samples with the weights of that step. A line of `log.jsonl` for
-each step has the mean reward, and how far sampler and trainer differ at any token, in nats.
+TRL's model is the sampler's, so each step samples with the weights of that step. A line of `metrics.jsonl`
+for each step has the mean reward, and how far sampler and trainer differ at any token, in nats.
 """
 
-import argparse
 import asyncio
 import json
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
 import trl
 from transformers import AutoProcessor, TrainerCallback
 
-from grpo.config import Config, build
+from grpo.config import Config, build, parse
 from grpo.games import game_of
 from grpo.worker import Worker
 from mmrender import Renderer, RendererClient, Trajectory
@@ -31,16 +29,29 @@ class Report(TrainerCallback):
 
     def __init__(self, config: Config, worker: Worker) -> None:
         self._config, self._worker, self._began = config, worker, time.monotonic()
-        self._file = config.out / "log.jsonl"
+        self._file = config.out / "metrics.jsonl"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._write({"step": 0, "rollouts": 0, "held_out": asyncio.run(self._worker.held_out())})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "reward" not in logs:
             return
-        names = ("reward", "entropy", "sampler_trainer/max", "sampler_trainer/mean")
-        line = {"step": state.global_step, **{name: logs[name] for name in names}}
-        if state.global_step % self._config.evaluate_every == 0:
+        config, step = self._config, state.global_step
+        line = {
+            "step": step,
+            "rollouts": step * config.boards * config.rollouts,
+            "reward": logs["reward"],
+            "entropy": logs["entropy"],
+            "difference": logs["sampler_trainer/max"],
+            "kl": logs["sampler_trainer/mean"],
+        }
+        if step % config.evaluate_every == 0:
             line["held_out"] = asyncio.run(self._worker.held_out())
-            control.should_training_stop |= line["held_out"] >= self._config.until
+            control.should_training_stop |= line["held_out"] >= config.until
+        self._write(line)
+
+    def _write(self, line: dict[str, float]) -> None:
         line["seconds"] = round(time.monotonic() - self._began, 1)
         with self._file.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -84,11 +95,7 @@ async def play(environment: Any, client: RendererClient, row: dict[str, Any]) ->
 
 def main() -> None:
     """Train until the held-out boards are answered."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/trl"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200)
-    config = Config(**vars(parser.parse_args()))
+    config = parse(program="grpo.with_trl")
     directory = build(config)
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")

@@ -6,7 +6,6 @@ each step. A line of `metrics.jsonl` for each step has verl's figures: the mean 
 boards, and the largest difference of sampler and trainer at any token, in nats, from its importance weights.
 """
 
-import asyncio
 import json
 import math
 import os
@@ -30,9 +29,7 @@ from grpo.config import Config, build, parse
 from grpo.games import HELD_OUT, RECORDED, game_of
 from grpo.trainer import Trainer
 from grpo.verl_cpu import ENVIRONMENT, SETTINGS
-from grpo.worker import Worker, needs_warm_up, warm_up
 from mmrender import Renderer
-from mmrender.client.local import LocalBackend
 from mmrender.integrations.verl import EpisodeLoop
 from mmrender.model.weights import load_model
 from mmrender.training import Collator
@@ -58,25 +55,15 @@ class GameLoop(EpisodeLoop):
 def warmed(config: Config) -> Path:
     """Build the model that verl begins with; return its directory.
 
-    verl's trainer knows no allowed tokens. So the model learns first to answer with letters, any of them, or
-    from recorded games if the game has some.
+    verl's trainer knows no allowed tokens: its log-probabilities and entropies are over all of them. So the
+    model learns first to answer with letters, any of them, between which the bonus for entropy then decides.
     """
     directory, target = build(config), config.out / "warm"
     if target.exists():
         return target
     renderer = Renderer.from_pretrained(directory)
     model = load_model(directory, "float32", "cpu", purpose="the example")
-    quick = config if config.warm_up else replace(config, learning_rate=1e-3)
-    trainer = Trainer(quick, model, renderer.tokenizer)
-    if config.warm_up:
-        worker = Worker(config, renderer, backend=LocalBackend(model, tokenizer=renderer.tokenizer))
-        share = 0.0
-        while needs_warm_up(config, trainer, share):
-            warm_up(config, trainer, renderer)
-            share = asyncio.run(worker.held_out())
-            print(f"updates {trainer.updates}  held_out {share:.3f}", flush=True)
-    else:
-        learn_letters(config, trainer, renderer)
+    learn_letters(config, Trainer(replace(config, learning_rate=1e-3), model, renderer.tokenizer), renderer)
     written = config.out / "warm.new"
     shutil.copytree(directory, written, dirs_exist_ok=True)
     model.save_pretrained(written)
@@ -186,9 +173,9 @@ def lines(config: Config, path: Path) -> Iterator[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train with verl for as many steps as the settings say."""
-    # verl's entropy is that of all tokens, of which a bonus for nine letters would prefer the other thousand.
-    own = ["--rollouts", "8", "--answers", "1", "--no-constrained", "--entropy-bonus", "0.01"]
-    config = parse([*own, *(sys.argv[1:] if arguments is None else arguments)], program="grpo.with_verl")
+    config = parse(arguments, program="grpo.with_verl")
+    if config.game == "zoom":
+        sys.exit("the turns of zoom are structured outputs, which verl's servers do not follow: --game look")
     directory = warmed(config)
     log = config.out / "verl.jsonl"
     # Read by verl's processes, which Ray starts with the environment of this one.
