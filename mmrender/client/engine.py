@@ -6,8 +6,8 @@ turn.
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -185,7 +185,7 @@ class Engine:
             sampling_params=complete_sampling(
                 sampling_params, room=room, stop_token_ids=self.tokens.stop_ids or (), forbidden=forbidden
             ),
-            request_id=uuid.uuid4().hex,
+            request_id=os.urandom(16).hex(),
             multi_modal_data=prompt.data,
             cache_salt=options.get("cache_salt"),
             priority=options.get("priority"),

@@ -9,7 +9,7 @@ import asyncio
 import io
 import itertools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, Literal
@@ -72,18 +72,23 @@ async def wire_forms(
     for.
     """
     forms: dict[str, WireForm] = {}
+    by_kind: dict[Hashable, WireForm] = {}
     # The server is asked to render the smallest image of a kind.
     for span in sorted(spans, key=lambda span: span.range.length):
         item = span.item
-        if item.identity in forms:
-            continue
-        settings = None
+        kind: tuple[Hashable, ...] = (type(item), item.modality)
         if isinstance(item, PatchItem):
-            settings = (item.layout, item.arithmetic, item.modality, bool(item.times))
-        key = ("form", pixels, model, type(item), settings or item.modality)
-        tokens = tuple(ids[span.start : span.stop].tolist())
-        ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
-        forms[item.identity] = await process.ask_once(key, ask)
+            # Items share these two objects, whose own hashes take longer.
+            kind = (*kind, id(item.layout), id(item.arithmetic), bool(item.times))
+        if kind not in by_kind:
+            settings = None
+            if isinstance(item, PatchItem):
+                settings = (item.layout, item.arithmetic, item.modality, bool(item.times))
+            key = ("form", pixels, model, type(item), settings or item.modality)
+            tokens = tuple(ids[span.start : span.stop].tolist())
+            ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
+            by_kind[kind] = await process.ask_once(key, ask)
+        forms[item.identity] = by_kind[kind]
     return forms
 
 

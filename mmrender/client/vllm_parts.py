@@ -11,7 +11,7 @@ From then on the uuid stands for that widening, and the number of the prompt's t
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -58,11 +58,11 @@ class PartsPlan:
     max_bytes: int | None
     is_packed: bool = True
     originals: Collection[str] = ()
+    names: list[str] = field(init=False)
+    """The uuid of each item. It differs from the hash of an item that goes as tensors."""
 
-    @property
-    def names(self) -> list[str]:
-        """The uuid of each item. It differs from the hash of an item that goes as tensors."""
-        return [f"{span.item.identity}-image" for span in self.spans]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", [f"{span.item.identity}-image" for span in self.spans])
 
     @property
     def known(self) -> set[str]:
@@ -156,8 +156,9 @@ async def decoded_alike(plan: PartsPlan, process: Process) -> frozenset[str]:
     """
     known, model, alike = plan.known, plan.request.model, set()
     for name, span in zip(plan.names, plan.spans, strict=True):
-        item, coding = span.item, coding_of(span.item)
-        if name not in known and coding is not None and isinstance(item, PatchItem):
+        item = span.item
+        coding = None if name in known else coding_of(item)
+        if coding is not None and isinstance(item, PatchItem):
             key = ("decoder", model, item.layout, item.arithmetic, coding)
             ask = partial(_decodes_alike, item, coding, model, process.transport)
             if await process.ask_once(key, ask):

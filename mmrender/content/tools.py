@@ -56,6 +56,8 @@ def normalize_tools(
     """
     if tools is None:
         return None
+    if type(tools) is list or type(tools) is tuple:
+        return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)])
     remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
     items = as_list(tools, where, "tools come in a list", remedy=remedy)
     return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(items)])
@@ -79,17 +81,19 @@ def normalize_documents(
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if inspect.isfunction(tool) or inspect.ismethod(tool):
+    if type(tool) is dict:
+        definition = tool
+    elif inspect.isfunction(tool) or inspect.ismethod(tool):
         return _schema_of(tool, where)
-    if isinstance(tool, Mapping):
-        definition = tool if type(tool) is dict else dict(tool)
+    elif isinstance(tool, Mapping):
+        definition = dict(tool)
     else:
         definition = as_fields(tool, where, _TOOL)
         if is_record(definition.get("function")):
             definition["function"] = as_fields(definition["function"], f"{where}.function", _TOOL)
     inner = definition.get("function")
     holder, path = (definition, where) if inner is None else (inner, f"{where}.function")
-    name = holder.get("name") if isinstance(holder, Mapping) else None
+    name = holder.get("name") if isinstance(holder, dict | Mapping) else None
     if not isinstance(name, str) or not name:
         raise MessageError(
             "the tool does not name a function", where=path, expected=_TOOL, got=describe(holder)

@@ -89,16 +89,23 @@ def is_unchanged(value: Any, copy: Any) -> bool:
     Its text must be equal, and other values identical and of a type that cannot change.
     """
     kind = type(value)
-    if kind is dict and type(copy) is dict:
-        pairs = zip(value.items(), copy.items(), strict=False)
-        return len(value) == len(copy) and all(
-            name == old and is_unchanged(entry, before) for (name, entry), (old, before) in pairs
-        )
-    if kind is list and type(copy) is list:
-        return len(value) == len(copy) and all(map(is_unchanged, value, copy))
     if value is copy:
         return kind in _SCALARS
-    return kind is str and type(copy) is str and bool(value == copy)
+    if kind is not type(copy):
+        return False
+    if kind is dict:
+        if len(value) != len(copy):
+            return False
+        for (name, entry), (old, before) in zip(value.items(), copy.items(), strict=True):
+            # Texts that are the same object need no call. They are all that most messages hold.
+            if name != old or (
+                (entry is not before or type(entry) is not str) and not is_unchanged(entry, before)
+            ):
+                return False
+        return True
+    if kind is list:
+        return len(value) == len(copy) and all(map(is_unchanged, value, copy))
+    return kind is str and bool(value == copy)
 
 
 def shared_messages(known: Sequence[Any], messages: Sequence[Any]) -> int:
