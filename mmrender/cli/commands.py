@@ -310,6 +310,7 @@ def parity(
                 seed=seed,
                 pictures=pictures,
                 progress=partial(bars.advance, bar),
+                trust_remote_code=_options_of_all["trust_remote_code"],
             )
             reports.append(report)
     if as_json:

@@ -70,6 +70,7 @@ def check_parity(
     seed: int = 0,
     pictures: Sequence[Image.Image] = (),
     progress: Callable[[], object] = lambda: None,
+    trust_remote_code: bool = False,
 ) -> ParityReport:
     """Compare text, ids, tensors and placeholder ranges on generated conversations, up to a difference.
 
@@ -82,11 +83,12 @@ def check_parity(
         seed: Of the generated conversations.
         pictures: Images to use in addition to generated ones.
         progress: Called after each conversation.
+        trust_remote_code: Run code of the directory, on both sides.
     """
     report = ParityReport(directory.name, image_backend)
     began = time.perf_counter()
     try:
-        pair = ParityPair(directory, image_backend)
+        pair = ParityPair(directory, image_backend, trust_remote_code=trust_remote_code)
     except MMRenderError as error:
         report.not_compared = f"{type(error).__name__}: {error}"
         return report
@@ -153,12 +155,16 @@ class ParityPair:
         without_audio: Why the audio that our side takes cannot be compared, or None.
     """
 
-    def __init__(self, directory: Path, image_backend: ImageBackend) -> None:
+    def __init__(
+        self, directory: Path, image_backend: ImageBackend, *, trust_remote_code: bool = False
+    ) -> None:
         # First, since it makes torchvision importable if it can, and our adapter may run on it.
-        self.reference = ReferenceRenderer(directory, image_backend)
+        self.reference = ReferenceRenderer(directory, image_backend, trust_remote_code=trust_remote_code)
         # The reference does not mention tools that a template leaves out.
         options: Any = {"memo_bytes": 0, "unprinted": "allow"}
-        renderer = Renderer.from_pretrained(directory, image_backend=image_backend, **options)
+        renderer = Renderer.from_pretrained(
+            directory, image_backend=image_backend, trust_remote_code=trust_remote_code, **options
+        )
         media = renderer.media
         parsing = Renderer(
             renderer.templates, renderer.tokenizer, media, content_special_tokens="parse", **options

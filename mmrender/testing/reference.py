@@ -96,13 +96,18 @@ class ReferenceRendering:
 class ReferenceRenderer:
     """Renders with Transformers, through the processor's own `apply_chat_template` or else the tokenizer's.
 
+    Args:
+        directory: The model.
+        backend: Of images.
+        trust_remote_code: Run code of the directory.
+
     Attributes:
         processor_missing: Why the model's media cannot be processed here, or None.
         takes_videos: Whether the model's videos can be processed here.
         takes_audio: Whether the model's audio can be processed here.
     """
 
-    def __init__(self, directory: Path, backend: ImageBackend) -> None:
+    def __init__(self, directory: Path, backend: ImageBackend, *, trust_remote_code: bool = False) -> None:
         if has_reference_backend("torch"):
             import_torchvision()  # before Transformers does, which would fail with a CPU torch
         try:
@@ -111,7 +116,9 @@ class ReferenceRenderer:
         except ImportError as error:
             raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
-        self._files = files = ProcessorFiles.read(open_model(directory))
+        model = open_model(directory, trust_remote_code=trust_remote_code)
+        self._files = files = ProcessorFiles.read(model)
+        self._trust_remote_code = trust_remote_code
         self.processor: Any = None
         self.processor_missing: str | None = None
         self.takes_videos = self.takes_audio = False
@@ -120,7 +127,9 @@ class ReferenceRenderer:
             templates = ProcessorMixin.get_processor_dict(directory)[0].get("chat_template")
             try:
                 self.processor = (
-                    build_reference_processor(files, backend) if files.image else build_audio_reference(files)
+                    build_reference_processor(files, backend, trust_remote_code=trust_remote_code)
+                    if files.image
+                    else build_audio_reference(files, trust_remote_code=trust_remote_code)
                 )
             except (MMRenderError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
                 self.processor_missing = " ".join(str(error).split()) or type(error).__name__
@@ -133,7 +142,7 @@ class ReferenceRenderer:
                 # SmolVLM's `apply_chat_template` reads settings of videos, whether there are any or not.
                 self.processor.video_processor = VideoSettings()
         # Loading a tokenizer takes as long as all the rest, so the processor's own is used.
-        self.tokenizer = getattr(self.processor, "tokenizer", None) or _load_tokenizer(files)
+        self.tokenizer = getattr(self.processor, "tokenizer", None) or self._load_tokenizer()
         # Files that Transformers overlooks come last.
         self._templates = templates or self.tokenizer.chat_template or load_templates(files.model)
 
@@ -142,7 +151,14 @@ class ReferenceRenderer:
         self.processor, self.processor_missing = None, why
         self.takes_videos = self.takes_audio = False
         # Some processors change the tokenizer that they are given.
-        self.tokenizer = _load_tokenizer(self._files)
+        self.tokenizer = self._load_tokenizer()
+
+    def _load_tokenizer(self) -> Any:
+        try:
+            return load_tokenizer(self._files, self._trust_remote_code)
+        except Exception as error:
+            problem, where = "Transformers cannot open the tokenizer", str(self._files.directory)
+            raise TokenizerError(problem, where=where, got=str(error)) from error
 
     def _find_video_processor(self, directory: Path) -> None:
         """Set the processor's part for videos, if it has one that can be built."""
@@ -236,14 +252,6 @@ class ReferenceRenderer:
     @property
     def _speaker(self) -> Any:
         return self.processor or self.tokenizer
-
-
-def _load_tokenizer(files: ProcessorFiles) -> Any:
-    try:
-        return load_tokenizer(files)
-    except Exception as error:
-        problem = "Transformers cannot open the tokenizer"
-        raise TokenizerError(problem, where=str(files.directory), got=str(error)) from error
 
 
 def _as_array(value: Any) -> npt.NDArray[Any]:

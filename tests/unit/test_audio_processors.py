@@ -14,7 +14,7 @@ import mmcodecs
 from audio_cases import FAMILIES, RATE, asked, clip, heard, wav
 from item_cases import same_tensors
 from kit import error_of, noise, shown
-from mmrender import Renderer
+from mmrender import Renderer, Trajectory
 from mmrender.errors import MediaError, MMRenderError, ProcessorError
 from mmrender.media.audio import load_audio
 from mmrender.media.encoded import EncodedImage, ReferenceItem
@@ -28,6 +28,7 @@ from mmrender.testing.reference import ReferenceRenderer
 from mmrender.view.doctor import diagnose
 from mmrender.view.page import Page
 from mmrender.view.pictures import sound_of, thumbnails, token_grid
+from tree_cases import assert_same
 
 ONE_CLIP = frozenset({"audio_flamingo"})
 EFFECTS = {"qwen2_audio": "none", "qwen3_omni": "longer", "gemma4": "none", "audio_flamingo": "refused"}
@@ -162,6 +163,23 @@ def test_the_wire_inverts(name, opened):
         item.expansion,
     )
     assert same_tensors(copy, item)
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni", "gemma4"])
+def test_a_trajectory_with_clips_comes_back_with_their_tensors(name, opened):
+    pytest.importorskip("soundfile")
+    renderer, _ = opened[name]
+    parts = {"type": "audio", "audio": wav(clip(1.2))}, "and", heard(clip(0.4, 1))
+    prompt = renderer.render([asked(*parts)], add_generation_prompt=True)
+    trajectory = Trajectory("t")
+    trajectory.append(prompt.token_ids, [65, 66], logprobs=[-1, -2], multi_modal_data=prompt.multi_modal_data)
+    read = Trajectory.from_bytes(bytes(trajectory.to_bytes()))
+    assert_same(trajectory, read)
+    assert len(read.items) == 2
+    assert all(map(same_tensors, trajectory.items, read.items))
+    (sample,) = read.samples()
+    features = sum(place.num_embeds for place in prompt.multi_modal_data.mm_placeholders["audio"])
+    assert (sample.mm_token_type_ids == 3).sum() == features > 0
 
 
 def test_clips_that_the_call_supplies(opened):

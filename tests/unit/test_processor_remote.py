@@ -11,6 +11,7 @@ from kit import error_of, noise
 from mmrender.errors import ProcessorError
 from mmrender.media.processors.registry import load_processor
 from mmrender.renderer import Renderer
+from mmrender.testing.parity import check_parity
 from remote_models import pattern, tiles
 
 pytest.importorskip("transformers", reason="runs processors by Transformers")
@@ -57,6 +58,15 @@ def test_prompts_and_tensors_equal_those_of_the_directorys_code(renderer, refere
         joined = np.concatenate([each[name] for each in tensors])
         assert joined.dtype == expected[name].dtype
         np.testing.assert_array_equal(joined, expected[name])
+
+
+def test_parity_runs_the_directorys_code_on_both_sides(directory):
+    report = check_parity(directory, image_backend="pil", cases=8, trust_remote_code=True)
+    assert (report.mismatch, report.not_compared) == (None, None)
+    assert report.images > 0
+    assert (
+        "is code of the model directory" in check_parity(directory, image_backend="pil", cases=1).not_compared
+    )
 
 
 def test_text_that_looks_like_a_placeholder_stays_text(renderer):
