@@ -59,7 +59,7 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
 
 
 def _plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
-    """Return the values of a list as a read-only array, or None unless all are plain integers of 32 bits.
+    """Return the values of a list as a read-only array, or None unless it holds plain integers of 32 bits.
 
     Negative ones appear as large ones. `marshal` writes such an integer, and nothing else, as `i` and four
     bytes. That checks types and reads values in half of the time of an array that becomes a list again.
@@ -69,7 +69,7 @@ def _plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
     except ValueError:
         return None
     count = len(ids)
-    if len(data) != 5 * (count + 1) or data[5::5] != b"i" * count:
+    if not count or len(data) != 5 * (count + 1) or data[5::5] != b"i" * count:
         return None
     return np.ndarray((count,), "<u4", data, offset=6, strides=(5,))
 

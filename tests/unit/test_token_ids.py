@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kit import error_of, user
+from mmrender.content.ids import checked_ids
 from mmrender.errors import InputError
 
 NEW = [user("And now?")]
@@ -45,6 +46,11 @@ def test_ids_that_are_none_are_refused_with_their_place(renderer, prompt, name):
             call()
         assert (caught.value.where, caught.value.got) == (where + place, got)
     assert "not token ids" in error_of(InputError, renderer.decode, ids)
+
+
+@pytest.mark.parametrize("form", [list, tuple, lambda ids: np.array(ids, int)])
+def test_a_completion_may_be_empty(form):
+    assert checked_ids(form([]), "token_ids", 9) == []
 
 
 def test_every_flat_form_of_integers_bridges_to_the_same_ids(renderer, prompt):
