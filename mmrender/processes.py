@@ -2,13 +2,11 @@
 
 import ctypes
 import math
-import multiprocessing
 import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +35,10 @@ class BoundedProcesses:
     """
 
     def __init__(self, count: int = 1, *, memory_bytes: int = 1 << 30, cpu_seconds: float = 10) -> None:
+        # Imported here, since most programs need no processes.
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+
         if not _MEMORY.exists():
             raise PoolError("this platform cannot bound the memory of a process", expected="Linux")
         if not 0 < cpu_seconds < math.inf:
@@ -93,7 +95,7 @@ class BoundedProcesses:
             future = executor.submit(_bounded, self.cpu_seconds, function, *given)
         try:
             return future.result()
-        except (BrokenProcessPool, MemoryError) as cause:
+        except (BrokenExecutor, MemoryError) as cause:
             with self._lock:
                 if self._executor is executor and not self._closed:
                     executor.shutdown(wait=False)

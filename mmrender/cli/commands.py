@@ -1,6 +1,5 @@
 """The commands. Needs the `cli` extra."""
 
-import asyncio
 import json
 import os
 import sys
@@ -421,6 +420,8 @@ def gateway(
     ] = False,
 ) -> None:
     """Answer agents over inference servers, and record the sampled tokens."""
+    import asyncio
+
     from mmrender.gateway import Gateway, GatewaySettings
 
     aliases, alias_keys = (

@@ -8,7 +8,6 @@ event loop.
 
 import asyncio
 import re
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias
@@ -21,6 +20,7 @@ from mmrender.client.reply import token_at
 from mmrender.client.server_facts import forget, model_cards
 from mmrender.client.transport import JSONText, Transport, is_lost
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.content.ids import plain_integers
 from mmrender.errors import (
     EngineError,
     EngineStatusError,
@@ -149,9 +149,11 @@ def check_request(
 
 
 def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
-    ids = _as_integers(prompt_ids) if type(prompt_ids) is list else None
+    plain = plain_integers(prompt_ids) if type(prompt_ids) is list else None
+    if plain is not None and vocab_size is not None and plain.max() < vocab_size:
+        return plain.astype(np.int32)
     try:
-        ids = np.asarray(prompt_ids) if ids is None else ids
+        ids: Ids = np.asarray(prompt_ids) if plain is None else plain.astype(np.int32)
     except (ValueError, OverflowError):
         ids = np.zeros((), object)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
@@ -171,15 +173,6 @@ def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
             got=str(ids[index]),
         )
     return ids
-
-
-def _as_integers(values: list[int]) -> Ids | None:
-    """Return a list as an array of C integers, in a third of numpy's time. None if others may be in it."""
-    try:
-        ids: Ids = np.asarray(array("i", values))
-    except (TypeError, OverflowError):
-        return None
-    return ids if ids.size and ids.max() > 1 else None  # truth values are integers to it
 
 
 def _expected_tokens(

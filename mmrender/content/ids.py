@@ -26,7 +26,7 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     Raises:
         InputError: They are not flat integers, or one is outside the vocabulary.
     """
-    plain = _plain_integers(ids) if type(ids) is list else None
+    plain = plain_integers(ids) if type(ids) is list else None
     numbers: npt.NDArray[Any] | None = plain
     if not isinstance(ids, list | tuple) and hasattr(ids, "__array__"):
         numbers = np.asarray(ids)
@@ -58,7 +58,7 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     return values
 
 
-def _plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
+def plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
     """Return the values of a list as a read-only array, or None unless it holds plain integers of 32 bits.
 
     Negative ones appear as large ones. `marshal` writes such an integer, and nothing else, as `i` and four
