@@ -66,7 +66,8 @@ def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = N
     Args:
         model_or_config: A Transformers model, or a configuration as `ModelFamily.from_config` takes it.
         images: Four items of the model's own processor or more, images or audio, the last two of one size.
-            Needed if the family's image processor cannot be built from its name alone.
+            Needed if the family's image processor cannot be built from its name alone, and for audio, which
+            a proof with images does not cover. A second proof adds its media to the first.
 
     Returns:
         The family, with the layouts that failed and the module at fault in `refused`, and in
@@ -80,10 +81,13 @@ def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = N
     report = compare_family(model_or_config, images=images)
     settings = read_settings(getattr(model_or_config, "config", model_or_config))
     family = report.family
-    proof = Proof(family.token_types, family.recurrent, family.max_sample_tokens, dict(family.refused))
+    shown = [item.modality for item in images or ()]
+    if not images and "image" in family.feature_token_ids:
+        shown = ["image"]
+    media = tuple(dict.fromkeys(shown))
+    proof = Proof(family.token_types, family.recurrent, family.max_sample_tokens, dict(family.refused), media)
     # A model of the caller's may have code of its own, which no configuration names.
-    remember_proof(settings, proof, on_disk=not _runs(model_or_config))
-    return family
+    return family.proved(remember_proof(settings, proof, on_disk=not _runs(model_or_config)))
 
 
 def compare_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = None) -> FamilyReport:

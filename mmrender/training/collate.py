@@ -65,7 +65,8 @@ def collate(
     Raises:
         BatchError: There is no sample and no row, samples differ in the fields they have, something is not
             aligned to their tokens, an image's token lies outside the placeholders, a row is longer than
-            `width`, a sample is in two rows, the family refuses the layout, or an option has a wrong value.
+            `width`, a sample is in two rows, the family refuses the layout or is not proved with such
+            media, or an option has a wrong value.
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
         TrajectoryError: A token is not among the tokens that could be sampled there.
     """
@@ -82,7 +83,9 @@ def collate(
         raise BatchError("a batch has one row or more", where="samples", got="none")
     segments, full = _layout(samples, rows, width, multiple, padding_side)
     sidecars = [sample.multi_modal_data.mm_hashes for sample in samples]
-    if len({kind for hashes in sidecars for kind in hashes if hashes[kind]}) > 1:
+    kinds = {kind for hashes in sidecars for kind in hashes if hashes[kind]}
+    family.check_media(kinds)
+    if len(kinds) > 1:
         samples = _of_one_kind(samples, family)
     places = [
         (row, segment, samples[index])

@@ -6,7 +6,7 @@ concatenated is an error, never padded by guess.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from mmrender.caching import FileCache, cache_folder, digest_of_code, release_of
 from mmrender.errors import BatchError, ModelError
-from mmrender.messages import MODALITIES
+from mmrender.messages import MODALITIES, Modality
 from mmrender.training.positions import MROPE, OMNI, SPLIT_FRAMES, MRope
 
 if TYPE_CHECKING:
@@ -129,6 +129,19 @@ class Proof(msgspec.Struct, frozen=True):
     recurrent: str
     max_sample_tokens: int | None
     refused: dict[Layout | SequenceSplit, str]
+    media: tuple[Modality, ...]
+
+    def joined(self, other: "Proof") -> "Proof":
+        """Return the findings of two proofs of one family, with media of several kinds."""
+        names = [name for proof in (self, other) for name in proof.recurrent.split("|") if name]
+        bounds = [proof.max_sample_tokens for proof in (self, other)]
+        return Proof(
+            token_types=self.token_types or other.token_types,
+            recurrent="|".join(dict.fromkeys(names)),
+            max_sample_tokens=min((bound for bound in bounds if bound is not None), default=None),
+            refused={**other.refused, **self.refused},
+            media=tuple(dict.fromkeys((*self.media, *other.media))),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +168,8 @@ class ModelFamily:
             the types `dynamic` and `longrope` follow the longest sample, or a proof found every layout to
             differ. None without a bound.
         refused: Layouts that batches must not have, and splits of their rows, each with its reason.
+        media: Kinds of media of its proof. A proof with images is one with videos, too. None for families
+            whose batches may hold any.
     """
 
     model_type: str
@@ -168,6 +183,7 @@ class ModelFamily:
     prefix: bool = False
     max_sample_tokens: int | None = None
     refused: Mapping[Layout | SequenceSplit, str] = field(default_factory=dict)
+    media: tuple[Modality, ...] | None = None
 
     def rule(self, name: str) -> FieldRule:
         """Return the rule of the field `name`."""
@@ -196,6 +212,25 @@ class ModelFamily:
                 got=self.refused[layout],
             )
 
+    def check_media(self, kinds: Collection[str]) -> None:
+        """Refuse media of a kind that the family is not proved with.
+
+        Raises:
+            BatchError: There are some.
+        """
+        for kind in sorted(kinds):
+            shown = "image" if kind == "video" else kind
+            if self.media is not None and shown not in self.media:
+                noun = "audio" if kind == "audio" else f"{kind}s"
+                raise BatchError(
+                    f"batches of {self.model_type} with {noun} are not proved to equal single forwards",
+                    where="samples",
+                    expected=" or ".join(self.media) or "text",
+                    got=kind,
+                    remedy=f"Prove it first: mmrender.testing.families.prove_family(model, images=...), "
+                    f"with four items of mm_items[{shown!r}]",
+                )
+
     @classmethod
     def from_config(cls, config: Any) -> "ModelFamily":
         """Read the family from a model's configuration.
@@ -214,7 +249,7 @@ class ModelFamily:
         if (text is None and family.model_type in _PROVED) or text in _PROVED.get(family.model_type, ()):
             return replace(family, refused={**family.refused, **_REFUSED.get(family.model_type, {})})
         digest = _digest(settings)
-        proof = _proofs.get(digest) or FileCache(cache_folder(_FOLDER)).get(digest, Proof)
+        proof = _known_proof(digest)
         if proof is None:
             raise BatchError(
                 "batches of this family are not proved to equal single forwards",
@@ -231,12 +266,23 @@ class ModelFamily:
         return replace(self, **msgspec.structs.asdict(proof))
 
 
-def remember_proof(settings: Mapping[str, Any], proof: Proof, *, on_disk: bool) -> None:
-    """Let `from_config` return the proved family, in this process, and in others if `on_disk`."""
+def _known_proof(digest: str) -> Proof | None:
+    return _proofs.get(digest) or FileCache(cache_folder(_FOLDER)).get(digest, Proof)
+
+
+def remember_proof(settings: Mapping[str, Any], proof: Proof, *, on_disk: bool) -> Proof:
+    """Let `from_config` return the proved family, in this process, and in others if `on_disk`.
+
+    An earlier proof with media of another kind is joined. Returns what is remembered.
+    """
     digest = _digest(settings)
+    earlier = _known_proof(digest)
+    if earlier is not None and {*earlier.media} - {*proof.media}:
+        proof = proof.joined(earlier)
     _proofs[digest] = proof
     if on_disk:
         FileCache(cache_folder(_FOLDER)).put(digest, proof)
+    return proof
 
 
 def unproved_family(settings: Mapping[str, Any]) -> ModelFamily:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from audio_cases import FAMILIES, asked, clip, heard
+from kit import error_of
 from mmrender import Renderer
+from mmrender.errors import BatchError
 from mmrender.testing.difference import parts_of_batch
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.samples import build_training_sample
@@ -15,7 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mmrender.testing.families import compare_family  # noqa: E402 - needs torch
-from mmrender.training.families import ModelFamily, unproved_family  # noqa: E402
+from mmrender.training.collate import collate  # noqa: E402
+from mmrender.training.families import ModelFamily, Proof, remember_proof, unproved_family  # noqa: E402
 
 _TEXT = {
     "vocab_size": 500,
@@ -90,6 +93,19 @@ def test_the_tensors_of_a_batch_are_the_clips_padded_with_zeros(name, tmp_path):
         assert cut is not None
         assert all(np.array_equal(*pair) for pair in zip(parts, cut, strict=True))
     assert [*joined] == [*items[0].tensors()]
+
+
+def test_a_proof_with_images_is_none_with_audio(tmp_path, sentence):
+    renderer = Renderer.from_pretrained(FAMILIES["qwen2_audio"](tmp_path / "model"), image_backend="pil")
+    messages = [asked("Hear:", heard(clip(0.5))), {"role": "assistant", "content": "A bell."}]
+    sample, settings = build_training_sample(renderer, messages), {"model_type": "hearing and seeing"}
+    remember_proof(settings, Proof(None, "", 90, {}, ("image",)), on_disk=False)
+    family = ModelFamily.from_config(settings)
+    assert error_of(BatchError, collate, [sample], family, pad_token_id=0) == sentence
+    remember_proof(settings, Proof(None, "", None, {"packed": "they mix"}, ("audio",)), on_disk=False)
+    family = ModelFamily.from_config(settings)
+    assert (family.media, family.max_sample_tokens, [*family.refused]) == (("audio", "image"), 90, ["packed"])
+    assert "input_features" in collate([sample], family, pad_token_id=0).fields
 
 
 def test_samples_do_not_train_on_audio(tmp_path):
