@@ -98,8 +98,6 @@ def _found_canvas(item: Any, source: Image.Image) -> Canvas | None:
 def levels(image: Image.Image, size: tuple[int, ...], method: Any = Image.Resampling.BICUBIC) -> Array:
     """Return the levels of a resized image: `(1, 3, height, width)`. A name is a filter of torch."""
     width, height = size
-    if callable(method):
-        return np.asarray(method(image, size)).transpose(2, 0, 1)[None]
     if isinstance(method, str) and image.size != (width, height):
         import torch
 

@@ -25,7 +25,7 @@ Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
 Array: TypeAlias = npt.NDArray[Any]
 _MAX_ROWS: Final = 256
 """Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
-_SECTIONS: Final = 30
+_SECTIONS: Final = 26
 _NEARER: Final = 0.98
 """Maximum share of the differences under a number that is a step nearer."""
 _FINE: Final = np.array([-0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2])
@@ -94,7 +94,7 @@ class Case:
         sources: Images before processing, by identity of their items.
         weights: Other weights that may have sampled, by name.
         alternatives: The sample as something else builds it, by name.
-        memory: What rows have computed of images and vocabulary, by name and identity.
+        memory: Results of rows about images and vocabulary, by name and identity.
     """
 
     compared: Comparison
@@ -130,6 +130,14 @@ class Case:
         beyond = self.compared.positions[self.compared.beyond(self.tolerance)]
         runs = enumerate(self.runs)
         return [number for number, (a, b) in runs if ((beyond >= a) & (beyond < b)).any()]
+
+    @cached_property
+    def free(self) -> npt.NDArray[np.bool_]:
+        """Marks the tokens of prompts, placeholders left out."""
+        free = ~self.sample.loss_mask
+        for span in self.sample.media_spans:
+            free[span.start : span.stop] = False
+        return free
 
     @cached_property
     def suspects(self) -> list[MediaSpan]:
@@ -243,6 +251,13 @@ def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaIte
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
 
 
+def showing(case: Case, text: str, items: Sequence[tuple[MediaSpan, MediaItem]]) -> Trial:
+    """Return the trial of other items, of as many tokens."""
+    first = items[0][0]
+    sample = with_items(case.sample, items)
+    return Trial(f"the sampler saw {text}", sample, image=first.position, since=first.start)
+
+
 def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:
     """Return the tokens `[start, stop)` with the media that begin there. Prompt tokens unless `sampled`."""
     spans = [span for span in sample.media_spans if start <= span.start < stop]
@@ -307,9 +322,15 @@ def scopes(case: Case) -> Iterator[tuple[list[tuple[int, int]], str]]:
 
 
 def minimum(
-    loss: Callable[[float], float], low: float, high: float, *, points: int, enough: float, own: float = 0.0
+    losses: Callable[[Sequence[float]], Sequence[float]],
+    low: float,
+    high: float,
+    *,
+    points: int,
+    enough: float,
+    own: float = 0.0,
 ) -> float:
-    """Return the minimum of a function of one positive number between two bounds.
+    """Return the minimum of a function of positive numbers, given several at once, between two bounds.
 
     A grid of `points`, finer around `own`, then golden sections around its best point if the loss there is
     below `enough`.
@@ -317,20 +338,25 @@ def minimum(
     grid = np.linspace(np.log(low), np.log(high), points)
     if own > 0:
         grid = np.unique(np.concatenate([grid, np.log(own) + _FINE]).clip(np.log(low), np.log(high)))
-    losses = [loss(float(np.exp(at))) for at in grid]
-    best = int(np.argmin(losses))
-    left, right = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])
-    ratio = (np.sqrt(5) - 1) / 2
-    for _ in range(_SECTIONS if losses[best] < enough else 0):
-        one, two = right - ratio * (right - left), left + ratio * (right - left)
-        left, right = (left, two) if loss(float(np.exp(one))) < loss(float(np.exp(two))) else (one, right)
-    return float(np.exp((left + right) / 2 if losses[best] < enough else grid[best]))
+    found = losses(np.exp(grid).tolist())
+    best, ratio = int(np.argmin(found)), (np.sqrt(5) - 1) / 2
+    if found[best] >= enough:
+        return float(np.exp(grid[best]))
+    ends = [float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])]
+    inner = [ends[1] - ratio * (ends[1] - ends[0]), ends[0] + ratio * (ends[1] - ends[0])]
+    lost = [*losses(np.exp(inner).tolist())]
+    for _ in range(_SECTIONS):
+        worse = int(lost[0] < lost[1])  # this end moves to the nearer inner point
+        ends[worse], inner[worse], lost[worse] = inner[worse], inner[1 - worse], lost[1 - worse]
+        inner[1 - worse] = ends[worse] + ratio * (ends[1 - worse] - ends[worse])
+        (lost[1 - worse],) = losses([float(np.exp(inner[1 - worse]))])
+    return float(np.exp(sum(ends) / 2))
 
 
 def fitted_number(
     case: Case, make: Callable[[float], Trial], low: float, high: float, own: float, *near: float
 ) -> float | None:
-    """Return the number that explains the most; None if none near the trainer's `own` explains more."""
+    """Return the number that explains the differences best; None if none near `own` explains more."""
     if not np.isfinite(case.compared.sampler).all() or make(low).since > case.position:
         return None
 
@@ -341,8 +367,7 @@ def fitted_number(
     before = float(np.abs(case.compared.difference).mean())
     if min(losses(near or [own * factor for factor in _NEAR])) > _NEARER * before:
         return None
-    loss = lambda value: losses([value])[0]  # noqa: E731
-    return minimum(loss, low, high, points=9, enough=0.7 * before, own=0.0 if near else own)
+    return minimum(losses, low, high, points=9, enough=0.7 * before, own=0.0 if near else own)
 
 
 def fitted(

@@ -1,10 +1,10 @@
 """Rows of the stage model: other attention, dtypes, settings and modules, and how trials change a model."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
 _MAX_FACTOR: Final = 64
 """Largest factor of a number of a module, and of its inverse."""
+_NO_SETTINGS: Final = ("p", "momentum")
 
 
 def stacks(model: Any) -> dict[str, list[Any]]:
@@ -53,14 +54,29 @@ def replaced(places: Iterable[Place]) -> Iterator[None]:
 
 
 @contextmanager
-def giving(modules: Iterable[Any], change: Callable[[Any], Any]) -> Iterator[None]:
-    """Change the floats that modules return, within the block."""
-    hooks = [module.register_forward_hook(lambda *call: _mapped(call[-1], change)) for module in modules]
+def hooked(
+    modules: Iterable[Any],
+    before: Callable[[Any, Any], Any] | None = None,
+    after: Callable[[Any, Any], Any] | None = None,
+) -> Iterator[None]:
+    """Change the arguments of modules, and their outputs given these, within the block."""
+    hooks = []
+    for module in modules:
+        if before is not None:
+            own = lambda _, args, options: before(args, options)  # noqa: E731
+            hooks.append(module.register_forward_pre_hook(own, with_kwargs=True))
+        if after is not None:
+            hooks.append(module.register_forward_hook(lambda _, args, output: after(args, output)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def giving(modules: Iterable[Any], change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Change the floats that modules return, within the block."""
+    return hooked(modules, after=lambda _, output: _mapped(output, change))
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -98,6 +114,15 @@ def changed_weights(module: Any, change: Callable[[Any], Any]) -> ModelChange:
 def bound(make: Callable[..., AbstractContextManager[None]], *args: Any) -> ModelChange:
     """Return a change of a model that is already bound to its modules."""
     return lambda _: make(*args)
+
+
+def changing(
+    case: Case, text: str, make: Callable[..., AbstractContextManager[None]], *args: Any, part: str = ""
+) -> Trial:
+    """Return the trial of a changed model. A change of vision matters from the first image on."""
+    starts = [span.start for span in case.sample.media_spans] if part.startswith((VISION, "image")) else [0]
+    since = min(starts, default=len(case.sample))
+    return Trial(f"the sampler{text}", model=bound(make, *args), since=since)
 
 
 # --- attention and dtypes
@@ -163,19 +188,10 @@ def in_dtype(module: Any, dtype: Any) -> Iterator[None]:
     import torch
 
     own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-
-    def enter(_: Any, args: Any, kwargs: Any) -> Any:
-        return _mapped((args, dict(kwargs)), lambda one: one.to(dtype))
-
-    hook = module.register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        with (
-            giving([module], lambda one: one.to(own)),
-            replaced([*tensors(module, lambda data: data.to(dtype))]),
-        ):
-            yield
-    finally:
-        hook.remove()
+    low = lambda args, options: _mapped((args, dict(options)), lambda one: one.to(dtype))  # noqa: E731
+    cast = lambda _, output: _mapped(output, lambda one: one.to(own))  # noqa: E731
+    with hooked([module], low, cast), replaced([*tensors(module, lambda data: data.to(dtype))]):
+        yield
 
 
 def whole_in(dtype: Any) -> ModelChange:
@@ -196,12 +212,6 @@ def other_attention(model: Any) -> Iterator[None]:
     finally:
         if own is not None:
             model.set_attn_implementation(own)
-
-
-def since_of(case: Case, part: str) -> int:
-    """Return the first token whose number may depend on a part: for vision, the first image's."""
-    starts = [span.start for span in case.sample.media_spans]
-    return min(starts, default=len(case.sample)) if part.startswith((VISION, "image")) else 0
 
 
 def other_dtypes(model: Any) -> dict[str, Any]:
@@ -225,31 +235,25 @@ def part_dtype(case: Case) -> Iterator[Trial]:
     model, others = case.trainer.model, other_dtypes(case.trainer.model)
     for name, dtype in others.items():
         for part, module in parts_of(model).items():
-            change = bound(in_dtype, module, dtype)
-            yield Trial(
-                f"the sampler computed its {part} in {name}", model=change, since=since_of(case, part)
-            )
-    towers = [module for name, module in parts_of(model).items() if name.startswith(VISION)]
+            yield changing(case, f" computed its {part} in {name}", in_dtype, module, dtype, part=part)
+    language = parts_of(model).get(LANGUAGE, model)
+    projections = [one for key, one in language.named_modules() if key.endswith(("k_proj", "v_proj"))]
+    cache = "kept keys and values (KV cache) in"
+    low = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+    for name, dtype in (others | low).items():
+        for part, modules in _features(model).items():
+            text = f"'s {part} were rounded to {name}"
+            yield changing(case, text, giving, modules, partial(through, dtype), part=part)
+        yield changing(case, f" {cache} {name}", _cached_in, model, dtype)
+        text = f" {cache} {name}, before they were rotated"
+        yield changing(case, text, giving, projections, partial(through, dtype))
+
+
+def _features(model: Any) -> dict[str, list[Any]]:
+    """Return the modules that make the inputs of the language model."""
     # Of several in a row, the last one produces the features.
-    features = {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}
-    for name, dtype in {
-        **others,
-        "float8_e4m3fn": torch.float8_e4m3fn,
-        "float8_e5m2": torch.float8_e5m2,
-    }.items():
-        for part, modules in features.items():
-            change = bound(giving, modules, partial(through, dtype))
-            text = f"the sampler's {part} were rounded to {name}"
-            yield Trial(text, model=change, since=since_of(case, part))
-        yield Trial(
-            f"the sampler kept keys and values (KV cache) in {name}", model=bound(_cached_in, model, dtype)
-        )
-        language = parts_of(model).get(LANGUAGE, model)
-        projections = [one for key, one in language.named_modules() if key.endswith(("k_proj", "v_proj"))]
-        change = bound(giving, projections, partial(through, dtype))
-        yield Trial(
-            f"the sampler kept keys and values (KV cache) in {name}, before they were rotated", model=change
-        )
+    towers = [module for name, module in parts_of(model).items() if name.startswith(VISION)]
+    return {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}
 
 
 def through(dtype: Any, data: Any) -> Any:
@@ -289,47 +293,36 @@ def attending(model: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iter
 
 def left_out(case: Case) -> Iterator[Trial]:
     """Yield the model without a layer, the layers from one on, a module beside them, or biases."""
+    import torch
+
     model = case.trainer.model
 
-    def zero(data: Any) -> Any:
-        return data * 0
+    def without(what: str, modules: Sequence[Any], part: str) -> Trial:
+        return changing(case, f" left out {what}", giving, modules, lambda data: data * 0, part=part)
 
     for part, layers in stacks(model).items():
-        # Without what attention and perceptron add, a layer hands on what it was given.
+        # Without attention and perceptron, a layer hands on its input.
         added = [
             [one for one in layer.children() if any(p.ndim > 1 for p in one.parameters())] for layer in layers
         ]
-        since = since_of(case, part)
         for number in range(len(layers)):
-            text = f"the sampler left out layer {number} of the {part}"
-            yield Trial(text, model=bound(giving, added[number], zero), since=since)
+            yield without(f"layer {number} of the {part}", added[number], part)
             if 0 < number < len(layers) - 1:
-                rest = [one for some in added[number:] for one in some]
-                text = f"the sampler left out the layers of the {part} from {number} on"
-                yield Trial(text, model=bound(giving, rest, zero), since=since)
-    layers = [layer for some in stacks(model).values() for layer in some]
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    whole = {id(module) for module in model.modules() if any(id(one) in inside for one in module.modules())}
+                yield without(f"the layers of the {part} from {number} on", [*chain(*added[number:])], part)
+    inside = {id(module) for layer in chain(*stacks(model).values()) for module in layer.modules()}
     for part, root in parts_of(model).items():
         for name, module in root.named_modules():
-            if (
-                not name
-                or id(module) in whole
-                or name.count(".") > 1
-                or not any(True for _ in module.parameters())
-            ):
-                continue
-            text = f"the sampler left out {name.replace('_', ' ').split('.')[0]} ({name}) of the {part}"
-            yield Trial(text, model=bound(giving, [module], zero), since=since_of(case, part))
+            holds_layers = any(id(one) in inside for one in module.modules())
+            if name and name.count(".") < 2 and not holds_layers and any(True for _ in module.parameters()):
+                what = name.replace("_", " ").split(".")[0]
+                yield without(f"{what} ({name}) of the {part}", [module], part)
         biases = [
-            (one._parameters, key, _zeros(value))
+            (one._parameters, "bias", torch.nn.Parameter(torch.zeros_like(value), requires_grad=False))
             for one in root.modules()
-            for key, value in one._parameters.items()
-            if value is not None and key == "bias"
+            if (value := one._parameters.get("bias")) is not None
         ]
         if biases:
-            text = f"the sampler left out the biases of the {part}"
-            yield Trial(text, model=bound(replaced, biases), since=since_of(case, part))
+            yield changing(case, f" left out the biases of the {part}", replaced, biases, part=part)
 
 
 def settings(case: Case) -> Iterator[Trial]:
@@ -338,93 +331,60 @@ def settings(case: Case) -> Iterator[Trial]:
 
     model = case.trainer.model
     for part, root in parts_of(model).items():
-        since = since_of(case, part)
         for kind in ("gelu", "gelu_pytorch_tanh", "quick_gelu", "silu", "relu"):
-            places = [
-                (one, name, ACT2FN[kind])
-                for one in root.modules()
-                for name in ("act_fn", "activation_fn")
-                if hasattr(one, name)
-            ]
-            text = f"the sampler's activation function (hidden_act) was {kind} in its {part}"
-            yield from [Trial(text, model=bound(replaced, places), since=since)] if places else ()
+            names = [(one, name) for one in root.modules() for name in ("act_fn", "activation_fn")]
+            places = [(one, name, ACT2FN[kind]) for one, name in names if hasattr(one, name)]
+            text = f"'s activation function (hidden_act) was {kind} in its {part}"
+            yield from [changing(case, text, replaced, places, part=part)] if places else ()
         norms: dict[str, list[Any]] = {}
         for name, one in root.named_modules():
             own = [*one.parameters()]
             if own and all(value.ndim == 1 for value in own) and not [*one.children()]:
                 norms.setdefault(name.rpartition(".")[2], []).append(one)
         for name, several in norms.items():
-            text = f"the sampler did not normalise in {name} of its {part}"
-            yield Trial(text, model=bound(_passing, several), since=since)
+            passing = partial(hooked, after=lambda args, _: args[0])
+            yield changing(case, f" did not normalise in {name} of its {part}", passing, several, part=part)
         own_norms = [one for several in norms.values() for one in several if hasattr(one, "weight")]
         for kind, add in {"not as an offset from 1": -1, "as an offset from 1": 1}.items():
-            norm_weights = [(one.weight, "data", one.weight.data + add) for one in own_norms]
-            text = f"the sampler took weights of norms {kind} in its {part}"
-            yield Trial(text, model=bound(replaced, norm_weights), since=since)
+            places = [(one.weight, "data", one.weight.data + add) for one in own_norms]
+            text = f" took weights of norms {kind} in its {part}"
+            yield changing(case, text, replaced, places, part=part)
     for one in model.modules():
         if isinstance(indexes := getattr(one, "fullatt_block_indexes", None), list):
             for kind, blocks in {"no windows": range(999), "windows in all layers": range(0)}.items():
-                places = [(one, "fullatt_block_indexes", blocks)]
-                change, since = bound(replaced, places), since_of(case, VISION)
-                text = f"the sampler's vision had {kind} of attention, not windows but in layers {indexes}"
-                yield Trial(text, model=change, since=since)
+                text = f"'s vision had {kind} of attention, not windows but in layers {indexes}"
+                yield changing(case, text, replaced, [(one, "fullatt_block_indexes", blocks)], part=VISION)
         if getattr(one, "scalar_embed_scale", 1.0) != 1.0:
             places = [(one, "embed_scale", one.embed_scale * 0 + 1)]
-            yield Trial("the sampler's embeddings were not scaled", model=bound(replaced, places))
+            yield changing(case, "'s embeddings were not scaled", replaced, places)
     yield from _other_numbers(case)
 
 
 def _other_numbers(case: Case) -> Iterator[Trial]:
     """Yield the model with another of the numbers that its modules hold, and with scaled features."""
-    model = case.trainer.model
-    for part, root in parts_of(model).items():
+    for part, root in parts_of(case.trainer.model).items():
         held: dict[tuple[str, float], list[Any]] = {}
         for module in root.modules():
             for name, value in vars(module).items():
-                if (
-                    type(value) is float
-                    and value > 0
-                    and "dropout" not in name
-                    and name not in ("p", "momentum")
-                ):
+                if type(value) is float and value > 0 and "dropout" not in name and name not in _NO_SETTINGS:
                     held.setdefault((name, value), []).append(module)
         for (name, value), modules in held.items():
 
             def with_number(number: float, key: str = name, to: list[Any] = modules, of: str = part) -> Trial:
-                text = f"the sampler's {key} was {number:.4g}, not {getattr(to[0], key):.4g}, in its {of}"
-                change = bound(replaced, [(one, key, number) for one in to])
-                return Trial(text, model=change, since=since_of(case, of))
+                text = f"'s {key} was {number:.4g}, not {getattr(to[0], key):.4g}, in its {of}"
+                return changing(case, text, replaced, [(one, key, number) for one in to], part=of)
 
             if "eps" in name:
                 yield from fitted(case, with_number, 1e-12, 1.0, value, 1e-3, 1e-12)
             else:
                 yield from fitted(case, with_number, value / _MAX_FACTOR, value * _MAX_FACTOR, value)
-    towers = [module for name, module in parts_of(model).items() if name.startswith(VISION)]
-    for text, module in {"image features": towers[-1:], "embeddings": [model.get_input_embeddings()]}.items():
+    for text, modules in _features(case.trainer.model).items():
 
-        def multiplied(factor: float, text: str = text, modules: list[Any] = module) -> Trial:
-            statement = f"the sampler's {text} were multiplied (scaled) by {factor:.4g}"
-            change = bound(giving, modules, lambda data: data * factor)
-            return Trial(statement, model=change, since=since_of(case, text))
+        def multiplied(factor: float, text: str = text, modules: list[Any] = modules) -> Trial:
+            statement = f"'s {text} were multiplied (scaled) by {factor:.4g}"
+            return changing(case, statement, giving, modules, lambda data: data * factor, part=text)
 
-        yield from fitted(case, multiplied, 1 / _MAX_FACTOR, _MAX_FACTOR, 1.0) if module else ()
-
-
-@contextmanager
-def _passing(modules: Iterable[Any]) -> Iterator[None]:
-    """Let modules return their input, within the block."""
-    hooks = [module.register_forward_hook(lambda _, args, output: args[0]) for module in modules]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _zeros(value: Any) -> Any:
-    import torch
-
-    return torch.nn.Parameter(torch.zeros_like(value), requires_grad=False)
+        yield from fitted(case, multiplied, 1 / _MAX_FACTOR, _MAX_FACTOR, 1.0) if modules else ()
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {

@@ -1,18 +1,18 @@
 """Random faults of each stage, which show how faults without a row look in the numbers of one sample."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from mmrender.audit.case import Array, Case, ChangedItem, Edit, Trial, edited, part, with_items, with_sampled
-from mmrender.audit.computed import bound, changed_weights, giving, stacks
-from mmrender.audit.positions import rotary_buffers, with_positions
+from mmrender.audit.case import Array, Case, ChangedItem, Edit, Trial, edited, showing, with_sampled
+from mmrender.audit.computed import bound, changed_weights, giving, replaced, stacks
+from mmrender.audit.positions import positions, rotary_buffers
 from mmrender.audit.prompts import blocks, bounds
 from mmrender.audit.report import Stage, described
-from mmrender.audit.stage import CUT, Effect
+from mmrender.audit.stage import CUT, Effect, Fault
 from mmrender.audit.trainer import parts_of
 from mmrender.sidecar import MediaSpan
 
@@ -20,9 +20,8 @@ _PROMPTS: Final = 48
 _SAMPLED: Final = 12
 _IMAGES: Final = 2
 """Rounds over the kinds of changes of pixels, for each image and for all."""
-_POSITIONS: Final = 48
-_TEXTUAL: Final = 3
-"""Kinds of changes of positions that need no image."""
+_POSITIONS: Final = 36
+_FREQUENCIES: Final = 12
 _OUTPUTS: Final = 24
 """Changes of the outputs of a kind of module."""
 _WHOLE: Final = 8
@@ -31,23 +30,7 @@ _SIZES: Final = (0.05, 0.2)
 """Sizes of changes of weights, as a share of their deviation."""
 
 
-class Draw(NamedTuple):
-    """A random fault.
-
-    Attributes:
-        stage: Its stage.
-        place: Its place, for a statement.
-        trial: The change.
-        layer: Name of the layer, if it is in one.
-    """
-
-    stage: Stage
-    place: str
-    trial: Trial
-    layer: str | None = None
-
-
-def draws(case: Case) -> Iterator[Draw]:
+def draws(case: Case) -> Iterator[Fault]:
     """Yield random faults of the stages that need a forward, always the same for one sample."""
     rng = np.random.default_rng(len(case.sample))
     yield from _prompts(case, rng)
@@ -57,13 +40,11 @@ def draws(case: Case) -> Iterator[Draw]:
     yield from _weights(case, rng)
 
 
-def _prompts(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
+def _prompts(case: Case, rng: np.random.Generator) -> Iterator[Fault]:
     """Yield prompts with tokens replaced, lost or added: at one place, at each of a kind, or a whole part."""
     sample, starts = case.sample, [0, *(stop for _, stop in case.runs)]
-    free = np.ones(len(sample), np.bool_)
-    for span in sample.media_spans:
-        free[span.start : span.stop] = False
-    known = np.unique(sample.token_ids[free])
+    free = case.free
+    known = np.unique(sample.token_ids[free | sample.loss_mask])
     kinds = [at for at in blocks(case) if at.before or at.after]
     edges = {0, *bounds(case, len(sample)), *(edge for run in case.runs for edge in run)}
     edges |= {edge for span in sample.media_spans for edge in (span.start - 1, span.stop + 1)}
@@ -93,22 +74,7 @@ def _prompts(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
                 continue
             mask = sample.loss_mask & (np.arange(len(sample)) >= since)
             changed = edited(replace(sample, loss_mask=mask), edits)
-            yield Draw("template", f"the prompt before completion {number}", Trial("", changed, since=first))
-    for span in sample.media_spans:
-        number = sum(start < span.start for start, _ in case.runs)
-        first, last = max(span.start - 1, 0), min(span.stop + 1, len(sample))
-        block = part(sample, first, last, sampled=False)
-        for by in (-4, -2, 2, 4, 0) if number < len(case.runs) else ():
-            to = first + by if by < 0 else last + by
-            moved: list[Edit] = [(first, last, []), (to, to, block)] if by else [(first, last, [])]
-            moved.sort(key=lambda edit: edit[0])
-            if (
-                0 < to < len(sample)
-                and free[to]
-                and not sample.loss_mask[min(to, first) : max(to, last)].any()
-            ):
-                trial = Trial("", edited(sample, moved), since=min(to, first))
-                yield Draw("template", f"the prompt before completion {number}", trial)
+            yield Fault("template", f"the prompt before completion {number}", Trial("", changed, since=first))
 
 
 def _cuts(span: MediaSpan, start: int, stop: int) -> bool:
@@ -117,7 +83,7 @@ def _cuts(span: MediaSpan, start: int, stop: int) -> bool:
     return not whole and start < span.stop and span.start < stop
 
 
-def _completions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
+def _completions(case: Case, rng: np.random.Generator) -> Iterator[Fault]:
     """Yield completions with a token replaced, lost or added at the first difference."""
     sample, place = case.sample, case.position
     stop = next(stop for start, stop in case.runs if start <= place < stop)
@@ -127,14 +93,11 @@ def _completions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
         rest = sample.token_ids[at:stop].tolist()
         token = int(rng.choice(known))
         new = ([token, *rest[1:]], [token, *rest[:-1]], [*rest[1:], token])[number // 2 % 3]
-        yield Draw(
-            "tokens",
-            f"the sampled tokens from {place} on",
-            Trial("", with_sampled(sample, at, new), since=at),
-        )
+        trial = Trial("", with_sampled(sample, at, new), since=at)
+        yield Fault("tokens", f"the sampled tokens from {place} on", trial)
 
 
-def _pixels(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
+def _pixels(case: Case, rng: np.random.Generator) -> Iterator[Fault]:
     """Yield changed pixels of each suspect, and of all images."""
     spans = case.sample.media_spans
     scopes = [([span], f"the pixels of {described(span)}") for span in case.suspects]
@@ -145,9 +108,8 @@ def _pixels(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
             for change in _PIXELS:
                 seed, size = int(rng.integers(1 << 30)), float(10 ** rng.uniform(-1.5, 0))
                 own = partial(_changed, change, seed, size)
-                sample = with_items(case.sample, [(span, ChangedItem(span.item, own)) for span in some])
-                trial = Trial("", sample, image=some[0].position, since=some[0].start)
-                yield Draw("pixels", place, trial)
+                trial = showing(case, "", [(span, ChangedItem(span.item, own)) for span in some])
+                yield Fault("pixels", place, trial)
 
 
 def _changed(
@@ -202,90 +164,21 @@ _PIXELS: Final[tuple[Callable[[Array, float, np.random.Generator], Array], ...]]
 """Changes of normalised pixels, given a size up to 1: colours, noise, shifts, blur, a covered part."""
 
 
-def _positions(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
-    """Yield positions that are shifted, restarted or stretched, at images or after them, or on some axes."""
-    spans, length = case.sample.media_spans, len(case.sample)
-    images = [(span.start, span.stop) for span in spans]
-    edges = {at for pair in (*images, *case.runs) for at in pair} | {run[1] + 1 for run in case.runs}
-    cuts = sorted(at for at in edges if 0 < at < length)
-    for number in range(_POSITIONS):
-        cut = int(rng.choice(cuts)) if number % 3 and cuts else int(rng.integers(1, max(length, 2)))
-        kind, seed = number % (len(_RENUMBERED) if spans else _TEXTUAL), int(rng.integers(1 << 30))
-        name, change = _RENUMBERED[kind]
-        start = cut if kind < _TEXTUAL else images[0][0]
-        moved = partial(with_positions, [(0, length)], partial(_renumbered, change, images, cut, seed))
-        place = f"the positions from token {cut} on" if kind < _TEXTUAL else f"the positions {name}"
-        yield Draw("positions", place, Trial("", positions=moved, since=start, token=start))
+def _positions(case: Case, rng: np.random.Generator) -> Iterator[Fault]:
+    """Yield some of the positions that rows try, and other frequencies."""
+    known = [trial for trial in positions(case) if trial.until is None]
+    for number in sorted(rng.permutation(len(known))[:_POSITIONS].tolist()):
+        trial = known[number]
+        yield Fault("positions", f"the positions from token {trial.since} on", trial, row="positions")
     held = rotary_buffers(case.trainer.model)
-    for _ in range(_POSITIONS // 4 if held else 0):
+    for _ in range(_FREQUENCIES if held else 0):
         factors = np.exp(rng.normal(0, float(rng.choice([0.02, 0.5])), len(getattr(*held[0]))))
         factors = np.full_like(factors, factors[0]) if rng.random() < 0.5 else factors
-        change_of = partial(_scaled, held, factors)
-        yield Draw("positions", "the rotary frequencies", Trial("", model=change_of))
-
-
-def _renumbered(
-    change: Callable[..., None], images: Sequence[tuple[int, int]], cut: int, seed: int, own: Any, _: int
-) -> None:
-    change(own, images, cut, np.random.default_rng(seed))
-
-
-def _shift(rng: np.random.Generator) -> int:
-    return int(rng.choice([-8, -4, -3, -2, -1, 1, 2, 3, 4, 8]))
-
-
-def _after_cut(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
-    own[..., cut:] += _shift(rng)
-
-
-def _restarted(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
-    own[..., cut:] -= own[..., cut : cut + 1].clone() - int(rng.integers(0, 3))
-
-
-def _indexed(own: Any, _: Any, cut: int, rng: np.random.Generator) -> None:
-    import torch
-
-    stop = own.shape[-1] if rng.random() < 0.5 else min(cut + int(rng.geometric(0.05)), own.shape[-1])
-    index = torch.arange(cut, stop).to(own)
-    own[..., cut:stop] = index if own.ndim == 3 else index.clamp(max=cut + _shift(rng) % 4)
-
-
-def _within(own: Any, images: Any, _: int, rng: np.random.Generator) -> None:
-    by, axes = float(rng.choice([0, 0.5, 2])), own[int(rng.integers(0, 2)) :] if own.ndim == 3 else own
-    moved = _shift(rng) if rng.random() < 0.5 else None
-    for start, stop in images:
-        part, first = axes[..., start:stop], axes[..., start : start + 1].clone()
-        part.copy_(part + moved if moved else first + (part - first) * by)
-
-
-def _counted(own: Any, images: Any, _: int, rng: np.random.Generator) -> None:
-    share, by = float(rng.choice([0, 0, 1, 3])), _shift(rng)
-    for start, stop in images:
-        own[..., stop:] += int(share * (own[0, ..., stop - 1].max() - own[0, ..., start].max())) + by
-
-
-def _permuted(own: Any, images: Any, _: int, rng: np.random.Generator) -> None:
-    if own.ndim == 3:
-        own.copy_(own[rng.permutation(len(own)).tolist()])
-    else:
-        _counted(own, images, 0, rng)
-
-
-_RENUMBERED: Final[tuple[tuple[str, Callable[[Any, Any, int, np.random.Generator], None]], ...]] = (
-    ("from a token on", _after_cut),
-    ("that restart", _restarted),
-    ("by index", _indexed),
-    ("within images", _within),
-    ("after images", _counted),
-    ("of images", _permuted),
-)
-"""Random changes of positions, given images, a token and randomness."""
+        yield Fault("positions", "the rotary frequencies", Trial("", model=partial(_scaled, held, factors)))
 
 
 def _scaled(places: list[tuple[Any, str]], factors: Array, _: Any) -> Any:
     import torch
-
-    from mmrender.audit.computed import replaced
 
     return replaced(
         (one, name, getattr(one, name) * torch.from_numpy(factors).to(getattr(one, name)))
@@ -293,7 +186,7 @@ def _scaled(places: list[tuple[Any, str]], factors: Array, _: Any) -> Any:
     )
 
 
-def _weights(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
+def _weights(case: Case, rng: np.random.Generator) -> Iterator[Fault]:
     """Yield weights with noise, in the model, a part or a layer, and modules that add nothing."""
     import torch
 
@@ -315,11 +208,7 @@ def _weights(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
                 own = data.float().std() if data.ndim > 1 else data.float().abs().mean()
                 return data + noise * (size * own).to(data)
 
-            yield Draw("model", place, Trial("", model=changed_weights(module, noisy), since=since), layer)
-        for child in module.children() if layer else ():
-            if any(True for _ in child.parameters()):
-                change = changed_weights(child, lambda data: data * 0)
-                yield Draw("model", place, Trial("", model=change, since=since), layer)
+            yield Fault("model", place, Trial("", model=changed_weights(module, noisy), since=since), layer)
     named: dict[str, list[Any]] = {}
     for name, module in model.named_modules():
         if (name and any(True for _ in module.parameters()) and ".layers." in name) or ".blocks." in name:
@@ -328,7 +217,7 @@ def _weights(case: Case, rng: np.random.Generator) -> Iterator[Draw]:
     for number in range(_OUTPUTS if kinds else 0):
         some = named[str(rng.choice(kinds))]
         factor = float(np.exp(rng.normal(0, 0.2 if number % 2 else 1.0)))
-        yield Draw(
+        yield Fault(
             "model", "a kind of module", Trial("", model=bound(giving, some, partial(_multiplied, factor)))
         )
 
@@ -359,7 +248,7 @@ def numbers(logits: Array, tokens: Array, runs: Mapping[int, Array], counts: Arr
     faults += [("recording", *fault) for fault in _records(own, rng)]
     for scope, mask in scopes.items():
         for stage, place, values in faults:
-            yield Effect(stage, f"{place} of {scope}", np.where(mask, own - values, 0))
+            yield Fault(stage, f"{place} of {scope}"), np.where(mask, own - values, 0)
 
 
 def _picked(logits: Array, tokens: Array) -> Array:
@@ -390,13 +279,15 @@ def _distributions(
         for seen in (counts > 0, counts):
             yield "the penalties", _picked(logits - by * seen, tokens)
     for number in range(36):
-        # The same tokens at all places, or others at each, as of a grammar or a watermark.
+        # The same tokens at all places, as of a request, or others at each, as of a grammar.
         shape = logits.shape if number % 2 else logits.shape[1:]
         chosen = rng.random(shape) < 10 ** rng.uniform(-2, -0.05)
         some = np.broadcast_to(chosen, logits.shape).copy()
         bias = float(rng.choice([-1e4, -1, 1.0, 3]))
         if bias < -1:
             some[rows if number % 2 else slice(None), tokens] = False
+        elif number % 2:
+            continue  # a grammar only forbids, and a bias at random to both sides is like any fault
         yield CUT if bias < -1 else "the biases", _picked(logits + bias * some, tokens)
     for more in (0 * total, *(total + by for by in rng.uniform(-3, 1, 5))):
         yield "the vocabulary", own + total - np.logaddexp(total, more)

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from mmrender.audit.canvas import canvas_of, levels, renewed, shrunk, source_of
-from mmrender.audit.case import Case, Trial, edited, part, plain, with_items
+from mmrender.audit.case import Case, Trial, edited, part, plain, showing
 from mmrender.audit.report import described, sampled_runs
 from mmrender.media.processors.patches import PatchItem
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, feature_count
@@ -32,13 +32,8 @@ def _other_images(case: Case) -> Iterator[Trial]:
             and feature_count(other.expansion) == feature_count(own.expansion)
         ]
         for other in sorted(fitting, key=lambda item: item.grid != own.grid)[:_MAX_OTHERS]:
-            yield Trial(
-                f"the sampler saw another image (identity {other.identity[:12]}…) in place of "
-                f"{described(span)}: a stale image under this one's hash",
-                with_items(case.sample, [(span, other)]),
-                image=span.position,
-                since=span.start,
-            )
+            text = f"another image (identity {other.identity[:12]}…) in place of {described(span)}: "
+            yield showing(case, text + "a stale image under this one's hash", [(span, other)])
 
 
 def _image_order(case: Case) -> Iterator[Trial]:
@@ -164,8 +159,7 @@ def _frames(case: Case) -> Iterator[Trial]:
             if order != places:
                 frames = np.ascontiguousarray(item.frames[order])
                 other = msgspec.structs.replace(item, frames=frames, identity=f"{id(frames):064x}")
-                statement = f"the sampler saw {described(span)} {text}"
-                yield Trial(statement, with_items(case.sample, [(span, other)]), since=span.start)
+                yield showing(case, f"{described(span)} {text}", [(span, other)])
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {

@@ -1,7 +1,7 @@
 """Rows of the stage pixels: other pixels of the same images."""
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from mmrender.audit.canvas import Canvas, canvas_of, pictures, renewed, shrunk, source_of
-from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number, with_items
+from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number, showing
 from mmrender.audit.report import described
 from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.sidecar import MediaItem
@@ -19,11 +19,13 @@ ItemChange: TypeAlias = Callable[[Case, MediaItem], MediaItem | None]
 """The item that the sampler may have had in place of another; None if it cannot have."""
 Rule: TypeAlias = Callable[[Array, Array], tuple[Any, Any]]
 """Factor and offset by channel of normalised values, given mean and deviation."""
+ImageChange: TypeAlias = Callable[[Image.Image], Image.Image | None]
 _ORIENTATION: Final = 274
+_HALF: Final = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "CLIP's mean and deviation": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "ImageNet's mean and deviation": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "mean and deviation 0.5": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "mean and deviation 0.5": _HALF,
     "none, values from 0 to 1": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
     "none, values from 0 to 255": ((0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)),
 }
@@ -37,9 +39,15 @@ def _over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]
         chosen = [[span for span in spans if span.start in changed]] if len(changed) > 1 else []
         for some in [*chosen, *([span] for span in case.suspects if span.start in changed)]:
             which = described(some[0]) if len(some) == 1 else "every image"
-            sample = with_items(case.sample, [(span, changed[span.start]) for span in some])
-            since, image = some[0].start, some[0].position
-            yield Trial(f"the sampler saw {text} in {which}", sample, image=image, since=since)
+            yield showing(case, f"{text} in {which}", [(span, changed[span.start]) for span in some])
+
+
+def _each(text: str, values: Iterable[Any], change: Callable[[Any], ItemChange]) -> dict[str, ItemChange]:
+    """Return a change by each value, which its text names."""
+    return {text.format(value): change(value) for value in values}
+
+
+# --- changes of normalised pixels
 
 
 def _values(change: Callable[[Array, tuple[int, ...]], Array]) -> ItemChange:
@@ -68,40 +76,6 @@ def _patches(change: Callable[[Array, tuple[int, ...], PatchLayout], Array]) -> 
     return make
 
 
-def _planes(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of levels `(frames, 3, height, width)`, maybe turned, of a whole image."""
-
-    def make(_: Case, item: MediaItem) -> MediaItem | None:
-        frames = pictures(item)
-        if frames is None or (len(frames) > 1 and not isinstance(item, PatchItem)):
-            return None
-        changed = change(frames)
-        return (
-            renewed(item, changed) if isinstance(item, PatchItem) or changed.shape == frames.shape else None
-        )
-
-    return make
-
-
-def _images(change: Callable[[Image.Image], Image.Image | None], *, stored: bool = False) -> ItemChange:
-    """Return a change of the image before it was resized, as it is `stored`, or upright and opaque."""
-
-    def make(case: Case, item: MediaItem) -> MediaItem | None:
-        upright, source = source_of(case, item), source_of(case, item, stored=stored)
-        canvas = None if upright is None else canvas_of(case, item, upright)
-        if canvas is None or source is None or (image := change(source)) is None:
-            return None
-        if (
-            isinstance(item, PatchItem)
-            and upright is not None
-            and image.size == upright.size[::-1] != upright.size
-        ):
-            canvas = Canvas(canvas.size[::-1])
-        return renewed(item, canvas.frames(image.convert("RGB")))
-
-    return make
-
-
 def _in_order(
     squares: tuple[int, ...],
     inside: tuple[int, ...],
@@ -122,14 +96,24 @@ def _rolled(values: Array, grid: tuple[int, ...], by: int, rows: bool = False) -
     return np.roll(values, by, 0 if flat else -2 if rows else -1)
 
 
+def _second_frame(pixels: Array, _: tuple[int, ...], layout: PatchLayout, level: float) -> Array:
+    frames = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
+    frames[:, :, 1:] = level
+    return frames
+
+
+def _own_rule(item: Any) -> tuple[Array, Array]:
+    """Return mean and deviation of an item's normalisation, 0.5 for an item without one."""
+    arithmetic: Any = getattr(item, "arithmetic", None)
+    mean, std = _HALF if arithmetic is None else (arithmetic.mean, arithmetic.std)
+    return np.broadcast_to(np.asarray(mean), 3), np.broadcast_to(np.asarray(std), 3)
+
+
 def _normalised(rule: Rule) -> ItemChange:
-    """Return another rule of normalisation. An item without one has 0.5 and 0.5."""
+    """Return another rule of normalisation."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
-        arithmetic: Any = getattr(item, "arithmetic", None)
-        own = _NORMALISATIONS["mean and deviation 0.5"]
-        mean, std = own if arithmetic is None else (arithmetic.mean, arithmetic.std)
-        scale, offset = (np.asarray(one)[..., None] for one in rule(np.array(mean), np.array(std)))
+        scale, offset = (np.asarray(one)[..., None] for one in rule(*_own_rule(item)))
         return _channels(lambda own: own * scale + offset)(case, item)
 
     return make
@@ -139,55 +123,10 @@ def _raw(change: Callable[[Array], Array]) -> ItemChange:
     """Return a change of levels from 0 to 1, `(n, 3, values)`, that are not rounded again."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
-        arithmetic: Any = getattr(item, "arithmetic", None)
-        mean, std = (0.5, 0.5) if arithmetic is None else (arithmetic.mean, arithmetic.std)
-        middle, deviation = (np.broadcast_to(np.asarray(one), 3)[:, None] for one in (mean, std))
-        return _channels(lambda own: (change(own * deviation + middle) - middle) / deviation)(case, item)
+        mean, std = (one[:, None] for one in _own_rule(item))
+        return _channels(lambda own: (change(own * std + mean) - mean) / std)(case, item)
 
     return make
-
-
-def _on_levels(change: Callable[[Array], Array], planes: Array) -> Array:
-    """Return levels `(n, 3, height, width)` after a change of levels from 0 to 1, rounded."""
-    changed = change(planes.reshape(*planes.shape[:2], -1) / 255)
-    return (changed.clip(0, 1) * 255).round().astype(np.uint8).reshape(planes.shape)
-
-
-def _on_image(change: Callable[[Array], Array], image: Image.Image) -> Image.Image:
-    planes = np.asarray(image.convert("RGB")).transpose(2, 0, 1)[None]
-    return Image.fromarray(np.ascontiguousarray(_on_levels(change, planes)[0].transpose(1, 2, 0)))
-
-
-def _adjusted(case: Case) -> Iterator[Trial]:
-    """Yield images with other brightness, contrast, saturation or gamma, by the number that fits best."""
-    for text, rule in _ADJUSTED.items():
-
-        def make(factor: float, text: str = text, rule: Any = rule) -> Trial:
-            name = f"pixels with {factor:.3g} times the {text}"
-            trials = [*_over_images({name: _raw(partial(rule, factor))}, case)]
-            return trials[0] if trials else Trial("", since=len(case.sample))
-
-        value = fitted_number(case, make, 1 / 16, 16, 1.0)
-        if value is not None:
-            change = partial(rule, value)
-            name = f"{value:.3g} times the {text}"
-            ways = {
-                f"pixels with {name}": _raw(change),
-                f"levels with {name}": _planes(partial(_on_levels, change)),
-                f"an image with {name}": _images(partial(_on_image, change)),
-            }
-            yield from (trial._replace(fitted=1) for trial in _over_images(ways, case))
-
-
-_GREY: Final = np.array([0.299, 0.587, 0.114])[:, None]
-_ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
-    "brightness": lambda factor, own: (own * factor).clip(0, 1),
-    "contrast": lambda factor, own: (own.mean() + factor * (own - own.mean())).clip(0, 1),
-    "saturation": lambda factor, own: (
-        (grey := (own * _GREY).sum(-2, keepdims=True)) + factor * (own - grey)
-    ).clip(0, 1),
-    "gamma": lambda factor, own: own.clip(0, 1) ** factor,
-}
 
 
 def _instead(mean: tuple[float, ...], std: tuple[float, ...]) -> Rule:
@@ -195,16 +134,46 @@ def _instead(mean: tuple[float, ...], std: tuple[float, ...]) -> Rule:
     return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
 
 
-def _level(level: float) -> Rule:
-    """Return a function from all values to one level from 0 to 1."""
-    return lambda mean, std: (0 * mean, (level - mean) / std)
-
-
 def _cast(values: Array, _: tuple[int, ...], dtype: str) -> Array:
     import torch
 
     own = torch.from_numpy(np.ascontiguousarray(values))
     return np.asarray(own.to(getattr(torch, dtype)).float().numpy())
+
+
+# --- changes of images
+
+
+def _images(change: ImageChange, *, stored: bool = False) -> ItemChange:
+    """Return a change of the image before it was resized, as it is `stored`, or upright and opaque."""
+
+    def make(case: Case, item: MediaItem) -> MediaItem | None:
+        upright, source = source_of(case, item), source_of(case, item, stored=stored)
+        canvas = None if upright is None else canvas_of(case, item, upright)
+        if upright is None or canvas is None or source is None or (image := change(source)) is None:
+            return None
+        if isinstance(item, PatchItem) and image.size == upright.size[::-1] != upright.size:
+            canvas = Canvas(canvas.size[::-1])
+        return renewed(item, canvas.frames(image.convert("RGB")))
+
+    return make
+
+
+def _both(table: Mapping[str, ImageChange]) -> dict[str, ItemChange]:
+    """Return changes of an image before it was resized, and of the resized image's frames."""
+
+    def after(change: ImageChange, _: Case, item: MediaItem) -> MediaItem | None:
+        frames = pictures(item)
+        if frames is None or (len(frames) > 1 and not isinstance(item, PatchItem)):
+            return None
+        images = [change(Image.fromarray(np.ascontiguousarray(one.transpose(1, 2, 0)))) for one in frames]
+        changed = np.stack([np.asarray(one.convert("RGB")).transpose(2, 0, 1) for one in images if one])
+        fits = isinstance(item, PatchItem) or changed.shape == frames.shape
+        return renewed(item, changed) if fits else None
+
+    return {text: _images(change) for text, change in table.items()} | {
+        f"{text} after resizing": partial(after, change) for text, change in table.items()
+    }
 
 
 def _resampled(method: Any) -> ItemChange:
@@ -220,21 +189,22 @@ def _resampled(method: Any) -> ItemChange:
     return make
 
 
-def _in_linear_light(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Return a resized image whose averages are of light, not of levels."""
-    light = (np.asarray(image.convert("RGB"), np.float32) / 255) ** 2.2
-    planes = [Image.fromarray(np.ascontiguousarray(light[..., one])) for one in range(3)]
-    resized = [np.asarray(plane.resize(size, Image.Resampling.BICUBIC)) for plane in planes]
-    return Image.fromarray((np.stack(resized, -1).clip(0, 1) ** (1 / 2.2) * 255).round().astype(np.uint8))
+def _on_image(change: Callable[[Array], Array], image: Image.Image) -> Image.Image:
+    """Return an image after a change of levels from 0 to 1, `(1, 3, values)`."""
+    own = np.asarray(image.convert("RGB"))
+    changed = change(own.reshape(1, -1, 3).swapaxes(1, 2) / 255).clip(0, 1) * 255
+    return Image.fromarray(
+        np.ascontiguousarray(changed.swapaxes(1, 2).round().astype(np.uint8)).reshape(own.shape)
+    )
 
 
-def _encoded(image: Image.Image, form: str, **options: Any) -> Image.Image:
+def _encoded(form: str, image: Image.Image, **options: Any) -> Image.Image:
     data = io.BytesIO()
     image.save(data, form, **options)
     return Image.open(data).convert("RGB")
 
 
-def _over(image: Image.Image, level: int | None) -> Image.Image | None:
+def _over(level: int | None, image: Image.Image) -> Image.Image | None:
     """Return a transparent image over one level, or without its transparency for None."""
     if "A" not in image.getbands() and "transparency" not in image.info:
         return None
@@ -243,12 +213,7 @@ def _over(image: Image.Image, level: int | None) -> Image.Image | None:
     return image if level is None else Image.alpha_composite(ground, image)
 
 
-def _grey(planes: Array) -> Array:
-    images = [Image.fromarray(np.ascontiguousarray(one.transpose(1, 2, 0))).convert("L") for one in planes]
-    return np.stack([np.repeat(np.asarray(one)[None], 3, 0) for one in images])
-
-
-def _squared(image: Image.Image, level: int | None) -> Image.Image:
+def _squared(level: int | None, image: Image.Image) -> Image.Image:
     """Return an image in the middle of a square of one level, or its own middle square for None."""
     side = min(image.size) if level is None else max(image.size)
     out = Image.new("RGB", (side, side), (level or 0,) * 3)
@@ -256,55 +221,81 @@ def _squared(image: Image.Image, level: int | None) -> Image.Image:
     return out
 
 
-def _middle(image: Image.Image, share: float) -> Image.Image:
+def _middle(share: float, image: Image.Image) -> Image.Image:
     width, height = (round(side * share) for side in image.size)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
 
 
-def _in_bits(bits: int, planes: Array) -> Array:
-    return planes >> (8 - bits) << (8 - bits)
+def _adjusted(case: Case) -> Iterator[Trial]:
+    """Yield images with other brightness, contrast, saturation or gamma, by the number that fits best."""
+    for text, rule in _ADJUSTED.items():
+
+        def make(factor: float, text: str = text, rule: Any = rule) -> Trial:
+            name = f"pixels with {factor:.3g} times the {text}"
+            trials = [*_over_images({name: _raw(partial(rule, factor))}, case)]
+            return trials[0] if trials else Trial("", since=len(case.sample))
+
+        value = fitted_number(case, make, 1 / 16, 16, 1.0)
+        if value is not None:
+            name, change = f"{value:.3g} times the {text}", partial(rule, value)
+            ways = {f"pixels with {name}": _raw(change)}
+            ways |= _both({f"an image with {name}": partial(_on_image, change)})
+            yield from (trial._replace(fitted=1) for trial in _over_images(ways, case))
 
 
-def _second_frame(pixels: Array, _: tuple[int, ...], layout: PatchLayout, level: float) -> Array:
-    frames = pixels.reshape(len(pixels), 3, layout.temporal, -1).copy()
-    frames[:, :, 1:] = level
-    return frames
+_GREY: Final = np.array([0.299, 0.587, 0.114])[:, None]
+_ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
+    "brightness": lambda factor, own: (own * factor).clip(0, 1),
+    "contrast": lambda factor, own: (own.mean() + factor * (own - own.mean())).clip(0, 1),
+    "saturation": lambda factor, own: (
+        (grey := (own * _GREY).sum(-2, keepdims=True)) + factor * (own - grey)
+    ).clip(0, 1),
+    "gamma": lambda factor, own: own.clip(0, 1) ** factor,
+}
 
 
-def _transposed(image: Image.Image, turn: str) -> Image.Image:
-    return image.transpose(Image.Transpose[turn])
+# --- tiles
 
 
 def _tiles(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of the order of tiles `(tiles, 3, height, width)`."""
+    """Return a change of the order of tiles, `(tiles,)`."""
 
     def make(_: Case, item: MediaItem) -> MediaItem | None:
         frames = pictures(item)
         if frames is None or len(frames) < 2 or isinstance(item, PatchItem):
             return None
-        changed = change(frames)
+        changed = frames[change(np.arange(len(frames)))]
         return None if np.array_equal(changed, frames) else renewed(item, changed)
 
     return make
 
 
-def _in_columns(tiles: Array, last: int) -> Array:
-    """Return tiles of a square of tiles column by column, `last` tiles in their place."""
-    count = len(tiles) - last
+def _in_columns(order: Array, last: int) -> Array:
+    """Return the order of a square of tiles column by column, `last` tiles in their place."""
+    count = len(order) - last
     side = round(count**0.5)
     if side * side != count:
-        return tiles
-    order = np.arange(count).reshape(side, side).T.ravel().tolist()
-    return tiles[[*order, *range(count, len(tiles))]]
+        return order
+    return np.append(order[:count].reshape(side, side).T.ravel(), order[count:])
 
 
+_ORDERS: Final[Mapping[str, Callable[[Array], Array]]] = {
+    "tiles in reverse order": lambda order: order[::-1],
+    "the last tile first": lambda order: np.roll(order, 1),
+    "the first tile last": lambda order: np.roll(order, -1),
+    "tiles in reverse order, the last in its place,": lambda order: np.append(order[-2::-1], order[-1:]),
+    "the first tile in the place of each": lambda order: 0 * order,
+    "the last tile in the place of each": lambda order: 0 * order + order[-1],
+    "tiles in columns": partial(_in_columns, last=0),
+    "tiles in columns, the last in its place,": partial(_in_columns, last=1),
+}
 _ROWS: Final = (0, 1, 2, 3, 4)
 _VALUES: Final = (1, 2, 3, 4)
 _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "patch order": {
-        **{f"every patch moved by {by:+d}": _values(partial(_rolled, by=by)) for by in (1, -1, 2, -2, 4, -4)},
-        **{f"patches moved by {n:+d} row": _values(partial(_rolled, by=n, rows=True)) for n in (1, -1)},
+        **_each("every patch moved by {:+d}", (1, -1, 2, -2), lambda n: _values(partial(_rolled, by=n))),
+        **_each("patches moved by {:+d} row", (1, -1), lambda n: _values(partial(_rolled, by=n, rows=True))),
         **{
             text: _patches(partial(_in_order, squares, inside))
             for text, squares, inside in (
@@ -320,8 +311,7 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "channels": {
         "colours read as BGR": _channels(lambda own: own[:, ::-1]),
         "inverted colours": _channels(lambda own: -own),
-        "no colours, only grey,": _images(lambda image: image.convert("L")),
-        "no colours after resizing, only grey,": _planes(_grey),
+        **_both({"no colours, only grey,": lambda image: image.convert("L")}),
     },
     "normalisation": {
         f"pixels normalised {text}": _normalised(rule)
@@ -337,46 +327,39 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
             "without the deviation": lambda mean, std: (std, 0 * std),
         }.items()
     },
-    "pixel dtype": {
-        f"values rounded to {name}": _values(partial(_cast, dtype=name))
-        for name in ("bfloat16", "float16", "float8_e4m3fn")
-    },
+    "pixel dtype": _each(
+        "values rounded to {}",
+        ("bfloat16", "float16", "float8_e4m3fn"),
+        lambda name: _values(partial(_cast, dtype=name)),
+    ),
     "blank image": {
         "zeros in place of pixels (blank)": _values(lambda own, _: np.zeros_like(own)),
         "zeros in the second frame of each patch": _patches(partial(_second_frame, level=0.0)),
         "black in the second frame of each patch": _patches(partial(_second_frame, level=-1.0)),
-        "black": _normalised(_level(0.0)),
-        "white": _normalised(_level(1.0)),
+        "black": _normalised(lambda mean, std: (0 * mean, -mean / std)),
+        "white": _normalised(lambda mean, std: (0 * mean, (1 - mean) / std)),
     },
     "orientation": {
         "pixels as they are stored, not upright by their EXIF orientation,": _images(
             lambda image: image if image.getexif().get(_ORIENTATION, 1) != 1 else None, stored=True
         ),
-        **{
-            text: make
-            for name, turn, change in (
-                ("mirrored (flipped)", "FLIP_LEFT_RIGHT", lambda planes: planes[..., ::-1]),
-                ("upside down", "FLIP_TOP_BOTTOM", lambda planes: planes[..., ::-1, :]),
-                (
-                    "rotated by 180 degrees (turned by half)",
-                    "ROTATE_180",
-                    lambda planes: planes[..., ::-1, ::-1],
-                ),
-                ("rotated by 90 degrees to the left before resizing", "ROTATE_90", None),
-                ("rotated by 90 degrees to the right before resizing", "ROTATE_270", None),
-            )
-            for text, make in {
-                f"the image {name}": _images(partial(_transposed, turn=turn)),
-                **({} if change is None else {f"pixels {name}": _planes(change)}),
-            }.items()
-        },
-        "pixels rotated by 90 degrees to the left": _planes(lambda planes: np.rot90(planes, 1, (-2, -1))),
-        "pixels rotated by 90 degrees to the right": _planes(lambda planes: np.rot90(planes, -1, (-2, -1))),
-        "rows for columns": _planes(lambda planes: planes.swapaxes(-1, -2)),
+        **_both(
+            {
+                text: lambda image, turn=turn: image.transpose(turn)  # type: ignore[misc]
+                for text, turn in {
+                    "an image mirrored (flipped)": Image.Transpose.FLIP_LEFT_RIGHT,
+                    "an image upside down": Image.Transpose.FLIP_TOP_BOTTOM,
+                    "an image rotated by 180 degrees (turned by half)": Image.Transpose.ROTATE_180,
+                    "an image rotated by 90 degrees to the left": Image.Transpose.ROTATE_90,
+                    "an image rotated by 90 degrees to the right": Image.Transpose.ROTATE_270,
+                    "rows for columns": Image.Transpose.TRANSPOSE,
+                }.items()
+            }
+        ),
     },
-    "levels": {
-        **{
-            text: _images(partial(_on_image, change))
+    "levels": _both(
+        {
+            text: partial(_on_image, change)
             for text, change in {
                 "levels from 16 to 235 (limited range)": lambda own: (16 + 219 * own) / 255,
                 "levels from 16 to 235 stretched to 0 to 255": lambda own: (255 * own - 16) / 219,
@@ -385,87 +368,81 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
                 ),
                 "colours without a gamma of 2.2 (linear light)": lambda own: own**2.2,
             }.items()
-        },
-        **{f"levels of {n} bits (posterised)": _planes(partial(_in_bits, n)) for n in range(1, 8)},
-        **{
-            f"an image of {n} bits (posterised)": _images(partial(ImageOps.posterize, bits=n))
-            for n in range(1, 8)
-        },
-        "an image with equalised levels": _images(ImageOps.equalize),
-        "an image with stretched contrast (autocontrast)": _images(ImageOps.autocontrast),
-    },
+        }
+        | {f"an image of {n} bits (posterised)": partial(ImageOps.posterize, bits=n) for n in range(1, 8)}
+        | {
+            "an image with equalised levels": ImageOps.equalize,
+            "an image with stretched contrast (autocontrast)": ImageOps.autocontrast,
+        }
+    ),
     "framing": {
-        "its middle square only (cropped)": _images(partial(_squared, level=None)),
-        **{
-            f"its middle, {share:.4g} of both sides, only (cropped)": _images(partial(_middle, share=share))
-            for share in (0.95, 0.9, 0.875, 0.8, 0.75, 0.5)
-        },
-        **{
-            f"a square of level {n} around it (padded, letterboxed)": _images(partial(_squared, level=n))
-            for n in (0, 127, 128, 255)
-        },
+        "its middle square only (cropped)": _images(partial(_squared, None)),
+        **_each(
+            "its middle, {:.4g} of both sides, only (cropped)",
+            (0.95, 0.9, 0.875, 0.8, 0.75, 0.5),
+            lambda share: _images(partial(_middle, share)),
+        ),
+        **_each(
+            "a square of level {} around it (padded, letterboxed)",
+            (0, 127, 128, 255),
+            lambda level: _images(partial(_squared, level)),
+        ),
     },
     "background": {
-        "transparency (alpha) ignored": _images(partial(_over, level=None), stored=True),
-        **{
-            f"level {n} behind its transparency (alpha)": _images(partial(_over, level=n), stored=True)
-            for n in (0, 127, 128, 255)
-        },
+        "transparency (alpha) ignored": _images(partial(_over, None), stored=True),
+        **_each(
+            "level {} behind its transparency (alpha)",
+            (0, 127, 128, 255),
+            lambda level: _images(partial(_over, level), stored=True),
+        ),
     },
     "resampling": {
         **{f"pixels resized by {one.name.lower()} resampling": _resampled(one) for one in Image.Resampling},
-        "pixels resized in linear light": _resampled(_in_linear_light),
-        **{
-            f"pixels resized by torch's {mode} resampling": _resampled(mode)
-            for mode in ("nearest", "bilinear", "bicubic", "bilinear-antialias", "bicubic-antialias", "area")
-        },
+        **_each(
+            "pixels resized by torch's {} resampling",
+            ("nearest", "bilinear", "bicubic", "bilinear-antialias", "bicubic-antialias", "area"),
+            _resampled,
+        ),
     },
     "compression": {
-        **{
-            f"a JPEG of it (quality {n})": _images(partial(_encoded, form="JPEG", quality=n))
-            for n in (95, 90, 85, 80, 75, 70, 60, 50, 40, 30)
-        },
-        **{
-            f"a JPEG of it with whole colours (quality {n})": _images(
-                partial(_encoded, form="JPEG", quality=n, subsampling=0)
-            )
-            for n in (95, 90, 85, 75)
-        },
-        **{
-            f"a WebP of it (quality {n})": _images(partial(_encoded, form="WEBP", quality=n))
-            for n in (95, 90, 85, 80, 75, 50)
-        },
-        **{
-            f"a palette of {n} colours of it": _images(partial(Image.Image.quantize, colors=n))
-            for n in (256, 16)
-        },
+        **_each(
+            "a JPEG of it (quality {})",
+            (95, 90, 85, 80, 75, 70, 60, 50, 40, 30),
+            lambda n: _images(partial(_encoded, "JPEG", quality=n)),
+        ),
+        **_each(
+            "a JPEG of it with whole colours (quality {})",
+            (95, 90, 85, 75),
+            lambda n: _images(partial(_encoded, "JPEG", quality=n, subsampling=0)),
+        ),
+        **_each(
+            "a WebP of it (quality {})",
+            (95, 90, 85, 80, 75, 50),
+            lambda n: _images(partial(_encoded, "WEBP", quality=n)),
+        ),
+        **_each(
+            "a palette of {} colours of it",
+            (256, 16),
+            lambda n: _images(lambda image: image.quantize(n)),
+        ),
     },
     "shrunk": {
-        f"{text}, enlarged again by {method.name.lower()},": _images(shrunk(side, method))
+        text: change
         for method in (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS)
-        for text, side in {
-            "a copy of half the size": 1 / 2,
-            "a copy of a third of the size": 1 / 3,
-            "a copy of a quarter of the size": 1 / 4,
-            "a copy of three quarters of the size": 3 / 4,
-            **{
-                f"a copy with a longer side of {n}": n
-                for n in (64, 224, 256, 336, 384, 448, 512, 768, 1024, 2048)
-            },
-        }.items()
+        for text, change in (
+            _each(
+                f"a copy of {{}} of the size, enlarged again by {method.name.lower()},",
+                (1 / 2, 1 / 3, 1 / 4, 3 / 4),
+                lambda share, method=method: _images(shrunk(share, method)),  # type: ignore[misc]
+            )
+            | _each(
+                f"a copy with a longer side of {{}}, enlarged again by {method.name.lower()},",
+                (64, 224, 256, 336, 384, 448, 512, 768, 1024, 2048),
+                lambda side, method=method: _images(shrunk(side, method)),  # type: ignore[misc]
+            )
+        ).items()
     },
-    "tiles": {
-        "tiles in reverse order": _tiles(lambda own: own[::-1]),
-        "the last tile first": _tiles(lambda own: np.roll(own, 1, 0)),
-        "the first tile last": _tiles(lambda own: np.roll(own, -1, 0)),
-        "tiles in reverse order, the last in its place,": _tiles(
-            lambda own: np.concatenate([own[-2::-1], own[-1:]])
-        ),
-        "the first tile in the place of each": _tiles(lambda own: np.repeat(own[:1], len(own), 0)),
-        "the last tile in the place of each": _tiles(lambda own: np.repeat(own[-1:], len(own), 0)),
-        "tiles in columns": _tiles(lambda own: _in_columns(own, 0)),
-        "tiles in columns, the last in its place,": _tiles(lambda own: _in_columns(own, 1)),
-    },
+    "tiles": {text: _tiles(change) for text, change in _ORDERS.items()},
 }
 """Other pixels of an image by row: statement, and how they are made."""
 

@@ -3,17 +3,16 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import product
-from typing import Any, Final
+from itertools import chain, product
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from mmrender.audit.case import Case, ChangedItem, Trial, fitted, scopes, with_items
-from mmrender.audit.computed import Place, bound, giving, other_dtypes, replaced, tensors, through
+from mmrender.audit.case import Case, ChangedItem, Trial, fitted, scopes, showing
+from mmrender.audit.computed import Place, bound, changed_weights, giving, other_dtypes, replaced, through
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described, sampled_runs
 from mmrender.audit.trainer import LANGUAGE, parts_of
@@ -23,30 +22,36 @@ _MAX_GAP: Final = 65
 """Positions that padding between prompt and completion may take."""
 
 
+_Renumbered: TypeAlias = tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any]]
+"""The sampler's fault, the parts of the sample, and the change of their positions."""
+
+
 def positions(case: Case) -> Iterator[Trial]:
     """Yield other numbers of tokens: `position_ids` of shape `(axes, 1, n)`, or `(1, n)`."""
-    for text, parts, change in _renumbered(case):
-        since = parts[0][0]
-        images = [span.position for span in case.sample.media_spans if since in (span.start, span.stop)]
-        moved, image = partial(with_positions, parts, change), images[0] if images else None
-        trial = Trial(f"the sampler {text}", positions=moved, token=since, since=since, image=image)
-        yield trial
-        if len(case.runs) > 1 and since in [case.runs[number][0] for number in case.departing_runs]:
-            # Of one completion alone: in later prompts its tokens may have their own positions again.
-            stop = next(stop for start, stop in case.runs if start == since)
-            inside = (np.arange(len(case.sample)) >= since) & (np.arange(len(case.sample)) < stop)
-            only = replace(case.sample, loss_mask=case.sample.loss_mask & inside)
-            yield trial._replace(sample=only, statement=f"{trial.statement}, seen by its own tokens alone")
-
-
-def _renumbered(  # noqa: PLR0912 - a table of texts and changes, some of which need images
-    case: Case,
-) -> Iterator[tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any]]]:
-    spans, runs, length = case.sample.media_spans, case.runs, len(case.sample)
+    spans, runs = case.sample.media_spans, [case.runs[number] for number in case.departing_runs]
     # Between the features of an image there may be text.
     images = [(s.start + a, s.start + b) for s in spans for a, b in sampled_runs(s.range.is_embed)]
-    since = [(images[0][0], length)] if spans else []
-    if spans and case.trainer.family.mrope is not None:
+    for text, parts, change in chain(
+        _of_images(case, images) if images else (), _of_tokens(case), _moved(case, images)
+    ):
+        since = parts[0][0]
+        image = next((span.position for span in spans if since in (span.start, span.stop)), None)
+        moved = partial(with_positions, parts, change)
+        trial = Trial(f"the sampler {text}", positions=moved, token=since, since=since, image=image)
+        yield trial
+        # Of one completion alone: in later prompts its tokens may have their own positions again.
+        for start, stop in (run for run in runs if run[0] == since and len(case.runs) > 1):
+            inside = (np.arange(len(case.sample)) >= start) & (np.arange(len(case.sample)) < stop)
+            only = replace(case.sample, loss_mask=case.sample.loss_mask & inside)
+            statement = f"{trial.statement}, seen by its own tokens alone"
+            yield trial._replace(sample=only, statement=statement, until=stop)
+
+
+def _of_images(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renumbered]:
+    """Yield other positions of images, and of the tokens after them."""
+    length, merge = len(case.sample), 1
+    since, steps = [(images[0][0], length)], {"as one position": _STEPS["as one position"]}
+    if case.trainer.family.mrope is not None:
         yield "numbered its tokens one by one, as text, on one axis", [(0, length)], _by_index
         for names, axes in _AXES.items():
             swap = lambda own, _, axes=axes: own.copy_(own[axes])  # noqa: E731
@@ -55,60 +60,44 @@ def _renumbered(  # noqa: PLR0912 - a table of texts and changes, some of which 
         yield "had one number for height and width of images", images, flat
         yield "numbered rows and columns of images from zero", images, lambda own, at: _from_zero(own[1:], at)
         yield "numbered images from zero", images, _from_zero
-        for axis, by in product(range(3), (1, -1)):
-            moved = lambda own, _, axis=axis, by=by: own[axis].add_(by)  # noqa: E731
-            yield f"had the {_AXIS[axis]} of images {by:+d} place off in its positions", images, moved
-        for text, step in _STEPS.items():
-            yield f"counted an image {text}", since, partial(_followed, images, step)
         merge = getattr(case.trainer.model.config.vision_config, "spatial_merge_size", 2)
         by_patches = lambda own: merge * (own.max() - own[0, 0, 0] + 1)  # noqa: E731
-        text = "counted an image by its side in patches, not merged"
-        yield text, since, partial(_followed, images, by_patches)
-        for text, start in {"the images": images[-1][1], "the first prompt": runs[0][0]}.items():
+        steps = {**_STEPS, "by its side in patches, not merged": by_patches}
+        for text, start in {"the images": images[-1][1], "the first prompt": case.runs[0][0]}.items():
             yield f"numbered tokens by their index after {text} (no rope delta)", [(start, length)], _by_index
         for parts, which in scopes(case):
             yield f"numbered the tokens of {which} by their index (no rope delta)", parts, _by_index
-    elif spans:
-        yield "counted an image as one position", since, partial(_followed, images, _STEPS["as one position"])
-    if spans:
-        yield "gave one position to all tokens of an image", images, _frozen
-        together = partial(_followed, images, _STEPS["as one position"], inside=_frozen)
-        yield "gave one position to all tokens of an image, which counted as one,", since, together
-        for factor in (2, 0.5, 0):
-            text = f"had positions within images {factor:g} times as far apart"
-            yield text, images, partial(_stretched, factor=factor)
-    for size in (2**power for power in range(4, 18) if 2**power < length):
-        clamped, wrapped = (
-            (lambda own, _, n=size: own.clamp_(max=n - 1)),
-            lambda own, _, n=size: own.remainder_(n),
-        )
+    for text, step in steps.items():
+        yield f"counted an image {text}", since, partial(_followed, images, step)
+    yield "gave one position to all tokens of an image", images, _frozen
+    together = partial(_followed, images, _STEPS["as one position"], inside=_frozen)
+    yield "gave one position to all tokens of an image, which counted as one,", since, together
+    for factor in (2, 0.5, 0):
+        text = f"had positions within images {factor:g} times as far apart"
+        yield text, images, partial(_stretched, factor=factor)
+
+
+def _of_tokens(case: Case) -> Iterator[_Renumbered]:
+    """Yield positions that are bounded, or restart at some token."""
+    length = len(case.sample)
+    for size in (2**power for power in range(5, 18) if 2**power < length):
+        clamped = lambda own, _, n=size: own.clamp_(max=n - 1)  # noqa: E731
         yield f"had no positions above {size - 1}", [(0, length)], clamped
-        yield f"began positions anew at {size}", [(0, length)], wrapped
     for parts, which in scopes(case):
         yield f"restarted its positions in {which}", parts, _from_zero
         yield f"gave one position to all tokens of {which}", parts, _frozen
-    for number in range(1, len(runs)):
-        text = f"restarted its positions after completion {number - 1}"
-        yield text, [(runs[number - 1][1], length)], _from_zero
-    for start in bounds(case, length)[1:]:
-        yield f"restarted its positions from zero in the turn at token {start}", [(start, length)], _from_zero
-    yield from _moved(case, images)
+    anew = {stop: f"after completion {number}" for number, (_, stop) in enumerate(case.runs[:-1])}
+    anew |= {start: f"from zero in the turn at token {start}" for start in bounds(case, length)[1:]}
+    for start, where in anew.items():
+        yield f"restarted its positions {where}", [(start, length)], _from_zero
 
 
-def _moved(
-    case: Case, images: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, Sequence[tuple[int, int]], Callable[[Any, int], Any]]]:
+def _moved(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renumbered]:
     """Yield positions that are higher or lower from somewhere on."""
     length = len(case.sample)
     # Padding between prompt and completion may be counted: by any number.
-    for by in (
-        *(sign * by for by in range(1, 9) for sign in (1, -1)),
-        *range(9, _MAX_GAP),
-        96,
-        128,
-        256,
-        512,
-    ):
+    small = [sign * by for by in range(1, 9) for sign in (1, -1)]
+    for by in (*small, *range(9, _MAX_GAP), 96, 128, 256, 512):
         moved = lambda own, _, by=by: own.add_(by)  # noqa: E731
         shift = f"positions shifted by {by:+d} ({abs(by)} {'higher' if by > 0 else 'lower'})"
         for parts, which in scopes(case) if by < 9 else [*scopes(case)][:1]:
@@ -161,7 +150,6 @@ def _followed(
         inside(ids[..., start:stop], start)
 
 
-_AXIS: Final = ("time", "height", "width")
 _AXES: Final[Mapping[str, list[int]]] = {"height and width": [0, 2, 1], "time and height": [1, 0, 2]}
 
 
@@ -179,19 +167,15 @@ def grid(case: Case) -> Iterator[Trial]:
         item: Any = span.item
         others: dict[str, Any] = {}
         if isinstance(item, PatchItem) and item.grid[1] != item.grid[2]:
-            steps, height, width = item.grid
-            turned = ChangedItem(item, lambda pixels, _: pixels, grid=(steps, width, height))
+            turned = ChangedItem(item, lambda pixels, _: pixels, grid=(item.grid[0], *item.grid[:0:-1]))
             others["a grid with height and width exchanged"] = turned
         known = getattr(item, "second_per_grid", None)
         for seconds in [] if known is None else [known / 2, known * 2, known / 4, known * 4, 0.5, 1.0, 2.0]:
-            changed = {"second_per_grid": seconds, "identity": f"{round(seconds * 1e9):064x}"}
-            others[f"time steps of {seconds:g} s, not {known:g} s,"] = msgspec.structs.replace(
-                item, **changed
-            )
+            name = f"{round(seconds * 1e9):064x}"
+            other = msgspec.structs.replace(item, second_per_grid=seconds, identity=name)
+            others[f"time steps of {seconds:g} s, not {known:g} s,"] = other
         for text, other in others.items():
-            sample = with_items(case.sample, [(span, other)])
-            statement = f"the sampler saw {text} in {described(span)}"
-            yield Trial(statement, sample, image=span.position, since=span.start)
+            yield showing(case, f"{text} in {described(span)}", [(span, other)])
 
 
 def rotary_buffers(model: Any) -> list[tuple[Any, str]]:
@@ -216,19 +200,22 @@ def rotary(case: Case) -> Iterator[Trial]:
     theta = given.get("rope_theta", getattr(config, "rope_theta", None)) or 1e4
     if not held:
         return
+    modules, first = list(dict.fromkeys(one for one, _ in held)), getattr(*held[0])
 
-    def trial(statement: str, change: Callable[[Any], Any], *more: Place) -> Trial:
+    def trial(statement: str, change: Callable[[Any], Any], *names: str, of: Any = None) -> Trial:
         places = [(one, name, change(getattr(one, name))) for one, name in held]
-        return Trial(f"the sampler's rotary {statement}", model=bound(replaced, [*places, *more]))
+        places += [
+            (one, name, of(getattr(one, name))) for one in modules for name in names if hasattr(one, name)
+        ]
+        return Trial(f"the sampler's rotary {statement}", model=bound(replaced, places))
 
     def based(base: float) -> Trial:
         text = f"base (theta) was {base:.6g}, not {theta:g}"
         return trial(text, lambda own: own ** (math.log(base) / math.log(theta)))
 
     def scaled(factor: float) -> Trial:
-        return trial(
-            f"frequencies were {factor:.4g} of the trainer's (linear scaling)", lambda own: own * factor
-        )
+        text = f"frequencies were {factor:.4g} of the trainer's (linear scaling)"
+        return trial(text, lambda own: own * factor)
 
     def llama3(factor: float, original: float) -> Trial:
         def change(own: Any) -> Any:
@@ -241,43 +228,36 @@ def rotary(case: Case) -> Iterator[Trial]:
         if name != "float32":
             yield trial(f"frequencies were rounded to {name}", partial(through, dtype))
             text = f"the sampler's rotations, cosines and sines of positions, were rounded to {name}"
-            modules = list(dict.fromkeys(one for one, _ in held))
             yield Trial(text, model=bound(giving, modules, partial(through, dtype)))
-    first = getattr(*held[0])
+    length = config.max_position_embeddings
     for kind, factor in product(("yarn", "linear", "dynamic"), (2.0, 4.0, 8.0)):
-        for original in dict.fromkeys(
-            (int(config.max_position_embeddings / factor), config.max_position_embeddings)
-        ):
-            config.rope_parameters = {
-                **{**given, "rope_type": kind, "factor": factor},
+        for original in dict.fromkeys((int(length / factor), length)):
+            changed = {
+                **given,
+                "rope_type": kind,
+                "factor": factor,
                 "original_max_position_embeddings": original,
             }
+            config.rope_parameters = changed
             try:
                 frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
             except (KeyError, TypeError, ValueError, AttributeError):
                 continue  # of a release that computes this kind otherwise
             if frequencies.shape == first.shape:
                 text = f"frequencies were scaled by {kind} (factor {factor:g}, length {original})"
-                more = [
-                    (one, "attention_scaling", scaling)
-                    for one, _ in held
-                    if hasattr(one, "attention_scaling")
-                ]
-                yield trial(text, partial(_instead, frequencies), *more)
+                attention = lambda _, scaling=scaling: scaling  # noqa: E731
+                yield trial(text, partial(_instead, frequencies), "attention_scaling", of=attention)
     for one, name in held if len({name for _, name in held}) > 1 else ():
-        kind, other = name.removesuffix("_inv_freq").replace("_", " "), getattr(one, name)
-        yield trial(f"base was that of {kind} in all layers", partial(_instead, other))
+        kind = name.removesuffix("_inv_freq").replace("_", " ")
+        yield trial(f"base was that of {kind} in all layers", partial(_instead, getattr(one, name)))
     for share in (0.5, 0.25):
         count = int(len(first) * share)
         text = f"dimensions were the first {share:g} of each head alone (partial_rotary_factor)"
-        sections = [
-            (one, "mrope_section", [int(length * share) for length in one.mrope_section])
-            for one, _ in held
-            if getattr(one, "mrope_section", None)
-        ]
-        yield trial(text, partial(_instead, theta ** -(torch.arange(count) / count)), *sections)
+        fewer = lambda own, share=share: own and [int(length * share) for length in own]  # noqa: E731
+        frequencies = theta ** -(torch.arange(count) / count)
+        yield trial(text, partial(_instead, frequencies), "mrope_section", of=fewer)
     yield from _other_pairs(case, len(first) * 2)
-    yield from _other_sections(case, [one for one, _ in held])
+    yield from _other_sections(case, modules)
     yield from (based(base) for base in (1e4, 5e5, 1e6, 5e6, 1e7))
     yield from (scaled(factor) for factor in (0.5, 0.25, 0.125, 2.0, 4.0))
     yield from fitted(case, based, 1e3, 1e8, theta, theta * 4, theta / 4)
@@ -297,46 +277,40 @@ def _other_pairs(case: Case, size: int) -> Iterator[Trial]:
     language = parts_of(case.trainer.model).get(LANGUAGE, case.trainer.model)
     modules = [one for name, one in language.named_modules() if name.endswith(("q_proj", "k_proj"))]
     own = torch.arange(size)
-    orders = {
-        "neighbouring dimensions of a head together (interleaved, is_neox_style=False)": own.reshape(-1, 2).T,
-        "dimensions half a head apart together, of weights for neighbours": own.reshape(2, -1).T,
-    }
-    for text, order in orders.items():
+    for text, order in {
+        "neighbouring dimensions of a head together (interleaved, is_neox_style=False)": own.reshape(
+            -1, 2
+        ).T.reshape(-1),
+        "dimensions half a head apart together, of weights for neighbours": own.reshape(2, -1).T.reshape(-1),
+    }.items():
 
         def permuted(data: Any, order: Any = order) -> Any:
             heads = data.reshape(-1, size, *data.shape[1:]) if len(data) % size == 0 else None
-            return data if heads is None else heads[:, order.reshape(-1)].reshape(data.shape)
+            return data if heads is None else heads[:, order].reshape(data.shape)
 
-        def make(change: Callable[[Any], Any] = permuted) -> AbstractContextManager[None]:
-            return replaced([place for one in modules for place in tensors(one, change)])
-
-        yield Trial(f"the sampler rotated {text}", model=bound(make))
+        change = changed_weights(torch.nn.ModuleList(modules), permuted)
+        yield Trial(f"the sampler rotated {text}", model=change)
 
 
 def _other_sections(case: Case, modules: Sequence[Any]) -> Iterator[Trial]:
     """Yield axes of positions with other frequencies."""
     since = min((span.start for span in case.sample.media_spans), default=0)
     sections = [one for one in modules if getattr(one, "mrope_section", None)]
-    for text, order in _SECTIONS.items():
+    composed = [one for one in sections if hasattr(one, "recomposition_frequencies")]
+    for text, order in _SECTIONS.items() if composed else ():
         places: list[Place] = [
             (one, "recomposition_frequencies", partial(_composed, order, one.mrope_section))
-            for one in sections
-            if hasattr(one, "recomposition_frequencies")
+            for one in composed
         ]
-        if places:
-            statement = f"the sampler gave the axes of positions {text}"
-            yield Trial(statement, model=bound(replaced, places), since=since)
+        statement = f"the sampler gave the axes of positions {text}"
+        yield Trial(statement, model=bound(replaced, places), since=since)
     own = list(sections[0].mrope_section) if sections else []
-    total, step = sum(own), max(1, sum(own) // 16)
-    for time in range(step, total - step if len(own) == 3 else 0, step):
-        for height in range(step, total - time, step):
-            other = [time, height, total - time - height]
-            if other != own:
-                places = [(one, "mrope_section", other) for one in sections]
-                text = (
-                    f"the sampler's mrope_section (sections of time, height and width) was {other}, not {own}"
-                )
-                yield Trial(text, model=bound(replaced, places), since=since)
+    for shares in _SHARES if len(own) == 3 else ():
+        time, height = (round(sum(own) * share) for share in shares)
+        if (other := [time, height, sum(own) - time - height]) != own:
+            text = f"the sampler's mrope_section (sections of time, height and width) was {other}, not {own}"
+            places = [(one, "mrope_section", other) for one in sections]
+            yield Trial(text, model=bound(replaced, places), since=since)
 
 
 def _composed(order: Callable[[int, list[int]], int], sections: list[int], frequencies: Any) -> Any:
@@ -348,6 +322,8 @@ def _composed(order: Callable[[int, list[int]], int], sections: list[int], frequ
     return torch.cat(2 * [torch.stack(chosen, -1)], -1)
 
 
+_SHARES: Final = ((1 / 4, 3 / 8), (1 / 3, 1 / 3), (3 / 8, 5 / 16), (1 / 2, 1 / 4), (1 / 8, 7 / 16))
+"""Shares of frequencies for time and height, of families: Qwen2-VL, GLM-4V, Qwen3-VL and others."""
 _SECTIONS: Final[Mapping[str, Callable[[int, list[int]], int]]] = {
     "contiguous sections of frequencies, one after another, not interleaved": lambda place, sections: int(
         np.searchsorted(np.cumsum(sections), place, "right").clip(0, 2)

@@ -3,25 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, pairwise, product
+from itertools import chain, combinations, pairwise, product
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes
 from mmrender.audit.report import Float32Array, sampled_runs
-from mmrender.audit.vocabulary import MAX_SPECIALS, configured, name_of, pieces, said, specials
+from mmrender.audit.vocabulary import configured, name_of, pieces, said, specials
 from mmrender.sidecar import common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
 _MAX_CANDIDATES: Final = 12
 _MAX_PEERS: Final = 8
 _MAX_CUT: Final = 65
-_MAX_REPLACED: Final = 3
-_NEARER: Final = 0.8
-"""Maximum share of the differences that one replaced token of several leaves."""
 _MAX_ROLES: Final = 4
+_MAX_COMMON: Final = 96
+"""Tokens that are tried in a header."""
 _MAX_HEAD: Final = 8
 """Tokens of a message's header at most."""
 _WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\n\n", "</think>", "\n\n"))
@@ -29,7 +27,7 @@ _WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\
 
 
 class Blocks(NamedTuple):
-    """Parts of prompts at whose borders templates and limits differ.
+    """Parts of prompts that templates, clients and limits write otherwise.
 
     Attributes:
         row: The row that tries them.
@@ -41,6 +39,8 @@ class Blocks(NamedTuple):
         fillers: Tokens that may have been added beside a block.
         since: Index of the first token that must be explained.
         own: Whether each completion that differs may have had the edit in its own prompt alone.
+        whole: Whether the blocks may be lacking.
+        twice: Whether the blocks may come twice.
     """
 
     row: str
@@ -52,6 +52,8 @@ class Blocks(NamedTuple):
     fillers: Sequence[Sequence[int]] = ()
     since: int | None = None
     own: bool = False
+    whole: bool = False
+    twice: bool = False
 
 
 def _edits_at(case: Case, at: Blocks) -> Iterator[tuple[str, list[Edit]]]:
@@ -65,8 +67,11 @@ def _edits_at(case: Case, at: Blocks) -> Iterator[tuple[str, list[Edit]]]:
     for count in range(1, min(at.inside, shortest - 1) + 1):
         yield f"lacked the first {count} token(s) of {at.noun}", [(s, s + count, []) for s in starts]
         yield f"lacked the last {count} token(s) of {at.noun}", [(e - count, e, []) for e in stops]
-    if at.inside:
+    if at.inside or at.whole:
         yield f"lacked {at.noun}", [(start, stop, []) for start, stop in at.blocks]
+    if at.twice:
+        again = [part(case.sample, start, stop, sampled=False) for start, stop in at.blocks]
+        yield f"had {at.noun} twice", [(e, e, one) for e, one in zip(stops, again, strict=True)]
     for ids in at.fillers:
         if at.before:
             yield f"had {said(case, ids)} before {at.noun}", [(start, start, ids) for start in starts]
@@ -81,14 +86,13 @@ def _edits_at(case: Case, at: Blocks) -> Iterator[tuple[str, list[Edit]]]:
 
 def _beside(row: str, case: Case) -> Iterator[Trial]:
     """Yield the edits of a row's blocks that leave images and sampled tokens whole."""
-    sample = case.sample
     for at in blocks(case):
+        mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (at.since or 0))
         for text, edits in _edits_at(case, at) if at.row == row and at.blocks else ():
-            mask = sample.loss_mask[at.since or 0 :]
-            removed = [mask[max(a - (at.since or 0), 0) : max(b - (at.since or 0), 0)] for a, b, _ in edits]
-            if edits[0][0] < 0 or not _rising(edits) or any(run.any() for run in removed):
+            rising = all(first[1] <= second[0] for first, second in pairwise(edits))
+            if edits[0][0] < 0 or not rising or any(mask[a:b].any() for a, b, _ in edits):
                 continue
-            yield _prompt_trial(case, text, edits, at.since)
+            yield prompt_trial(case, text, edits, at.since)
             if at.own and len(edits) == len(case.departing_runs) > 1:
                 yield _own_trial(case, text, [[edit] for edit in edits])
 
@@ -96,58 +100,48 @@ def _beside(row: str, case: Case) -> Iterator[Trial]:
 def blocks(case: Case) -> Iterator[Blocks]:
     """Yield the parts of the prompts of a case."""
     sample, ids = case.sample, case.sample.token_ids
-    common, special = _fillers(case)
-    yield Blocks(
-        "opening",
-        "the beginning",
-        [(0, 0)],
-        after=1,
-        fillers=[ids for ids in special if len(ids) == 1],
-        since=0,
-    )
+    common, last = _fillers(case), int(ids[case.runs[0][0] - 1])
+    special = [[token] for token in specials(case) if [token] not in common]
+    yield Blocks("opening", "the beginning", [(0, 0)], after=1, fillers=special, since=0)
     for runs, which in scopes(case):
         noun = f"{which.replace('all', 'each').replace('ions', 'ion')}, in the generation prompt,"
         whole = runs is case.runs or len(case.departing_runs) == 1
-        more = common + special if whole else common
-        yield Blocks("generation prompt", noun, runs, before=8, fillers=more, own=True)
+        more = [few for one in special if whole for few in (one, [*one, last])]
+        yield Blocks("generation prompt", noun, runs, before=8, fillers=common + more, own=True)
     departing = [case.runs[number] for number in case.departing_runs]
     if 1 < len(departing) < len(case.runs):
         yield Blocks("generation prompt", "each completion, in the generation prompt,", departing, before=8)
-    spans = [(span.start, span.stop) for span in sample.media_spans]
-    for images in ([spans] if spans else []) + [[one] for one in spans if len(spans) > 1]:
-        which = "each image" if len(images) > 1 else f"image {spans.index(images[0])}"
-        inner = common if images is spans else ()
-        yield Blocks("image places", f"the placeholders of {which}", images, 1, 1, fillers=inner)
-        around = [(start - 1, stop + 1) for start, stop in images]
-        yield Blocks("image places", which, around, 2, 2, fillers=common if images is spans else ())
+    yield from _images(case)
     if number := case.departing_runs[0]:
         runs, since = case.runs[:number], case.runs[number - 1][1]
         for some, which in ((runs, "each earlier completion"), (runs[-1:], f"completion {number - 1}")):
             if some is not runs or number > 1:
                 yield Blocks("history", which, some, 1, 4, _MAX_CUT, common, since)
                 kept = [(start, stop - 1) for start, stop in some]
-                yield Blocks(
-                    "history", f"{which}, but for its stop token", kept, inside=_MAX_CUT, since=since
-                )
+                noun = f"{which}, but for its stop token"
+                yield Blocks("history", noun, kept, inside=_MAX_CUT, since=since)
         if number == 1:
             yield Blocks("history", "earlier turns' completion", runs, 0, 0, 0, common, since)
-    if heads := _heads(case):
-        roles = dict.fromkeys(int(ids[start + 1]) for start, _ in heads)
-        by_role = {"each message": heads}
+    yield from _turns(case)
+    if headers := heads(case):
+        roles = dict.fromkeys(int(ids[start + 1]) for start, _ in headers)
+        by_role = {"each message": headers}
         for role in [*roles][:_MAX_ROLES]:
-            own = [head for head in heads if ids[head[0] + 1] == role]
+            own = [head for head in headers if ids[head[0] + 1] == role]
             by_role[f"each message of {name_of(case, role)}"] = own
         for which, chosen in by_role.items():
             ends = [(stop, stop) for _, stop in chosen]
             noun = f"the text of {which}, in its header,"
-            yield Blocks("opening", noun, ends, before=heads[0][1] - heads[0][0], fillers=common, since=0)
+            is_own = chosen is headers or chosen[-1][1] in (start for start, _ in case.runs)
+            more = common if is_own else [[token] for token in _commonest(case)]
+            yield Blocks("opening", noun, ends, before=headers[0][1] - headers[0][0], fillers=more, since=0)
     # The stop token closes messages too.
-    free = ~sample.loss_mask
-    stop = ids[case.runs[0][1] - 1]
+    free, stop = ~sample.loss_mask, ids[case.runs[0][1] - 1]
     ends = [(at, at + 1) for at in range(1, len(sample)) if free[at] and ids[at] == stop and free[at - 1]]
     for some in ([ends] if len(ends) > 1 else []) + [[one] for one in ends[:_MAX_CANDIDATES]]:
         which = "the end of each message" if len(some) > 1 else f"the end of the message at {some[0][0]}"
-        yield Blocks("prompt text", which, some, 8, fillers=common if len(some) > 1 else ())
+        several = len(some) > 1
+        yield Blocks("prompt text", which, some, 8 if several else 4, fillers=common if several else ())
     lasts = [
         max((end for end in ends if end[0] < case.runs[n][0]), default=(0, 0)) for n in case.departing_runs
     ]
@@ -155,7 +149,7 @@ def blocks(case: Case) -> Iterator[Blocks]:
         yield Blocks("prompt text", "the end of the last message", lasts, before=8, own=True)
 
 
-def _heads(case: Case) -> list[tuple[int, int]]:
+def heads(case: Case) -> list[tuple[int, int]]:
     """Return the headers of messages, as long as the generation prompt: runs `[start, stop)`."""
     starts = bounds(case, len(case.sample))
     length = next((case.runs[0][0] - at for at in reversed(starts) if at < case.runs[0][0]), 0)
@@ -163,29 +157,42 @@ def _heads(case: Case) -> list[tuple[int, int]]:
     return [head for head in heads if head[1] <= len(case.sample)] if 1 < length <= _MAX_HEAD else []
 
 
-def _fillers(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """Return tokens that may have been added: those that the sample has at borders, and special tokens."""
+def _commonest(case: Case) -> list[int]:
+    """Return the commonest tokens of all samples, one of which a template may write elsewhere."""
+    some = [one.sample.token_ids for one in case.peers[:_MAX_PEERS]]
+    tokens, counts = np.unique(np.concatenate([case.sample.token_ids, *some]), return_counts=True)
+    held = {int(case.sample.token_ids[span.start]) for span in case.sample.media_spans}
+    order = tokens[np.argsort(-counts, kind="stable")].tolist()
+    return [token for token in order if token not in held][:_MAX_COMMON]
+
+
+def _other_role(case: Case) -> Iterator[Trial]:
+    """Yield generation prompts, and headers of earlier completions, with another role."""
+    ids, start = case.sample.token_ids, case.runs[0][0]
+    first = next((at for at, stop in heads(case) if stop == start), None)
+    if first is None:
+        return
+    role = ids[first + 1]
+    places = [at + 1 for at, _ in heads(case) if ids[at + 1] == role]
+    for token in (token for token in _commonest(case) if token != role):
+        text = f"had {name_of(case, token)} for {name_of(case, int(role))}, the role in generation prompts,"
+        yield prompt_trial(case, text, [(at, at + 1, [token]) for at in places])._replace(fitted=1)
+
+
+def _fillers(case: Case) -> list[list[int]]:
+    """Return tokens that may have been added: those at borders of the sample, and texts of templates."""
     sample, (by_text, _) = case.sample, pieces(case)
-    edges = [
-        at for span in sample.media_spans for at in (span.start - 2, span.start - 1, span.stop, span.stop + 1)
-    ]
-    edges += [
-        at + by for start, stop in case.runs for at, by in ((start, -1), (stop, -1), (stop, 0), (stop, 1))
-    ]
-    free = _free(case)
-    inside = [at for at in (0, *edges) if 0 <= at < len(sample)]
+    edges = {0, *(at for a, b in case.runs for at in (a - 1, b - 1, b, b + 1))}
+    edges |= {
+        at for one in sample.media_spans for at in (one.start - 2, one.start - 1, one.stop, one.stop + 1)
+    }
     ends = {stop - 1 for _, stop in case.runs}
-    common = [
-        [token]
-        for token in dict.fromkeys(int(sample.token_ids[at]) for at in inside if free[at] or at in ends)
-    ]
-    common += [[by_text[text] for text in texts] for texts in _WRITTEN if by_text.keys() >= {*texts}]
-    last = int(sample.token_ids[case.runs[0][0] - 1])
-    special = [ids for token in specials(case) for ids in ([token], [token, last])]
-    return common, [ids for ids in special if ids not in common]
+    inside = [at for at in sorted(edges) if 0 <= at < len(sample) and (case.free[at] or at in ends)]
+    common = [[token] for token in dict.fromkeys(sample.token_ids[inside].tolist())]
+    return common + [[by_text[text] for text in texts] for texts in _WRITTEN if by_text.keys() >= {*texts}]
 
 
-def _prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
+def prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
     """Return the trial of another prompt, which need not explain tokens sampled before `since`."""
     first = edits[0][0]
     mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
@@ -240,107 +247,112 @@ def _opening(case: Case) -> Iterator[Trial]:
         for count in (1, 2, 3, 4, 8, 16):
             text = f"{said(case, [token])} a BOS" if count == 1 and token == sample.token_ids[0] else ""
             text = text or f"{count} more token(s) of id {token}, as of padding"
-            yield _prompt_trial(case, f"began with {text}", [(0, 0, [token] * count)], 0)
+            yield prompt_trial(case, f"began with {text}", [(0, 0, [token] * count)], 0)
         if token != sample.token_ids[0]:
             own = name_of(case, int(sample.token_ids[0]))
             text = f"had another first token, such as a BOS: {name_of(case, token)}, not {own}"
-            yield _prompt_trial(case, text, [(0, 1, [token])], 0)
+            yield prompt_trial(case, text, [(0, 1, [token])], 0)
     first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
     for count in [*range(1, 33), *(len(sample) - 2**power for power in range(5, 16))]:
         if 0 < count < first:
             why = "without its BOS" if count == 1 else "cut from the left, truncated"
-            yield _prompt_trial(case, f"lacked the first {count} token(s): {why}", [(0, count, [])], 0)
+            yield prompt_trial(case, f"lacked the first {count} token(s): {why}", [(0, count, [])], 0)
     yield from _beside("opening", case)
     yield from _moved_text(case)
 
 
 def _moved_text(case: Case) -> Iterator[Trial]:
     """Yield prompts without a first message of their own, whose text begins a later message."""
-    heads, ids = _heads(case), case.sample.token_ids
+    headers, ids = heads(case), case.sample.token_ids
     stop_token = ids[case.runs[0][1] - 1]
-    if len(heads) < 3 or heads[1][0] > case.runs[0][0]:
+    if len(headers) < 3 or headers[1][0] > case.runs[0][0]:
         return
-    (start, begin), (after, into) = heads[:2]
+    (start, begin), (after, into) = headers[:2]
     text = ids[begin:after].tolist()
     text = text[: text.index(stop_token)] if stop_token in text else text
     for added in ([], [int(ids[begin - 1])], 2 * [int(ids[begin - 1])]):
         gone: Edit = (start, after, [])
         what = f"lacked the first message, whose text, with {len(added)} token(s) after it, began"
-        yield _prompt_trial(case, f"{what} the second one", [gone, (into, into, text + added)], start)
+        yield prompt_trial(case, f"{what} the second one", [gone, (into, into, text + added)], start)
         own = []
         for number in case.departing_runs:
-            last = [stop for at, stop in heads if start < at and stop < case.runs[number][0]]
+            last = [stop for at, stop in headers if start < at and stop < case.runs[number][0]]
             own += [[gone, (last[-1], last[-1], text + added)]] if last else []
         if len(own) == len(case.departing_runs):
             yield _own_trial(case, f"{what} the last message", own)
 
 
-def _turns(case: Case) -> Iterator[Trial]:
-    """Yield prompts without some turns, or with one twice, and other forms of earlier completions."""
-    number = case.departing_runs[0]
+def _turns(case: Case) -> Iterator[Blocks]:
+    """Yield turns, texts and special tokens that may be lacking in prompts, or come twice."""
+    number, ids, free = case.departing_runs[0], case.sample.token_ids, case.free
     since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
-    starts, ids, free = [*bounds(case, stop), stop], case.sample.token_ids, _free(case)
+    starts = [*bounds(case, stop), stop]
     for first, last in combinations(starts, 2):
-        about = f"the tokens {first} to {last - 1}, one turn or more,"
-        # A single token is no turn, and the last turn opens the completion.
+        # The last turn opens the completion.
         if last - first > 1 and (last < stop or not number):
-            yield _prompt_trial(case, f"lacked {about}", [(first, last, [])], since)
-    for first, last in pairwise(starts):
-        twice: list[Edit] = [(last, last, part(case.sample, first, last, sampled=False))]
-        yield _prompt_trial(case, f"had the tokens {first} to {last - 1}, a turn, twice", twice, since)
-    edges = {stop for _, stop in _heads(case)} | {
-        at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]
-    }
+            noun = f"the tokens {first} to {last - 1}, one turn or more,"
+            yield Blocks("history", noun, [(first, last)], since=since, whole=True)
+    for run in pairwise(starts):
+        yield Blocks(
+            "history", f"the tokens {run[0]} to {run[1] - 1}, a turn,", [run], since=since, twice=True
+        )
+    edges = {stop for _, stop in heads(case)}
+    edges |= {at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]}
     edges |= {edge for span in case.sample.media_spans for edge in (span.start - 1, span.stop + 1)}
     for first, last in pairwise(sorted(edge for edge in edges if since <= edge <= stop)):
         if free[first:last].all():
-            again: list[Edit] = [(last, last, ids[first:last].tolist())]
-            yield _prompt_trial(case, f"had the tokens {first} to {last - 1}, a text, twice", again)
+            yield Blocks("history", f"the tokens {first} to {last - 1}, a text,", [(first, last)], twice=True)
     written, end = [*specials(case), *configured(case, "eos_token_id")], case.runs[-1][0] - 1
     for token in dict.fromkeys(int(ids[at]) for at in range(end) if ids[at] in written and free[at]):
         places = [at for at in range(end) if ids[at] == token and free[at]]
         for follower in dict.fromkeys(int(ids[at + 1]) for at in places):
-            lost: list[Edit] = [(at, at + 1, []) for at in places if ids[at + 1] != follower]
-            if lost:
-                text = f"lacked each {name_of(case, token)} but those before {name_of(case, follower)}"
-                yield _prompt_trial(case, text, lost)
+            noun = f"each {name_of(case, token)} but those before {name_of(case, follower)}"
+            lost = [(at, at + 1) for at in places if ids[at + 1] != follower]
+            yield Blocks("history", noun, lost, whole=True)
     inside = [at for start, last in case.runs[:number] for at in range(start, last - 1) if ids[at] in written]
-    if inside:
-        text = "lacked the special tokens within earlier completions (skip_special_tokens)"
-        yield _prompt_trial(case, text, [(at, at + 1, []) for at in inside], since)
+    noun = "the special tokens within earlier completions (skip_special_tokens)"
+    yield Blocks("history", noun, [(at, at + 1) for at in inside], since=since, whole=True)
     for start, last in case.runs[:number]:
         for first in (at for at in (0, *starts) if at < start):
-            yield _prompt_trial(
-                case, f"lacked the tokens {first} to {last - 1}, a turn,", [(first, last, [])], since
-            )
-    yield from _beside("history", case)
+            noun = f"the tokens {first} to {last - 1}, a turn,"
+            yield Blocks("history", noun, [(first, last)], since=since, whole=True)
 
 
-def _around_images(case: Case) -> Iterator[Trial]:
-    """Yield images elsewhere in their messages, again, or left out of later prompts."""
-    sample, spans, last = case.sample, case.sample.media_spans, case.departing_runs[-1]
-    if not spans:
-        return
+def _images(case: Case) -> Iterator[Blocks]:
+    """Yield images that may be lacking in later prompts, or have other neighbours."""
+    spans, last, common = case.sample.media_spans, case.departing_runs[-1], _fillers(case)
+    images = [(span.start, span.stop) for span in spans]
+    for some in ([images] if images else []) + [[one] for one in images if len(images) > 1]:
+        which = "each image" if len(some) > 1 else f"image {images.index(some[0])}"
+        fillers = common if some is images else ()
+        yield Blocks("image places", f"the placeholders of {which}", some, 1, 1, fillers=fillers)
+        yield Blocks("image places", which, _around(some, 1), 2, 2, fillers=fillers)
     since = case.runs[last - 1][1] if last else 0
     for beside, text in ((1, "with the tokens beside them"), (0, "without the tokens beside them")):
-        blocks = [(span.start - beside, span.stop + beside) for span in spans]
-        if all(a >= 0 and b <= len(sample) and not sample.loss_mask[a:b].any() for a, b in blocks):
-            yield from _moved_images(case, blocks, text)
-            earlier = [block for block in blocks if block[1] <= since]
-            for chosen, which in (
-                (earlier, "all images but the last turn's"),
-                (earlier[:1], "the first image"),
-            ):
-                if chosen and (chosen == earlier or len(earlier) > 1):
-                    edits: list[Edit] = [(a, b, []) for a, b in chosen]
-                    what = f"lacked {which}, {text}, when it sampled completion {last}"
-                    yield _prompt_trial(case, what, edits, since)
-            for head, image in product(range(6), dict.fromkeys(earlier[:: max(len(earlier) - 1, 1)])):
-                turns = [at + head for at in bounds(case, case.runs[last][0]) if at >= since]
-                again = part(sample, *image, sampled=False)
-                for at in turns:
+        earlier = [block for block in _around(images, beside) if block[1] <= since]
+        for chosen, which in ((earlier, "all images but the last turn's"), (earlier[:1], "the first image")):
+            noun = f"{which}, {text}, when it sampled completion {last}"
+            yield Blocks("image places", noun, chosen, since=since, whole=True)
+
+
+def _around(blocks: Sequence[tuple[int, int]], beside: int) -> list[tuple[int, int]]:
+    return [(start - beside, stop + beside) for start, stop in blocks]
+
+
+def _image_places(case: Case) -> Iterator[Trial]:
+    """Yield images elsewhere in their messages, with other neighbours, or lacking."""
+    for beside, text in ((1, "with the tokens beside them"), (0, "without the tokens beside them")):
+        around = _around([(span.start, span.stop) for span in case.sample.media_spans], beside)
+        if all(a >= 0 and not case.sample.loss_mask[a:b].any() for a, b in around):
+            yield from _moved_images(case, around, text)
+            last = case.departing_runs[-1]
+            since = case.runs[last - 1][1] if last else 0
+            earlier = [block for block in around if block[1] <= since]
+            for at in (stop for start, stop in heads(case) if start >= since):
+                for block in earlier[:: max(len(earlier) - 1, 1)]:
+                    again: list[Edit] = [(at, at, part(case.sample, *block, sampled=False))]
                     what = f"had an image of an earlier message again, {text}, at {at}"
-                    yield _prompt_trial(case, what, [(at, at, again)], since)
+                    yield prompt_trial(case, what, again, since)
     yield from _beside("image places", case)
 
 
@@ -364,13 +376,12 @@ def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> I
             place = f"{head} token(s) {'after' if first else 'before'} the {'start' if first else 'end'}"
             side = "before" if first else "after"
             what = f"had the images of a message {place} of it, {side} its text, {text}"
-            yield _prompt_trial(case, what, edits)
+            yield prompt_trial(case, what, edits)
 
 
 def _texts(case: Case) -> Iterator[Trial]:
     """Yield prompts whose text was cut short, or encoded in another way."""
     yield from _beside("prompt text", case)
-    yield from _one_token(case)
     sample, (by_text, texts), number = case.sample, pieces(case), case.departing_runs[0]
     # Completions of earlier turns are text of later prompts.
     since = case.runs[number - 1][1] if number else 0
@@ -405,52 +416,7 @@ def _texts(case: Case) -> Iterator[Trial]:
             apart = [
                 edit for number, edit in enumerate(edits) if not number or edit[0] >= edits[number - 1][1]
             ]
-            yield _prompt_trial(case, f"had the same text encoded again, {text} {where},", apart, since)
-
-
-def _free(case: Case) -> npt.NDArray[np.bool_]:
-    """Mark the tokens of prompts that are no placeholders."""
-    free = ~case.sample.loss_mask
-    for span in case.sample.media_spans:
-        free[span.start : span.stop] = False
-    return free
-
-
-def _one_token(case: Case) -> Iterator[Trial]:
-    """Yield prompts in which one token, or two or three, are others: those to which the differences point."""
-    sample, best, own = case.sample, case.compared, case.sample.token_ids
-    changed: dict[int, int] = {}
-    for _ in range(_MAX_REPLACED):
-        found = case.trainer.likely_replacements(sample, best.positions, best.difference, MAX_SPECIALS)
-        options = [{**changed, place: token} for place, token in found]
-        # The order is approximate: the token may be right, and its place one off.
-        options += [
-            {**{at: one for at, one in changed.items() if at != place}, place + by: token}
-            for place, token in list(changed.items())[-1:]
-            for by in (-2, -1, 1, 2)
-            if 0 <= place + by < len(own) and not case.sample.loss_mask[place + by]
-        ]
-        samples = []
-        for option in options:
-            ids = own.copy()
-            ids[[*option]] = [*option.values()]
-            samples.append(replace(case.sample, token_ids=ids))
-        compared = case.run([Trial("", one) for one in samples])
-        tried = [(one.rms, number) for number, one in enumerate(compared) if one is not None]
-        least, number = min(tried, default=(np.inf, 0))
-        if not least < _NEARER * best.rms:
-            return
-        best, sample, changed = compared[number] or best, samples[number], options[number]
-        texts = [
-            f"{name_of(case, token)} at {at}, not {name_of(case, int(own[at]))}"
-            for at, token in changed.items()
-        ]
-        statement = f"the sampler's prompt had another token: {' and '.join(texts)}"
-        yield Trial(statement, sample, token=min(changed), since=min(changed), fitted=2 * len(changed))
-
-
-def _rising(edits: Sequence[Edit]) -> bool:
-    return all(first[1] <= second[0] for first, second in pairwise(edits))
+            yield prompt_trial(case, f"had the same text encoded again, {text} {where},", apart, since)
 
 
 def _others_prompt(case: Case) -> Iterator[Trial]:
@@ -483,10 +449,10 @@ def _others_prompt(case: Case) -> Iterator[Trial]:
                 text = (
                     f"had the {len(turn)} token(s) more at {at} that {name} has there, as of a system prompt"
                 )
-                yield _prompt_trial(case, text, [(at, at, list(turn))], 0)
+                yield prompt_trial(case, text, [(at, at, list(turn))], 0)
                 for bound in bounds(case)[1:2]:
                     text = f"had the {len(turn)} token(s) of {name} in place of tokens {at} to {bound - 1}"
-                    yield _prompt_trial(case, text, [(at, bound, list(turn))], 0)
+                    yield prompt_trial(case, text, [(at, bound, list(turn))], 0)
 
 
 def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:
@@ -507,10 +473,10 @@ def _alternatives(case: Case) -> Iterator[Trial]:
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "history": _turns,
+    "history": partial(_beside, "history"),
     "opening": _opening,
-    "generation prompt": partial(_beside, "generation prompt"),
-    "image places": _around_images,
+    "generation prompt": lambda case: chain(_beside("generation prompt", case), _other_role(case)),
+    "image places": _image_places,
     "prompt text": _texts,
     "another's prompt": _others_prompt,
     "another template": _alternatives,

@@ -4,7 +4,7 @@ Each yields the numbers of one completion under one hypothesis. It must fit whol
 must agree without it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Final, NamedTuple
@@ -104,23 +104,22 @@ _FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def _forms(view: View) -> Iterator[Recorded]:
-    for text, rule in _FORMS.items():
-        yield Recorded(text + " in {}", np.asarray(rule(view.trainer), np.float32))
-    if len(view.trainer) > 2:  # two in reverse order are also shifted by one place
-        yield Recorded("log-probabilities were recorded in reverse order in {}", view.trainer[::-1])
-    likeliest = view.logits.log_softmax(-1).amax(-1).cpu().numpy()
-    yield Recorded(
-        "the likeliest (top-1) token's log-probability was recorded, not the sampled one's, in {}", likeliest
-    )
     logs = view.logits.log_softmax(-1)
     entropy = (logs.exp() * logs).sum(-1).cpu().numpy()
-    for sign, text in ((1, "with the opposite sign "), (-1, "")):
-        yield Recorded(f"entropies {text}were recorded, not log-probabilities, in {{}}", sign * entropy)
-    pairs = np.arange(len(view.trainer)) ^ 1
-    if len(pairs) > 2 and pairs[-1] < len(pairs):
-        yield Recorded("log-probabilities of neighbours were exchanged in {}", view.trainer[pairs])
+    forms = {text: np.asarray(rule(view.trainer), np.float32) for text, rule in _FORMS.items()}
+    forms["the likeliest (top-1) token's log-probability was recorded, not the sampled one's,"] = (
+        logs.amax(-1).cpu().numpy()
+    )
+    forms["entropies with the opposite sign were recorded, not log-probabilities,"] = entropy
+    forms["entropies were recorded, not log-probabilities,"] = -entropy
     raw = view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
-    yield Recorded("logits were recorded, which are not normalised, in {}", raw)
+    forms["logits were recorded, which are not normalised,"] = raw
+    pairs = np.arange(len(view.trainer)) ^ 1
+    if len(pairs) > 2:  # two in reverse order are also shifted by one place
+        forms["log-probabilities were recorded in reverse order"] = view.trainer[::-1]
+        if pairs[-1] < len(pairs):
+            forms["log-probabilities of neighbours were exchanged"] = view.trainer[pairs]
+    yield from (Recorded(f"{text} in {{}}", values) for text, values in forms.items())
 
 
 def _missing(view: View) -> Iterator[Recorded]:
@@ -146,24 +145,21 @@ def _missing(view: View) -> Iterator[Recorded]:
 
 def _rounded(view: View) -> Iterator[Recorded]:
     """Yield numbers that have the digits of a shorter dtype or of few decimals only."""
-    bits = np.ascontiguousarray(view.sampler).view(np.uint32)
+    bits, own = np.ascontiguousarray(view.sampler).view(np.uint32), view.trainer
     for name, zero, unit in (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11)):
-        bound = 8 * unit * np.maximum(1, np.abs(view.trainer)) + view.case.tolerance
-        if not (bits & ((1 << zero) - 1)).any() and (np.abs(view.sampler - view.trainer) <= bound).all():
-            yield Recorded(
-                f"log-probabilities were computed or recorded in {name} in {{}}", view.sampler.copy()
-            )
+        bound = 8 * unit * np.maximum(1, np.abs(own)) + view.case.tolerance
+        if not (bits & ((1 << zero) - 1)).any() and (np.abs(view.sampler - own) <= bound).all():
+            text = f"log-probabilities were computed or recorded in {name} in {{}}"
+            yield Recorded(text, view.sampler.copy())
             return
-    for count in (0, 1, 2, 3):
-        yield Recorded(
-            f"log-probabilities were rounded to {count} decimals in {{}}", np.round(view.trainer, count)
-        )
-    for count in (1, 2, 3, 4):
-        digits = [float(f"{value:.{count}g}") for value in view.trainer.tolist()]
+    for count in range(4):
+        yield Recorded(f"log-probabilities were rounded to {count} decimals in {{}}", np.round(own, count))
+    for count in range(1, 5):
+        digits = [float(f"{value:.{count}g}") for value in own.tolist()]
         text = f"log-probabilities were rounded to {count} significant digits in {{}}"
         yield Recorded(text, np.asarray(digits, np.float32))
         with np.errstate(divide="ignore"):
-            logs = np.log(np.round(np.exp(view.trainer.astype(np.float64)), count + 1))
+            logs = np.log(np.round(np.exp(own.astype(np.float64)), count + 1))
         text = f"probabilities were rounded to {count + 1} decimals before their logarithm in {{}}"
         yield Recorded(text, logs.astype(np.float32))
 
@@ -176,46 +172,42 @@ def _of_rounded_logits(view: View) -> Iterator[Recorded]:
         yield Recorded(text, view.of(view.logits.to(dtype).float()))
 
 
+def _laid(values: Float32Array, source: npt.NDArray[np.intp]) -> Float32Array:
+    """Return the values at some places, NaN for places outside."""
+    inside = (source >= 0) & (source < len(values))
+    if not len(values):
+        return np.full(len(source), np.nan, np.float32)
+    return np.where(inside, values[source.clip(0, len(values) - 1)], np.float32(np.nan)).astype(np.float32)
+
+
+def _moved(by: int) -> str:
+    return f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens"
+
+
 def _shifted(view: View) -> Iterator[Recorded]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
-    compared, case = view.case.compared, view.case
+    own, prompts = np.arange(len(view.rows)), view.places.astype(np.intp)
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
-        where = f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens (shifted)"
-        for values, rows, text in (
-            (view.trainer, np.arange(len(view.rows)), f"the log-probabilities of {{}} are {where}"),
-            (compared.trainer, view.rows, f"the log-probabilities are {where} from {{}} on"),
-            (
-                case.everything,
-                view.places,
-                f"the log-probabilities of {{}} are {where}, the prompt's among them",
-            ),
-        ):
-            source = rows - by
-            inside = (source >= 0) & (source < len(values))
-            yield Recorded(
-                text, np.where(inside, values[source.clip(0, len(values) - 1)], np.float32(np.nan))
-            )
+        where = f"{_moved(by)} (shifted)"
+        text = f"the log-probabilities of {{}} are {where}"
+        yield Recorded(text, _laid(view.trainer, own - by))
+        among = f"the log-probabilities are {where} from {{}} on"
+        yield Recorded(among, _laid(view.case.compared.trainer, view.rows - by))
+        yield Recorded(f"{text}, the prompt's among them", _laid(view.case.everything, prompts - by))
 
 
 def _late(view: View) -> Iterator[Recorded]:
     """Yield numbers that are some places off from the first difference on, as after a repeated chunk."""
-    first, count = int(view.departing.argmax()), len(view.rows)
+    first, own = int(view.departing.argmax()), np.arange(len(view.rows))
     for by in (by for by in range(-_MAX_LATE, _MAX_LATE + 1) if by and first):
-        source = np.arange(count) - np.where(np.arange(count) >= first, by, 0)
-        inside = (source >= 0) & (source < count)
-        values = np.where(inside, view.trainer[source.clip(0, count - 1)], np.float32(np.nan))
         what = "a chunk of them came twice" if by > 0 else "a chunk of them was lost"
-        where = (
-            f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens from token {first} on"
-        )
-        yield Recorded(
-            f"the log-probabilities are {where}, as if {what}, in {{}}", values.astype(np.float32), 1
-        )
+        text = f"the log-probabilities are {_moved(by)} from token {first} on, as if {what}, in {{}}"
+        yield Recorded(text, _laid(view.trainer, own - np.where(own >= first, by, 0)), 1)
 
 
 def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
-    case = view.case
+    case, own = view.case, np.arange(len(view.rows))
     runs = [(case.compared.positions >= a) & (case.compared.positions < b) for a, b in case.runs]
     for by in range(1, len(runs)):
         others = np.concatenate([case.compared.trainer[run] for run in [*runs[by:], *runs[:by]]])
@@ -225,32 +217,28 @@ def _of_another(view: View) -> Iterator[Recorded]:
         name = peer.sample.sample_id or "another sample"
         of = "" if peer is case.compared else f" of {name}"
         if of:  # one after another, whatever the lengths of the completions
-            inside, expected = view.rows < len(peer.trainer), np.full(len(view.rows), np.nan, np.float32)
-            expected[inside] = peer.trainer[view.rows[inside]]
-            yield Recorded(f"the log-probabilities are the numbers of {name} in {{}}", expected)
+            text = f"the log-probabilities are the numbers of {name} in {{}}"
+            yield Recorded(text, _laid(peer.trainer, view.rows))
         for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
             if peer is not case.compared or other != view.number:
-                values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)][: len(view.rows)]
-                expected = np.full(len(view.rows), np.nan, np.float32)
-                expected[: len(values)] = values
-                yield Recorded(f"{{}} has the log-probabilities of completion {other}{of}", expected)
+                values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)]
+                text = f"{{}} has the log-probabilities of completion {other}{of}"
+                yield Recorded(text, _laid(values, own))
 
 
 def _scaled(view: View) -> Iterator[Recorded]:
     usable = view.departing & np.isfinite(view.sampler) & (view.trainer < -view.case.tolerance)
     if usable.sum() < 3:
         return
-    factor = float(np.median(view.sampler[usable] / view.trainer[usable]))
-    text = f"log-probabilities were multiplied by {factor:.4g} in {{}}"
-    yield Recorded(text, (view.trainer * factor).astype(np.float32), 1)
-    added = np.exp(view.sampler[usable].astype(np.float64)) - np.exp(view.trainer[usable].astype(np.float64))
-    if (epsilon := float(np.median(added))) > 0:
-        logs = np.log(np.exp(view.trainer.astype(np.float64)) + epsilon).astype(np.float32)
-        text = f"{epsilon:.3g} (epsilon) was added to probabilities before their logarithm in {{}}"
-        yield Recorded(text, logs, 1)
-    offset = float(np.median(view.sampler[usable] - view.trainer[usable]))
-    text = f"{offset:+.4g} was added to log-probabilities in {{}}"
-    yield Recorded(text, (view.trainer + offset).astype(np.float32), 1)
+    own, (theirs, ours) = view.trainer.astype(np.float64), np.stack([view.sampler, view.trainer])[:, usable]
+    factor, offset = float(np.median(theirs / ours)), float(np.median(theirs - ours))
+    epsilon = float(np.median(np.exp(theirs.astype(np.float64)) - np.exp(ours.astype(np.float64))))
+    numbers = {f"log-probabilities were multiplied by {factor:.4g}": own * factor}
+    if epsilon > 0:
+        text = f"{epsilon:.3g} (epsilon) was added to probabilities before their logarithm"
+        numbers[text] = np.log(np.exp(own) + epsilon)
+    numbers[f"{offset:+.4g} was added to log-probabilities"] = own + offset
+    yield from (Recorded(f"{text} in {{}}", one.astype(np.float32), 1) for text, one in numbers.items())
 
 
 class _Step(NamedTuple):
@@ -297,10 +285,11 @@ def _stepped(steps: tuple[_Step, ...], view: View) -> Iterator[Recorded]:
     for step in steps:
         counts = view.counts(step.everywhere)
 
-        def loss(value: float, step: _Step = step, counts: Any = counts[chosen]) -> float:
-            return float(np.abs(some.of(step.rule(some.logits, value, counts)) - target).mean())
+        def losses(values: Sequence[float], step: _Step = step, counts: Any = counts[chosen]) -> list[float]:
+            numbers = (some.of(step.rule(some.logits, value, counts)) for value in values)
+            return [float(np.abs(one - target).mean()) for one in numbers]
 
-        value = minimum(loss, step.low, step.high, points=24, enough=before, own=step.own)
+        value = minimum(losses, step.low, step.high, points=24, enough=before, own=step.own)
         expected = view.of(step.rule(view.logits, value, counts))
         yield Recorded(f"the log-probabilities are those {step.text} {value:.4g} in {{}}", expected, 1)
 
@@ -355,41 +344,43 @@ def _other_support(view: View) -> Iterator[Recorded]:
     if view.departing.sum() < 3 or not np.isfinite(view.sampler).all():
         return
     own, probabilities = view.of(view.logits), view.logits.softmax(-1).cpu().numpy()
-    config = view.case.trainer.model.config
-    media = [
-        value
-        for name, value in vars(config).items()
-        if name.endswith(("_token_id", "_token_index")) and name[:3] not in ("bos", "eos", "pad")
-        if isinstance(value, int) and 0 <= value < probabilities.shape[1]
-    ]
+
+    def without(text: str, lost: Any, fitted: int = 0) -> Recorded:
+        """Return the numbers of a distribution that lost a share of its mass at each token."""
+        return Recorded(f"{text} in {{}}", (own - np.log((1 - lost).clip(1e-12))).astype(np.float32), fitted)
+
+    banned_by = "forbidden (logit_bias, bad_words) and could not be sampled"
+    media = sorted(token for token in _media_tokens(view.case) if token < probabilities.shape[1])
     if media:
-        kept = (1 - probabilities[:, sorted({*media})].sum(1)).clip(1e-12)
-        text = "the tokens of media were forbidden (logit_bias, bad_words) and could not be sampled in {}"
-        yield Recorded(text, (own - np.log(kept)).astype(np.float32))
+        yield without(f"the tokens of media were {banned_by}", probabilities[:, media].sum(1))
     ids = view.case.sample.token_ids
-    lengths = [length for length in (2, 3, 4) if length <= len(ids)]
-    for length, start in product(lengths, (0, view.case.runs[view.number][0])):
+    for length, start in product((2, 3, 4), (0, view.case.runs[view.number][0])):
+        if length > len(ids):
+            continue
         # Tokens that have followed the last ones before.
         repeated, parts = np.zeros(len(own)), np.lib.stride_tricks.sliding_window_view(ids, length)
         for row, place in enumerate(view.places.tolist()):
-            if place < length - 1:
-                continue
-            own_last, before = ids[place - length + 1 : place], parts[start : max(place - length + 1, start)]
-            after = before[(before[:, :-1] == own_last).all(1), -1]
-            repeated[row] = probabilities[row, np.unique(after)].sum()
+            if place >= length - 1:
+                own_last, before = (
+                    ids[place - length + 1 : place],
+                    parts[start : max(place - length + 1, start)],
+                )
+                after = before[(before[:, :-1] == own_last).all(1), -1]
+                repeated[row] = probabilities[row, np.unique(after)].sum()
         where = "the completion" if start else "prompt and completion"
-        text = f"sequences of {length} tokens in {where} could not be repeated (no_repeat_ngram_size) in {{}}"
-        yield Recorded(text, (own - np.log((1 - repeated).clip(1e-12))).astype(np.float32))
+        text = f"sequences of {length} tokens in {where} could not be repeated (no_repeat_ngram_size)"
+        yield without(text, repeated)
     share = np.exp(own - view.sampler)  # the sampler's divisor as a share of the trainer's
     masses = probabilities.cumsum(-1)
     size = int(np.abs(np.log(masses) - np.log(share)[:, None]).max(0).argmin()) + 1
-    text = f"the sampler's distribution was over the first {size} tokens of the vocabulary in {{}}"
-    yield Recorded(text, own - np.log(masses[:, size - 1]), 1)
+    text = f"the sampler's distribution was over the first {size} tokens of the vocabulary"
+    yield without(text, 1 - masses[:, size - 1], 1)
     total = view.logits.logsumexp(-1).cpu().numpy()
     if (more := round(float(np.median((share - 1) * np.exp(total))))) > 0:
-        what = f"{more} tokens more, of logit 0, as of a padded vocabulary,"
-        text = f"the sampler's distribution was over {what} in {{}}"
-        yield Recorded(text, own + total - np.logaddexp(total, np.log(more)).astype(np.float32), 1)
+        text = (
+            f"the sampler's distribution was over {more} tokens more, of logit 0, as of a padded vocabulary,"
+        )
+        yield without(text, -more * np.exp(-total), 1)
     left, banned = 1 - share, list[int]()
     while len(banned) < _MAX_BANNED and np.abs(left).max() > 1e-5:
         token = int(np.abs(left[:, None] - probabilities).sum(0).argmin())
@@ -397,15 +388,23 @@ def _other_support(view: View) -> Iterator[Recorded]:
             break
         banned.append(token)
         left = left - probabilities[:, token]
-        kept = (1 - probabilities[:, banned].sum(1)).clip(1e-12)
-        which = f"token(s) {', '.join(map(str, banned))}"
-        text = f"{which} were forbidden (logit_bias, bad_words) and could not be sampled in {{}}"
-        yield Recorded(text, own - np.log(kept), len(banned))
+        which = f"token(s) {', '.join(map(str, banned))} were {banned_by}"
+        yield without(which, probabilities[:, banned].sum(1), len(banned))
     last = int(np.flatnonzero(view.departing)[-1]) + 1  # the first tokens only, as with min_tokens
     for token in banned[:1]:
-        kept = np.where(np.arange(len(own)) < last, (1 - probabilities[:, token]).clip(1e-12), 1)
-        text = f"token {token} could not be sampled among the first {last} tokens (min_tokens) of {{}}"
-        yield Recorded(text, (own - np.log(kept)).astype(np.float32), 2)
+        lost = np.where(np.arange(len(own)) < last, probabilities[:, token], 0)
+        yield without(
+            f"token {token} could not be sampled among the first {last} tokens (min_tokens)", lost, 2
+        )
+
+
+def _media_tokens(case: Case) -> set[int]:
+    """Return the tokens of media that the model's configuration names."""
+    named = vars(case.trainer.model.config).items()
+    own = [(name, one) for name, one in named if name.endswith(("_token_id", "_token_index"))]
+    return {
+        one for name, one in own if name[:3] not in ("bos", "eos", "pad") if isinstance(one, int) and one >= 0
+    }
 
 
 def _biased(view: View) -> Iterator[Recorded]:

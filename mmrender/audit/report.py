@@ -104,20 +104,21 @@ class Comparison:
 
     def before(self, stop: int) -> "Comparison":
         """Return the comparison of the tokens before `stop`."""
-        return self._of(self.positions < stop)
+        return self.of_rows(self.positions < stop)
 
     def after(self, start: int) -> "Comparison":
         """Return the comparison of the tokens after `start`."""
-        return self._of(self.positions > start)
+        return self.of_rows(self.positions > start)
 
     def telling(self) -> "Comparison":
         """Return the comparison of the tokens with a probability below 1.
 
         A token of probability 1, such as the only one that a grammar allows, agrees whatever the model saw.
         """
-        return self._of(self.sampler < 0)
+        return self.of_rows(self.sampler < 0)
 
-    def _of(self, tokens: npt.NDArray[np.bool_]) -> "Comparison":
+    def of_rows(self, tokens: npt.NDArray[Any]) -> "Comparison":
+        """Return the comparison of some tokens, by index into `positions` or marks."""
         return Comparison(self.sample, self.positions[tokens], self.sampler[tokens], self.trainer[tokens])
 
     def beyond(self, tolerance: float) -> npt.NDArray[np.bool_]:

@@ -1,12 +1,13 @@
 """Rows of the audit: causes by stage, from `rows.toml`, each with its test."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from mmrender.audit import computed, images, pixels, positions, prompts, recorded, tokens, weights
+from mmrender.audit import computed, gradients, images, pixels, positions, prompts, recorded, tokens, weights
 from mmrender.audit.case import Case, Recorded, Trial
 from mmrender.audit.recorded import View
 from mmrender.audit.report import Finding, Stage
@@ -44,23 +45,20 @@ class Row:
         return f"sampler: {self.sampler}. Trainer: {self.trainer}"
 
 
-_TRIALS: Final[Mapping[str, Callable[[Case], Iterable[Trial]]]] = {
-    **prompts.TESTS,
-    **tokens.TESTS,
-    **pixels.TESTS,
-    **images.TESTS,
-    **positions.TESTS,
-    **computed.TESTS,
-    **weights.TESTS,
-}
+_MODULES: Final = (prompts, gradients, tokens, pixels, images, positions, computed, weights)
+
+
+def _trials(name: str) -> Callable[[Case], Iterable[Trial]] | None:
+    """Return the changes of all modules for a row."""
+    tests = [module.TESTS[name] for module in _MODULES if name in module.TESTS]
+    return (lambda case: chain.from_iterable(test(case) for test in tests)) if tests else None
 
 
 def _rows() -> tuple[Row, ...]:
     data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rows.toml").read_text("utf-8"))
     readings = recorded.READINGS
     return tuple(
-        Row(name, **texts, trials=_TRIALS.get(name), readings=readings.get(name))
-        for name, texts in data.items()
+        Row(name, **texts, trials=_trials(name), readings=readings.get(name)) for name, texts in data.items()
     )
 
 

@@ -231,24 +231,14 @@ def _dropout(comparisons: Sequence[Comparison], trainer: TrainerModel) -> list[F
 def _over_all(
     searches: Sequence[Search], found: list[Finding], causes: list[Finding]
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return both kinds of findings, of samples that all differ."""
-    causes = _shared(searches, causes)
-    if all(one.shared and one.cause != UNKNOWN for one in causes):
-        found = [one for one in found if one.cause != "values"]  # the numbers have this form everywhere
-    return found, causes
-
-
-def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
-    """Decide over all samples: every sample differs, so the cause or at least the stage is one."""
+    """Return both kinds of findings, of samples that all differ: the cause or at least the stage is one."""
     unknown = [place for place, finding in enumerate(causes) if finding.cause == UNKNOWN]
     if len(unknown) == len(causes) > 1:
         held = [{(fit.row.name, fit.trial.statement): fit for fit in one.fits} for one in searches]
-        common = [key for key in held[0] if all(key in fits for fits in held)]
-        digits = {key: sum(fits[key].digits for fits in held) for key in common}
+        digits = {key: sum(fits[key].digits for fits in held) for key in set.intersection(*map(set, held))}
         count = sum(search.count for search in searches)
-        likely = [key for key in common if digits[key] - np.log10(max(count, 1)) > _MARGIN]
-        if likely:
-            best = max(likely, key=lambda key: digits[key])
+        best = max(digits, key=lambda key: (digits[key], key), default=None)
+        if best is not None and digits[best] - np.log10(max(count, 1)) > _MARGIN:
             causes = [search.named([fits[best]]) for search, fits in zip(searches, held, strict=True)]
             unknown = []
     if unknown and len(causes) > 1:
@@ -260,13 +250,12 @@ def _shared(searches: Sequence[Search], causes: list[Finding]) -> list[Finding]:
             causes[place] = searches[place].unknown(ordered) if ordered else causes[place]
     elif len({finding.statement for finding in causes}) > 1:
         # Several changes explain some samples each: the change that explains all is the cause.
-        for finding in dict.fromkeys(causes):
-            same = [search.stated(finding) for search in searches]
-            if None not in same:
-                causes = [one for one in same if one is not None]
-                break
+        of_all = ([search.stated(finding) for search in searches] for finding in dict.fromkeys(causes))
+        causes = next(([*same] for same in of_all if None not in same), causes)  # type: ignore[list-item]
     shared = len({(finding.stage, finding.cause) for finding in causes}) == 1
-    return [replace(finding, shared=shared) for finding in causes]
+    if shared and all(one.cause != UNKNOWN for one in causes):
+        found = [one for one in found if one.cause != "values"]  # the numbers have this form everywhere
+    return found, [replace(finding, shared=shared) for finding in causes]
 
 
 def _evidence(search: Search, stage: str) -> float:

@@ -16,17 +16,15 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Array, Case, Recorded, Trial
-from mmrender.audit.draws import Draw, draws, numbers
+from mmrender.audit.draws import draws, numbers
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
 from mmrender.audit.rows import ROWS, Row, finding_of
-from mmrender.audit.stage import MAX_TOKENS, Effect, Place, weigh
+from mmrender.audit.stage import MAX_TOKENS, Effect, Fault, Place, weigh
 from mmrender.caching import cached_property
 
 DEFAULT_BUDGET: Final = 1500
 """Forward passes for one sample at most."""
-_DIGITS: Final = 5.0
-"""Decimal digits by which recorded numbers must agree, and for each number that was fitted to them."""
 _CERTAIN: Final = 12.0
 """Digits beyond which no other row can fit by chance, among the thousand or so trials."""
 _CHANCE: Final = 1.3
@@ -55,6 +53,7 @@ _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
 _HALF: Final = 0.95
 """Maximum share of the differences that the first of two causes leaves."""
+_NAMED: Final = {row.name: row for row in ROWS}
 _NOUNS: Final[dict[Stage, str]] = {
     "template": "prompt",
     "tokens": "sampled tokens",
@@ -130,15 +129,6 @@ class Fit(NamedTuple):
     digits: float
 
 
-class _Nearer(NamedTuple):
-    """A trial that ran, the share of the differences that it left, and these at the weighed tokens."""
-
-    share: float
-    row: Row
-    trial: Trial
-    left: Array | None = None
-
-
 class Search:
     """The search for the cause of one sample's differences.
 
@@ -157,57 +147,57 @@ class Search:
         self.fits: list[Fit] = []
         self.places: list[Place] = []
         self._effects: list[Effect] = []
+        self._statements: set[str] = set()
         self._slopes: Array = np.zeros((0, 3))
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
         case = self.case
         if not case.compared.beyond(case.tolerance).any():
-            return self.unknown([Place("model", 0.0, "the arithmetic of the model")])
-        shown = _without_numbers(case) or _appended(case) or _by_version(case)
+            return self.unknown([Place(0.0, Fault("model", "the arithmetic of the model"))])
+        shown = _shown(case) or _by_version(case)
         if shown is not None:
             return shown
         self.fits = self._recorded(case)
         if self.fits:
             return self.named(self.fits)
-        firsts: list[_Nearer] = []
-        faults: list[Draw] = []
+        faults: list[Fault] = []
         first = {_COMMONEST, "" if self._before is None else self._before.cause}
-        fits = self._tried(case, [row for row in ROWS if row.name in first], firsts)
+        fits = self._tried(case, [row for row in ROWS if row.name in first])
         if not any(map(self._is_certain, fits)):
             faults = [*draws(case)]
-            self._simulate(faults[::_ORDERING])
+            fits += self._run(case, faults[::_ORDERING])
             self._read_off()
-            fits += self._by_stage(firsts)
+            fits += self._by_stage()
         self.fits = fits
         likely = [fit for fit in fits if self._beyond_chance(fit)]
         if likely:
             return self.named(likely)
-        self._simulate([fault for number, fault in enumerate(faults) if number % _ORDERING])
+        self._run(case, [fault for number, fault in enumerate(faults) if number % _ORDERING])
         self.places = self._weighed()
-        return self._two(firsts) or self.unknown(self.places)
+        return self._two() or self.unknown(self.places)
 
-    def _by_stage(self, firsts: list[_Nearer]) -> list[Fit]:
+    def _by_stage(self) -> list[Fit]:
         """Return the rows that fit, the likeliest stage first, and all others that are not hopeless."""
         fits: list[Fit] = []
         left = list(dict.fromkeys(row.stage for row in ROWS if row.trials is not None))
         before = self._before.stage if self._before is not None and self._before.cause == UNKNOWN else None
         # If the cause of another sample was not found, its stage and the likeliest are tried alone.
-        tries = len(left) if before is None else 2
+        tries, tried = len(left) if before is None else 2, False
         while left and not any(map(self._is_certain, fits)):
             places = self._weighed()  # rows that were tried are faults too
             evidence = {place.stage: place.evidence for place in places}
             least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
-            # A prompt may differ at many places, and its random faults differ at one.
+            # A prompt may differ at many places, its random faults differ at one. It is tried second at last.
             if not fits:
-                evidence["template"] = max(evidence.get("template", least), least)
+                evidence["template"] = max(evidence.get("template", least), np.inf if tried else least)
             stage = before if before in left else max(left, key=lambda one: evidence.get(one, least))
             if evidence.get(stage, least) < least or not tries:
                 break
             left.remove(stage)
-            tries -= 1
+            tries, tried = tries - 1, True
             rows = [row for row in ROWS if row.stage == stage and row.name != _COMMONEST]
-            fits += self._tried(self.case, rows, firsts)
+            fits += self._tried(self.case, rows)
         return fits
 
     @cached_property
@@ -222,16 +212,24 @@ class Search:
         ]
         return chosen
 
-    def _simulate(self, faults: Sequence[Draw]) -> None:
-        """Run random faults."""
-        faults = faults[: max(self._left, 0)]
+    def _run(self, case: Case, faults: Sequence[Fault]) -> list[Fit]:
+        """Run faults, keep the differences that each makes, and return the rows that fit."""
+        faults, fits = faults[: max(self._left, 0)], list[Fit]()
         self.count += len(faults)
         self._left -= len(faults)
-        for fault, varied in zip(faults, self.case.run([one.trial for one in faults]), strict=True):
-            self._add(self.case, fault, varied)
+        self._tries.update(fault.row for fault in faults)
+        for fault, varied in zip(faults, case.run([one.trial for one in faults]), strict=True):
+            if varied is None or not len(varied.positions):
+                continue
+            if case is self.case:
+                self._statements.add(fault.trial.statement)
+                self._keep(fault, varied)
+            fit = self._fit(case, _NAMED[fault.row], fault.trial, varied) if fault.row else None
+            fits += [] if fit is None else [fit]
+        return fits
 
     def _read_off(self) -> None:
-        """Make random faults that need no forward."""
+        """Make random faults without a forward."""
         import torch
 
         case, compared, chosen = self.case, self.case.compared, self._chosen
@@ -256,22 +254,17 @@ class Search:
         counts = np.concatenate([counts, 0 * counts[:, :1]], 1)
         self._effects += numbers(few, np.searchsorted(held, ids[positions]), runs, counts)
 
-    def _add(self, case: Case, fault: Draw, varied: Comparison | None) -> None:
+    def _keep(self, fault: Fault, varied: Comparison) -> None:
         """Keep the differences that a fault makes. Tokens before those that it must explain do not change."""
-        compared, trial = self.case.compared, fault.trial
-        if varied is None or trial.until is not None or case is not self.case or not len(self._chosen):
-            return
-        unchanged = compared.trainer[: len(compared.trainer) - len(varied.trainer)]
-        values = np.concatenate([unchanged, varied.trainer])
-        if len(values) == len(compared.trainer):
-            change = (compared.trainer - values)[self._chosen]
-            about = trial.image, fault.layer, trial.token
-            self._effects.append(Effect(fault.stage, fault.place, change, *about))
+        trainer = self.case.compared.trainer
+        if fault.trial.until is None and len(self._chosen) and len(varied.trainer) <= len(trainer):
+            values = np.concatenate([trainer[: len(trainer) - len(varied.trainer)], varied.trainer])
+            self._effects.append((fault, (trainer - values)[self._chosen]))
 
     def _weighed(self) -> list[Place]:
         """Return the stages, the likeliest first."""
         if not len(self._chosen):
-            return [Place("recording", 0.0, "the recorded numbers")]
+            return [Place(0.0, Fault("recording", "the recorded numbers"))]
         noise = max(self.noise.exact, self.noise.rms)
         return weigh(self.case.compared.difference[self._chosen], self._effects, noise)
 
@@ -301,80 +294,56 @@ class Search:
 
     def _recorded(self, case: Case) -> list[Fit]:
         """Return rows whose numbers follow from the trainer's distribution without another forward."""
-        found = self._read(case, case.tolerance)
-        if not found and self._may_be_loose(case):
-            # Numbers of a sampler with another dtype are only as near as its arithmetic allows.
-            found = self._read(replace(case, tolerance=_LOOSE * self.noise.mixed), _LOOSE * self.noise.mixed)
-        return found
+        # Numbers of a sampler with another dtype are only as near as its arithmetic allows.
+        for tolerance in (case.tolerance, _LOOSE * self.noise.mixed)[: 1 + self._may_be_loose(case)]:
+            fits = self._read(replace(case, tolerance=tolerance))
+            # A row without a fitted number is preferred to a row with one.
+            fewest = min((fit.trial.fitted for fit in fits), default=0)
+            if fits:
+                return [fit for fit in fits if fit.trial.fitted == fewest]
+        return []
 
-    def _read(self, case: Case, tolerance: float) -> list[Fit]:
+    def _read(self, case: Case) -> list[Fit]:
+        """Return rows with a reading for each completion that differs."""
         held, fits = views(case), list[Fit]()
         for row in sorted(ROWS, key=lambda row: row.name == "restricted"):
             if row.readings is None or (row.name == "restricted" and fits):
                 continue
-            best: dict[int, tuple[float, Recorded]] = {}
+            best: list[tuple[float, Recorded]] = []
             for view in held:
-                for recorded in row.readings(view):
-                    left = self._left_over(view, recorded)
-                    if left is not None and (view.number not in best or left < best[view.number][0]):
-                        best[view.number] = left, recorded
-            if len(best) == len(held) > 0:
-                texts: dict[str, list[int]] = {}
-                for number, (_, recorded) in best.items():
-                    texts.setdefault(recorded.statement, []).append(number)
-                parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
-                largest = max(left for left, _ in best.values())
-                count, fitted = len(case.compared.positions), max(one.fitted for _, one in best.values())
-                trial = Trial("; ".join(parts), token=case.position, fitted=fitted)
-                fits.append(Fit(row, trial, largest, largest, count, np.inf))
-        # A row without a fitted number is preferred to a row with one.
-        fewest = min((fit.trial.fitted for fit in fits), default=0)
-        return [fit for fit in fits if fit.trial.fitted == fewest]
+                readings = [*row.readings(view)]
+                self._tries[row.name] = max(self._tries[row.name], len(readings))
+                left = [_left_over(view, one) for one in readings]
+                none = np.inf, Recorded("", view.trainer)
+                best.append(min(zip(left, readings, strict=True), key=itemgetter(0), default=none))
+            if not held or max(left for left, _ in best) > case.tolerance:
+                continue
+            texts: dict[str, list[int]] = {}
+            for view, (_, recorded) in zip(held, best, strict=True):
+                texts.setdefault(recorded.statement, []).append(view.number)
+            parts = [text.format(_completions(case, numbers)) for text, numbers in texts.items()]
+            fitted = max(recorded.fitted for _, recorded in best)
+            rows = np.concatenate([view.rows for view in held])
+            values = np.concatenate([recorded.expected for _, recorded in best])
+            known = ~np.isnan(values)
+            varied = replace(case.compared.of_rows(rows[known]), trainer=values[known])
+            own = replace(case, compared=case.compared.of_rows(rows), departure=0)
+            fit = self._fit(own, row, Trial("; ".join(parts), token=case.position, fitted=fitted), varied)
+            fits += [fit] if fit is not None and self._beyond_chance(fit) else []
+        return fits
 
-    def _left_over(self, view: View, recorded: Recorded) -> float | None:
-        """Return the largest difference that a reading leaves; None if it does not fit, or fits by chance."""
-        case = view.case
-        covered = ~np.isnan(recorded.expected)
-        support = covered & view.departing
-        with np.errstate(invalid="ignore"):
-            left = np.abs(recorded.expected - view.sampler)
-            before = np.abs(view.trainer - view.sampler)[support]
-        if (~(left <= case.tolerance) & covered).any() or not 0 < support.sum() >= (~covered).sum():
-            return None
-        # A token that is not allowed has the lowest number there is.
-        with np.errstate(over="ignore"):
-            before_rms, left_rms = (float(np.sqrt(np.mean(np.square(of)))) for of in (before, left[support]))
-            spread = max(float(np.std(case.compared.trainer)), 0.25)
-        loose = case.tolerance > self.noise.tolerance
-        if self._is_likeness(before_rms, left_rms, loose=loose) and np.isfinite(before_rms):
-            return None
-        each = float(np.log10(max(1.25, spread / max(case.tolerance, 1e-12))))
-        digits = int(support.sum()) * each - _DIGITS * recorded.fitted
-        return float(left[covered].max()) if digits > _DIGITS else None
-
-    def _tried(self, case: Case, rows: Sequence[Row], firsts: list[_Nearer]) -> list[Fit]:
-        """Return the rows that fit; add the trials that bring the numbers nearer to `firsts`."""
+    def _tried(self, case: Case, rows: Sequence[Row]) -> list[Fit]:
+        """Return the rows that fit."""
         fits: list[Fit] = []
-        trials = (
-            (row, trial)
+        faults = (
+            Fault(row.stage, f"the {_NOUNS[row.stage]}, as of {row.name!r}", trial, row=row.name)
             for row in rows
             for trial in (row.trials(case) if row.trials is not None else ())
             if _may_explain(case, trial)
+            and (case is not self.case or trial.statement not in self._statements)
         )
-        while chosen := list(islice(trials, max(0, min(_AT_ONCE, self._left)))):
-            self.count += len(chosen)
-            self._left -= len(chosen)
-            self._tries.update(row.name for row, _ in chosen)
-            for (row, trial), varied in zip(chosen, case.run([trial for _, trial in chosen]), strict=True):
-                if varied is None or not len(varied.positions):
-                    continue
-                whole = case is self.case and len(varied.positions) == len(case.compared.positions)
-                left = varied.difference[self._chosen] if whole else None
-                firsts.append(_Nearer(varied.rms / case.compared.rms, row, trial, left))
-                place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
-                self._add(case, Draw(row.stage, place, trial), varied)
-                fit = self._fit(case, row, trial, varied)
-                fits += [] if fit is None else [fit]
+        while chosen := list(islice(faults, max(0, min(_AT_ONCE, self._left)))):
+            fits += self._run(case, chosen)
             if any(map(self._is_certain, fits)):
                 break
         return fits
@@ -405,67 +374,64 @@ class Search:
         fit = self._fit(self.case, row, trial, varied)
         return None if fit is None or not self._beyond_chance(fit) else self.named([fit])
 
-    def _two(self, firsts: list[_Nearer]) -> Finding | None:
+    def _two(self) -> Finding | None:
         """Return two causes that explain the sample together. The second is a reading, or like the rest."""
-        ranked = self._ranked(firsts) if len(self._slopes) else []
-        for number, first in enumerate(ranked[:_READ]):
+        for number, (first, change) in enumerate(self._ranked()[:_READ] if len(self._slopes) else ()):
             compared = self.case.run([first.trial])[0]
             rest = None if compared is None else self.case.after(first.trial, compared)
             if rest is None:
                 continue
             fits = self._recorded(rest)
-            for row in self._like(first, firsts) if number < _FIRSTS and not fits else ():
-                fits += self._tried(rest, [row], [])
+            for row in self._like(first, change) if number < _FIRSTS and not fits else ():
+                fits += self._tried(rest, [row])
             if fits := [fit for fit in fits if self._is_pair(first, fit)]:
                 return self._both(first, fits)
         return None
 
-    def _like(self, first: _Nearer, tried: Sequence[_Nearer]) -> list[Row]:
+    def _like(self, first: Fault, change: Array) -> list[Row]:
         """Return the rows whose changes are the likest to the differences that a first change leaves."""
-        before, rest = self.case.compared.difference[self._chosen], first.left
-        if rest is None:
-            return []
-        apart: dict[str, tuple[float, Row]] = {}
-        for one in tried:
-            if one.left is not None and one.trial is not first.trial:
-                left = float(np.square(rest - (before - one.left)).sum())
-                apart[one.row.name] = min(
-                    (left, one.row), apart.get(one.row.name, (np.inf, one.row)), key=itemgetter(0)
-                )
-        least = float(np.square(rest).sum())
-        likely = sorted((entry for entry in apart.values() if entry[0] < least), key=itemgetter(0))
-        return [row for _, row in likely[:_SECONDS]]
+        rest = self.case.compared.difference[self._chosen] - change
+        apart: dict[str, float] = {}
+        for fault, other in self._effects:
+            if fault.row and fault is not first:
+                left = float(np.square(rest - other).sum())
+                apart[fault.row] = min(left, apart.get(fault.row, float(np.square(rest).sum())))
+        likely = sorted(apart, key=lambda name: apart[name])[:_SECONDS]
+        return [_NAMED[name] for name in likely if apart[name] < float(np.square(rest).sum())]
 
-    def _is_pair(self, first: _Nearer, fit: Fit) -> bool:
+    def _is_pair(self, first: Fault, fit: Fit) -> bool:
         """Whether two causes agree with more numbers than chance explains."""
         case = self.case
         departing = int(case.compared.beyond(case.tolerance).sum())
         fitted = first.trial.fitted + fit.trial.fitted
-        return self._rules_out_chance(_agreement(case, fit.rms) * (departing - fitted), first.row, fit.row)
+        return self._rules_out_chance(
+            _agreement(case, fit.rms) * (departing - fitted), _NAMED[first.row], fit.row
+        )
 
-    def _ranked(self, firsts: Sequence[_Nearer]) -> list[_Nearer]:
+    def _ranked(self) -> list[Effect]:
         """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
         basis = np.linalg.qr(self._slopes)[0]
         before = self.case.compared.difference[self._chosen]
-        every = float(np.linalg.norm(before - basis @ (basis.T @ before)))
-        ranked: list[tuple[float, _Nearer]] = []
-        for first in firsts:
-            share = first.share
-            if first.left is not None and np.isfinite(first.left).all() and every > 0:
-                rest = float(np.linalg.norm(first.left - basis @ (basis.T @ first.left)))
-                share = min(share, rest / every)
-            ranked += [(share, first)] if share < _HALF else []
-        return [first for _, first in sorted(ranked, key=lambda entry: entry[0])]
 
-    def _both(self, first: _Nearer, fits: list[Fit]) -> Finding:
+        def sizes(of: Array) -> Array:
+            return np.array([np.linalg.norm(of), np.linalg.norm(of - basis @ (basis.T @ of))]).clip(1e-9)
+
+        ranked: list[tuple[float, Effect]] = []
+        for fault, change in self._effects:
+            if fault.row and np.isfinite(change).all():
+                share = float((sizes(before - change) / sizes(before)).min())
+                ranked += [(share, (fault, change))] if share < _HALF else []
+        return [effect for _, effect in sorted(ranked, key=itemgetter(0))]
+
+    def _both(self, first: Fault, fits: list[Fit]) -> Finding:
         """Return the finding of two causes, at the stage that runs first."""
         second = self.named(fits)
         return replace(
             second,
-            stage=min(first.row.stage, second.stage, key=STAGES.index),
-            cause=f"{first.row.name} and {second.cause}",
+            stage=min(first.stage, second.stage, key=STAGES.index),
+            cause=f"{first.row} and {second.cause}",
             statement=f"{first.trial.statement}, and {second.statement}",
-            remedy=f"{first.row.remedy}. {second.remedy}",
+            remedy=f"{_NAMED[first.row].remedy}. {second.remedy}",
             token=self.case.position,
             image=first.trial.image,
         )
@@ -502,7 +468,9 @@ class Search:
         case, compared = self.case, self.case.compared
         place = places[0]
         rows = [row.name for row in ROWS if row.stage == place.stage and (row.trials or row.readings)]
-        statement = f"unknown, in {place.name}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
+        statement = (
+            f"unknown, in {place.fault.place}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
+        )
         evidence = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}"
         if case.departure > 0 and (suspects := compared.suspects(case.departure)):
             before = compared.largest_of(slice(0, case.departure))
@@ -510,7 +478,7 @@ class Search:
             evidence += f", tokens agree up to {names}: before it at most {before:.2g}"
         if len(places) > 1:
             second, nats = places[1], places[0].evidence - places[1].evidence
-            evidence += f"; {nats:.0f} nats likelier than {second.name} ({second.stage})"
+            evidence += f"; {nats:.0f} nats likelier than {second.fault.place} ({second.stage})"
         evidence += f"; {self.count} changes tried"
         return Finding(
             place.stage,
@@ -519,9 +487,9 @@ class Search:
             evidence,
             case.sample.sample_id,
             remedy=_FACTS[place.stage],
-            image=place.image,
+            image=place.fault.trial.image,
             token=case.position,
-            layer=place.layer,
+            layer=place.fault.layer,
         )
 
 
@@ -531,6 +499,15 @@ def _agreement(case: Case, left: float) -> float:
     differing = differing[np.isfinite(differing)]
     before = float(np.sqrt(np.mean(np.square(differing, dtype=np.float64)))) if len(differing) else 0.0
     return float(np.log10(max(before / max(left, case.tolerance / 10), 1.0)))
+
+
+def _left_over(view: View, recorded: Recorded) -> float:
+    """Return the largest difference that a reading leaves. It is infinite for too few tokens."""
+    covered = ~np.isnan(recorded.expected)
+    with np.errstate(invalid="ignore"):
+        left = np.abs(recorded.expected - view.sampler)[covered]
+    enough = 0 < (covered & view.departing).sum() >= (~covered).sum()
+    return float(left.max()) if enough and np.isfinite(left).all() else np.inf
 
 
 def _completions(case: Case, numbers: list[int]) -> str:
@@ -556,43 +533,30 @@ def _may_explain(case: Case, trial: Trial) -> bool:
     )
 
 
-def _without_numbers(case: Case) -> Finding | None:
-    """Report missing (NaN) log-probabilities, if all other tokens agree."""
-    absent = ~np.isfinite(case.compared.sampler)
-    if not absent.any() or case.compared.beyond(case.tolerance)[~absent].any():
-        return None
-    value = case.compared.sampler[absent][0]
-    statement = f"{value:g} was recorded in place of log-probabilities, which are missing"
-    return finding_of(
-        "missing", statement, f"{int(absent.sum())} of {len(absent)} tokens", case.sample, token=case.position
-    )
-
-
-def _appended(case: Case) -> Finding | None:
-    """Report first or last tokens of completions without a number, if all other tokens agree."""
-    beyond = np.flatnonzero(case.compared.beyond(case.tolerance))
+def _shown(case: Case) -> Finding | None:
+    """Report numbers that are missing at some tokens, if all other tokens agree."""
+    compared, beyond = case.compared, case.compared.beyond(case.tolerance)
+    absent, places = ~np.isfinite(compared.sampler), {*compared.positions[beyond].tolist()}
     starts, ends = {start for start, _ in case.runs}, {stop - 1 for _, stop in case.runs}
-    places = case.compared.positions[beyond].tolist()
-    alone = len(case.compared.positions) == len(beyond)
-    if case.compared.sampler[beyond].any() or alone:
-        return None
-    if starts == set(places):
-        firsts = {int(case.sample.token_ids[place]) for place in places}
-        # A prompt ends in the same token each time, and a completion begins with any.
-        if len(starts) > 1 and len(firsts) > 1:
-            statement = "0 was recorded for the first token of each completion: it has no log-probability"
-            evidence = f"{len(places)} first tokens, and all other tokens agree"
-            return finding_of("missing", statement, evidence, case.sample, token=case.position)
-        statement = (
-            "the first token of each completion has no log-probability: the mask begins one token early"
+    row, count = "missing", f"{int(beyond.sum())} of {len(beyond)} tokens, and all other tokens agree"
+    if absent.any() and not beyond[~absent].any():
+        text = (
+            f"{compared.sampler[absent][0]:g} was recorded in place of log-probabilities, which are missing"
         )
-        evidence = f"0 was recorded for {len(places)} first tokens, and all other tokens agree"
-        return finding_of("loss mask", statement, evidence, case.sample, token=case.position)
-    if not ends.issuperset(places):
+    elif beyond.all() or compared.sampler[beyond].any():
         return None
-    statement = "the last token of a completion has no log-probability: it was added after sampling"
-    evidence = f"0 was recorded for {len(places)} of {len(ends)} last tokens, and all other tokens agree"
-    return finding_of("final token", statement, evidence, case.sample, token=case.position)
+    elif places == starts and min(len(starts), len({*case.sample.token_ids[[*starts]]})) > 1:
+        # A prompt ends in the same token each time, and a completion begins with any.
+        text = "0 was recorded for the first token of each completion: it has no log-probability"
+    elif places == starts:
+        row = "loss mask"
+        text = "the first token of each completion has no log-probability: the mask begins one token early"
+    elif places <= ends:
+        row = "final token"
+        text = "the last token of a completion has no log-probability: it was added after sampling"
+    else:
+        return None
+    return finding_of(row, text, count, case.sample, token=case.position)
 
 
 def _by_version(case: Case) -> Finding | None:

@@ -1,4 +1,4 @@
-"""The stage at which sampler and trainer differ: the stage whose faults look most like the differences.
+"""The stage at which sampler and trainer differ: the stage whose faults are the likest to the differences.
 
 Faults are simulated. Random faults of each stage run through the trainer's program (`draws`), and all rows
 that were tried are faults of their stage too. Each shows by how much it would change the log-probability of
@@ -18,11 +18,12 @@ the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mmrender.audit.case import Array
+from mmrender.audit.case import Array, Trial
 from mmrender.audit.report import STAGES, Stage
 
 MAX_TOKENS: Final = 64
@@ -46,35 +47,38 @@ SIGNED: Final = (CUT, "the vocabulary")
 GRID: Final = 25
 
 
-class Effect(NamedTuple):
-    """The differences that one fault makes.
+class Fault(NamedTuple):
+    """A simulated fault: a random one, or a row's.
 
     Attributes:
         stage: Its stage.
         place: Its place, for a statement.
-        change: The trainer's log-probability less the faulty one, of each compared token: float64 `(m,)`.
-        image: Index of the image that it is about.
+        trial: The change.
         layer: Name of the layer that it is in.
-        token: Index of the first token that it may change.
+        row: Name of its row, if it has one.
     """
 
     stage: Stage
     place: str
-    change: Array
-    image: int | None = None
+    trial: Trial = Trial("")
     layer: str | None = None
-    token: int | None = None
+    row: str = ""
+
+
+Effect: TypeAlias = tuple[Fault, Array]
+"""A fault, and the trainer's log-probability less the faulty one of each compared token: float64 `(m,)`."""
 
 
 class Place(NamedTuple):
-    """A stage, its evidence in nats, and the likeliest place within it."""
+    """The evidence of a stage in nats, and the likeliest fault within it."""
 
-    stage: Stage
     evidence: float
-    name: str
-    image: int | None = None
-    layer: str | None = None
-    token: int | None = None
+    fault: Fault
+
+    @property
+    def stage(self) -> Stage:
+        """The stage."""
+        return self.fault.stage
 
 
 def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Place]:
@@ -88,42 +92,40 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
     noise = max(noise, 1e-5)
     d = difference.astype(np.float64)
     groups: dict[tuple[Stage, str], list[Effect]] = {}
-    for effect in effects:
-        if np.isfinite(effect.change).all() and np.abs(effect.change).max(initial=0) > noise:
-            groups.setdefault((effect.stage, effect.place), []).append(effect)
-    wholes: dict[Stage, list[tuple[float, Effect]]] = {}
-    singles: dict[Stage, list[tuple[float, Effect]]] = {}
-    pooled: dict[Stage, list[Array]] = {}
-    for (stage, _), some in groups.items():
-        changes = np.stack([effect.change for effect in some]).astype(np.float64)
-        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, some[0]), some[0]))
-        pooled.setdefault(stage, []).append(changes)
-        each = _single(d, changes, noise)
-        singles.setdefault(stage, []).extend(zip(each.tolist(), some, strict=True))
+    for fault, change in effects:
+        if np.isfinite(change).all() and np.abs(change).max(initial=0) > noise:
+            groups.setdefault((fault.stage, fault.place), []).append((fault, change))
     alone = _Shape(0 * d, np.eye(len(d)), 0.0)
     noisy = _averaged(d, alone, np.geomspace(1e-4, 30, GRID), np.zeros(GRID), noise)
-    wholes.setdefault("recording", []).append((noisy, Effect("recording", "the recorded numbers", d)))
-    few = Effect("recording", "a few recorded numbers", d)
-    wholes["recording"].append((_sparse(d, noise), few))
-    cut = Effect("sampling", f"{CUT} of all completions", d)
-    wholes.setdefault("sampling", []).append((_one_sided(d, noise), cut))
+    wholes: dict[Stage, list[tuple[float, Fault]]] = {
+        "recording": [
+            (noisy, Fault("recording", "the recorded numbers")),
+            (_sparse(d, noise), Fault("recording", "a few recorded numbers")),
+        ],
+        "sampling": [(_one_sided(d, noise), Fault("sampling", f"{CUT} of all completions"))],
+    }
+    singles: dict[Stage, list[tuple[float, Fault]]] = {}
+    pooled: dict[Stage, list[Array]] = {}
+    for (stage, _), some in groups.items():
+        changes = np.stack([change for _, change in some]).astype(np.float64)
+        faults = [fault for fault, _ in some]
+        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, faults[0]), faults[0]))
+        pooled.setdefault(stage, []).append(changes)
+        singles.setdefault(stage, []).extend(zip(_single(d, changes, noise).tolist(), faults, strict=True))
     places = []
-    for stage in STAGES:
-        if stage not in wholes:
-            continue
-        parts = [wholes[stage], singles.get(stage, [])]
+    for stage in (stage for stage in STAGES if stage in wholes):
+        parts = [wholes[stage], *([singles[stage]] if stage in singles else [])]
         if len(pooled.get(stage, [])) > 1:
-            best_of = max(wholes[stage], key=lambda entry: entry[0])[1]
+            best_of = max(wholes[stage], key=itemgetter(0))[1]
             parts.append([(_gaussian(d, np.concatenate(pooled[stage]), noise, best_of), best_of)])
-        parts = [part for part in parts if part]
         logs = [np.logaddexp.reduce([one for one, _ in part]) - np.log(len(part)) for part in parts]
         evidence = float(np.logaddexp.reduce(logs) - np.log(len(parts))) + READ.get(stage, 0.0)
-        best = max((entry for part in parts for entry in part), key=lambda entry: entry[0])[1]
-        places.append(Place(stage, evidence, best.place, best.image, best.layer, best.token))
+        best = max((entry for part in parts for entry in part), key=itemgetter(0))[1]
+        places.append(Place(evidence, best))
     return sorted(places, key=lambda place: -place.evidence)
 
 
-def _gaussian(d: Array, changes: Array, noise: float, of: Effect) -> float:
+def _gaussian(d: Array, changes: Array, noise: float, of: Fault) -> float:
     """Return the log-likelihood of differences under the covariance of some faults, averaged over sizes."""
     sizes = np.sqrt(np.square(changes).mean(1)).clip(1e-9)
     shapes = changes / sizes[:, None]

@@ -32,10 +32,6 @@ _SAMPLES_AT_ONCE: Final = 8
 _MAX_FEATURES: Final = 4
 """Outputs of vision towers that are kept."""
 _TOKENS_AT_ONCE: Final = 1 << 14
-_MAX_GRADIENTS: Final = 24
-"""Tokens whose gradients point to a replaced token of the prompt."""
-_MAX_PAIRS: Final = 1 << 25
-"""Places times tokens of a vocabulary, up to which all tokens are tried."""
 
 
 class TrainerModel:
@@ -159,29 +155,14 @@ class TrainerModel:
         """
         return self._rows([sample], [np.asarray(positions)])[0]
 
-    def likely_replacements(
-        self, sample: TrainingSample, places: Sequence[int] | npt.NDArray[Any], difference: Any, count: int
-    ) -> list[tuple[int, int]]:
-        """Return tokens of the prompt, and others in their place, that would most lower the differences.
+    def slopes(self, sample: TrainingSample, places: npt.NDArray[Any]) -> tuple[Any, Any] | None:
+        """Return how the numbers at `places` change with the embeddings, which are returned too.
 
-        The model is taken for linear in the embedding of each token, so the order is approximate.
-
-        Args:
-            sample: The sample.
-            places: Tokens that differ, some of which are read.
-            difference: Trainer less sampler at `places`.
-            count: Maximum number of pairs `(place, token)`.
+        Shapes are `(m, n, size)` and `(n, size)`, in float32. None if the model fails.
         """
         import torch
 
-        chosen = np.unique(np.linspace(0, len(places) - 1, _MAX_GRADIENTS).round().astype(int))
         embedding, held = self.model.get_input_embeddings(), list[Any]()
-        free = ~sample.loss_mask
-        for span in sample.media_spans:
-            free[span.start : span.stop] = False
-        size = len(embedding.weight)
-        # All tokens of a small vocabulary, and the sample's own of a large one.
-        tokens = np.arange(size) if size * len(sample) < _MAX_PAIRS else np.unique(sample.token_ids[free])
 
         def keep(_: Any, __: Any, output: Any) -> Any:
             held.append(output.detach().requires_grad_())
@@ -191,25 +172,14 @@ class TrainerModel:
         hook = embedding.register_forward_hook(keep)
         try:
             with torch.enable_grad(), self.ready([sample]) as inputs:
-                logits = self.forward(inputs, sample)[0, np.asarray(places)[chosen] - 1]
-                picked = logits.log_softmax(-1).gather(1, ids[np.asarray(places)[chosen], None])[:, 0]
+                logits = self.forward(inputs, sample)[0, places - 1]
+                picked = logits.log_softmax(-1).gather(1, ids[places, None])[:, 0]
                 slopes = [torch.autograd.grad(one, held[0], retain_graph=True)[0][0] for one in picked]
         except (MMRenderError, RuntimeError):
-            return []
+            return None
         finally:
             hook.remove()
-        with torch.no_grad():
-            vectors = embedding(torch.from_numpy(tokens).to(ids.device)).float()
-            along, across = torch.zeros(2, len(sample), len(tokens), device=ids.device)
-            for slope, own in zip(slopes, np.asarray(difference, np.float32)[chosen].tolist(), strict=True):
-                change = slope.float() @ vectors.T - (slope * held[0][0]).float().sum(-1, keepdim=True)
-                along -= own * change
-                across += change.square()
-            likeness = along / across.sqrt().clamp(min=1e-9)
-            likeness[torch.from_numpy(~free)] = -1.0
-            best = likeness.flatten().topk(min(count, likeness.numel())).indices.tolist()
-        pairs = [(at // len(tokens), int(tokens[at % len(tokens)])) for at in best]
-        return [(place, token) for place, token in pairs if sample.token_ids[place] != token]
+        return torch.stack(slopes).float(), held[0].detach()[0].float()
 
     def _rows(
         self,
@@ -307,7 +277,7 @@ def parts_of(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def _remembering(model: Any, held: dict[Any, Any]) -> Iterator[None]:
-    """Let vision towers return what they returned for the same arguments, within the block."""
+    """Let vision towers return their earlier outputs for the same arguments, within the block."""
     import torch
 
     def call(own: Callable[..., Any], *args: Any, **options: Any) -> Any:

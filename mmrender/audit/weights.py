@@ -1,7 +1,7 @@
-"""Rows of the stage model about its weights: rounded ones, and those of another step."""
+"""Rows of the stage model about its weights: rounded ones, and weights of another step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,9 +14,11 @@ from mmrender.audit.computed import (
     Place,
     attending,
     bound,
+    changed_weights,
+    changing,
+    hooked,
     other_dtypes,
     replaced,
-    since_of,
     tensors,
     through,
 )
@@ -48,54 +50,29 @@ def quantised(case: Case) -> Iterator[Trial]:
     body = torch.nn.ModuleList(part for name, part in parts.items() if name != "head")
     language = parts.get(LANGUAGE, model)
     scopes_of = {"model": model, "model but its head": body, LANGUAGE: language}
-    for text, ends in {
-        "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "perceptrons": ("_proj",),
-    }.items():
-        own = [one for name, one in language.named_modules() if name.endswith(ends)]
-        attention = {id(one) for name, one in language.named_modules() if "attn" in name}
-        chosen = [one for one in own if text == "attention" or id(one) not in attention]
+    projections = [(name, one) for name, one in language.named_modules() if name.endswith("_proj")]
+    for text, in_attention in {"attention": True, "perceptrons": False}.items():
+        chosen = [one for name, one in projections if ("attn" in name) == in_attention]
         scopes_of[f"{text} of the {LANGUAGE}"] = torch.nn.ModuleList(chosen)
     for part, module in scopes_of.items():
         linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
             chosen = linear if name.startswith(("int", "float8 ")) else module
-
-            def make(chosen: Any = chosen, change: Any = change) -> AbstractContextManager[None]:
-                return replaced([*tensors(chosen, change)])
-
             text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
-            yield Trial(text, model=bound(make), since=since_of(case, part))
+            yield Trial(text, model=changed_weights(chosen, change))
+        for by_row in (True, False) if part in ("model but its head", LANGUAGE) else ():
+            scale = f"a scale {'a row and token' if by_row else 'a tensor'}"
+            text = f"'s {part} multiplied in float8, weights and inputs, with {scale}: quantised (fp8)"
+            yield changing(case, text, _multiplied_in_float8, linear, by_row)
 
-    yield from _multiplied_in_float8(case, {"model but its head": body, LANGUAGE: language})
 
-
-def _multiplied_in_float8(case: Case, scopes: Mapping[str, Any]) -> Iterator[Trial]:
-    """Yield matrices of float8 that are multiplied by inputs of float8, each with scales of its own."""
-    import torch
-
-    for (part, module), by_row in product(scopes.items(), (True, False)):
-        linear = [one for one in module.modules() if isinstance(one, torch.nn.Linear)]
-
-        @contextmanager
-        def make(linear: Any = linear, by_row: bool = by_row) -> Iterator[None]:
-            low = partial(_in_float8, by_row=by_row)
-            places = [
-                (one._parameters, "weight", torch.nn.Parameter(low(one.weight.data), False)) for one in linear
-            ]
-            hooks = [
-                one.register_forward_pre_hook(lambda _, args: (low(args[0]), *args[1:])) for one in linear
-            ]
-            try:
-                with replaced(places):
-                    yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
-
-        scale = f"a scale {'a row and token' if by_row else 'a tensor'}"
-        text = f"the sampler's {part} multiplied in float8, weights and inputs, with {scale}: quantised (fp8)"
-        yield Trial(text, model=bound(make), since=since_of(case, part))
+@contextmanager
+def _multiplied_in_float8(modules: Any, by_row: bool) -> Iterator[None]:
+    """Multiply matrices of float8 with inputs of float8, each with scales of its own, within the block."""
+    low = partial(_in_float8, by_row=by_row)
+    inputs = lambda args, options: ((low(args[0]), *args[1:]), options)  # noqa: E731
+    with hooked(modules, inputs), replaced([*tensors(modules, low)]):
+        yield
 
 
 def _in_integers(data: Any, bits: int, group: int | None, even: bool = True) -> Any:
@@ -128,58 +105,55 @@ def other_weights(case: Case) -> Iterator[Trial]:
 
     model = case.trainer.model
     named = dict(model.named_parameters(remove_duplicate=False))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
 
     def trial(statement: str, changed: Mapping[str, Any]) -> Trial:
-        owners = [(named[key], value) for key, value in changed.items()]
-        places = [(own, "data", value.to(own.device, own.dtype)) for own, value in owners]
-        return Trial(statement, model=bound(replaced, places))
+        return Trial(statement, model=bound(replaced, _as_given(changed, named)))
 
     for name, given in case.weights.items():
-        known = {
-            key: value for key, value in given.items() if key in named and value.shape == named[key].shape
-        }
-        changed = {k: v for k, v in known.items() if not torch.equal(v.to(named[k]), named[k])}
+        known = {id(own): value for own, _, value in _as_given(given, named)}
+        same = {key for key, own in named.items() if id(own) in known and torch.equal(known[id(own)], own)}
+        changed = {key: known[id(own)] for key, own in named.items() if id(own) in known and key not in same}
         text = f"the sampler had the weights of {name}"
         yield from [trial(text, changed)] if changed else ()
         for part, keys in list(_groups(changed).items())[: _MAX_GROUPS // len(case.weights)]:
             yield trial(f"{text} in {part}", {key: changed[key] for key in keys})
             rest = {key: value for key, value in changed.items() if key not in keys}
             yield trial(f"{text} everywhere but in {part}", rest)
-        steps = {key: value.to(named[key]) - named[key] for key, value in changed.items()}
+        steps = {key: value - named[key] for key, value in changed.items()}
         scopes_of = {"all parts": {*changed}, **dict(list(_groups(changed).items())[:_MAX_FITTED])}
         for part, keys in scopes_of.items() if changed else ():
-            some = {key: steps[key] for key in keys}
+            own_steps = [(key, steps[key]) for key in keys]
 
-            def moved(
-                factor: float, by: str = f"{name}'s in {part}", some: Mapping[str, Any] = some
-            ) -> Trial:
-                towards = {key: named[key] + factor * step for key, step in some.items()}
+            def moved(factor: float, by: str = f"{name}'s in {part}", some: Any = own_steps) -> Trial:
+                towards = {key: named[key] + factor * step for key, step in some}
                 why = "averaged" if factor < 1 else "of another step"
                 text = f"the sampler's weights were {factor:.3g} of the way from the trainer's to {by}: {why}"
                 return trial(text, towards)
 
             yield from fitted(case, moved, 0.02, 10, 1.0, 0.1, 1.0)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    for name, given in case.weights.items() if head is not None and head.weight is embedding.weight else ():
         # A head that is tied to the embedding may be loaded apart from it.
-        tied_to = [key for key, own in named.items() if own is head.weight and key in given]
-        for part, text in ((head, "head"), (embedding, "embedding")) if tied_to else ():
-            other = torch.nn.Parameter(given[tied_to[0]].to(head.weight), requires_grad=False)
-            places = [(part._parameters, "weight", other)]
-            statement = f"the sampler had the weights of {name} in its {text} alone, which was not tied"
-            yield Trial(statement, model=bound(replaced, places))
+        tied = [key for key, own in named.items() if head is not None and own is head.weight and key in given]
+        for of, text in ((head, "head"), (embedding, "embedding")):
+            if tied and head.weight is embedding.weight:
+                other = torch.nn.Parameter(given[tied[0]].to(head.weight), requires_grad=False)
+                statement = f" had the weights of {name} in its {text} alone, which was not tied"
+                yield changing(case, statement, replaced, [(of._parameters, "weight", other)])
     if (
         head is not None
         and head.weight is not embedding.weight
         and head.weight.shape == embedding.weight.shape
     ):
-        tied = [(head.weight, "data", embedding.weight.data)]
-        yield Trial(
-            "the sampler's head was tied to its embedding (tie_word_embeddings)",
-            model=bound(replaced, tied),
-        )
+        places = [(head.weight, "data", embedding.weight.data)]
+        yield changing(case, "'s head was tied to its embedding (tie_word_embeddings)", replaced, places)
     yield from _adapters(case, named, trial)
     yield from _restacked(named, trial)
+
+
+def _as_given(given: Mapping[str, Any], named: Mapping[str, Any]) -> list[Place]:
+    """Return the model's parameters with given values of their shape."""
+    known = [(named[key], value) for key, value in given.items() if key in named]
+    return [(own, "data", value.to(own)) for own, value in known if value.shape == own.shape]
 
 
 def _adapters(
@@ -208,32 +182,21 @@ def _adapters(
 
 def _restacked(named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]) -> Iterator[Trial]:
     """Yield projections that engines stack, in another order."""
-    for names in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("k_proj", "v_proj")):
-        both = [[value for key, value in named.items() if key.endswith(f"{one}.weight")] for one in names]
-        same = len(both[0]) == len(both[1]) and all(
-            one.shape == two.shape for one, two in zip(*both, strict=True)
-        )
-        if both[0] and same:
-            pairs = [*zip(*both, strict=True), *((two, one) for one, two in zip(*both, strict=True))]
-            text = (
-                f"the sampler had {names[0]} and {names[1]} in each other's place (stacked in another order)"
-            )
-            yield Trial(text, model=bound(replaced, [(one, "data", two.data) for one, two in pairs]))
+    other = "in each other's place (stacked in another order)"
+    for one, two in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("k_proj", "v_proj")):
+        names = {key: key.replace(one, two) for key in named if key.endswith(f"{one}.weight")}
+        if names and all(two in named and named[key].shape == named[two].shape for key, two in names.items()):
+            changed = {a: named[b].data for key, two in names.items() for a, b in ((key, two), (two, key))}
+            yield trial(f"the sampler had {one} and {two} {other}", changed)
     stacked = {key: value.roll(len(value) // 2, 0) for key, value in named.items() if "gate_up_proj" in key}
-    if stacked:
-        text = "the sampler had gate and up in each other's place (gate_up_proj stacked in another order)"
-        yield trial(text, stacked)
+    yield from [trial(f"the sampler had gate and up {other} (gate_up_proj)", stacked)] if stacked else ()
 
 
 def stale_prefix(case: Case) -> Iterator[Trial]:
     """Yield prompts whose keys and values were cached under other weights."""
     named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
     for name, given in case.weights.items():
-        known = {
-            key: value for key, value in given.items() if key in named and value.shape == named[key].shape
-        }
-        places = [(named[key], "data", value.to(named[key])) for key, value in known.items()]
-        values = partial(_behind_prefix, case, places)
+        values = partial(_behind_prefix, case, _as_given(given, named))
         text = f"the sampler's prefix cache held keys and values of the weights of {name}"
         yield Trial(text, values=values)
 
