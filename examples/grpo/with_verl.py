@@ -9,15 +9,10 @@ boards, and the largest difference of sampler and trainer at any token, in nats,
 import json
 import math
 import os
-import shutil
-import string
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from random import Random
-from types import SimpleNamespace
 from typing import Any, Final
 
 import datasets
@@ -26,13 +21,9 @@ from hydra import compose, initialize_config_dir
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
 from grpo.config import Config, build, parse
-from grpo.games import HELD_OUT, RECORDED, game_of
-from grpo.trainer import Trainer
+from grpo.games import HELD_OUT, game_of
 from grpo.verl_cpu import ENVIRONMENT, SETTINGS
-from mmrender import Renderer
 from mmrender.integrations.verl import EpisodeLoop
-from mmrender.model.weights import load_model
-from mmrender.training import Collator
 
 NAME: Final = "game"
 """The agent loop's name in verl's configuration and data."""
@@ -50,46 +41,6 @@ class GameLoop(EpisodeLoop):
     def __init__(self, *arguments: Any, out: str, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.environment = game_of(config_of(out), self.renderer)
-
-
-def warmed(config: Config) -> Path:
-    """Build the model that verl begins with; return its directory.
-
-    verl's trainer knows no allowed tokens: its log-probabilities and entropies are over all of them. So the
-    model learns first to answer with letters, any of them, between which the bonus for entropy then decides.
-    """
-    directory, target = build(config), config.out / "warm"
-    if target.exists():
-        return target
-    renderer = Renderer.from_pretrained(directory)
-    model = load_model(directory, "float32", "cpu", purpose="the example")
-    learn_letters(config, Trainer(replace(config, learning_rate=1e-3), model, renderer.tokenizer), renderer)
-    written = config.out / "warm.new"
-    shutil.copytree(directory, written, dirs_exist_ok=True)
-    model.save_pretrained(written)
-    return written.rename(target)
-
-
-def learn_letters(config: Config, trainer: Trainer, renderer: Renderer) -> None:
-    """Imitate games whose letters are drawn, until letters are almost all that the model answers with."""
-    random, letters = Random(config.seed), string.ascii_uppercase[: config.grid**2]
-    collator = Collator(trainer.family, 0, renderer, packed=True, max_length=config.row_tokens)
-    least = math.log(len(letters)) / 2  # of a letter, and of the token that ends its turn
-    loss = math.inf
-    while loss > least + 0.05 and trainer.updates < 300:
-        first = RECORDED + (config.seed << 20) + trainer.updates * config.recorded
-        games = []
-        for seed in range(first, first + config.recorded):
-            game = game_of(config, renderer)()
-            messages, is_done = list(game.reset([], {"seed": seed}).messages), False
-            while not is_done:
-                letter = random.choice(letters)
-                observation = game.step(SimpleNamespace(text=letter))
-                messages += [{"role": "assistant", "content": letter}, *observation.messages]
-                is_done = observation.done
-            games.append({"messages": messages})
-        loss = trainer.imitate(collator.batch(games))
-    print(f"{trainer.updates} updates on drawn letters, {loss:.3f} nats a token", flush=True)
 
 
 def data_of(config: Config, first: int, count: int, name: str) -> str:
@@ -176,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse(arguments, program="grpo.with_verl")
     if config.game == "zoom":
         sys.exit("the turns of zoom are structured outputs, which verl's servers do not follow: --game look")
-    directory = warmed(config)
+    directory = build(config)
     log = config.out / "verl.jsonl"
     # Read by verl's processes, which Ray starts with the environment of this one.
     os.environ |= {**ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(log.resolve())}
