@@ -120,6 +120,11 @@ class Plain:
     def __init__(self, directory: str, url: str) -> None:
         import torch
         from openai import AsyncOpenAI
+
+        from mmrender.testing.reference import has_reference_backend, import_torchvision
+
+        if has_reference_backend("torch"):
+            import_torchvision()
         from transformers import AutoProcessor
 
         torch.set_num_threads(1)
