@@ -149,6 +149,10 @@ class Search:
         self._effects: list[Effect] = []
         self._statements: set[str] = set()
         self._slopes: Array = np.zeros((0, 3))
+        self._untried: list[Stage] = list(dict.fromkeys(row.stage for row in ROWS if row.trials is not None))
+        # If the cause of another sample was not found, its stage and the likeliest are tried alone.
+        self._likely = before.stage if before is not None and before.cause == UNKNOWN else None
+        self._stages = len(self._untried) if self._likely is None else 2
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
@@ -161,41 +165,40 @@ class Search:
         self.fits = self._recorded(case)
         if self.fits:
             return self.named(self.fits)
-        faults: list[Fault] = []
         first = {_COMMONEST, "" if self._before is None else self._before.cause}
-        fits = self._tried(case, [row for row in ROWS if row.name in first])
-        if not any(map(self._is_certain, fits)):
+        self.fits = self._tried(case, [row for row in ROWS if row.name in first])
+        if not any(map(self._is_certain, self.fits)):
             faults = [*draws(case)]
-            fits += self._run(case, faults[::_ORDERING])
+            rest = [fault for number, fault in enumerate(faults) if number % _ORDERING]
             self._read_off()
-            fits += self._by_stage()
-        self.fits = fits
-        likely = [fit for fit in fits if self._beyond_chance(fit)]
+            # Few random faults order the stages. If no row fits, the rest may show another one to be likely.
+            for some in (faults[::_ORDERING], rest):
+                self.fits += self._run(case, some)
+                self.fits += self._by_stage()
+                if any(map(self._beyond_chance, self.fits)):
+                    break
+        likely = [fit for fit in self.fits if self._beyond_chance(fit)]
         if likely:
             return self.named(likely)
-        self._run(case, [fault for number, fault in enumerate(faults) if number % _ORDERING])
         self.places = self._weighed()
         return self._two() or self.unknown(self.places)
 
     def _by_stage(self) -> list[Fit]:
         """Return the rows that fit, the likeliest stage first, and all others that are not hopeless."""
         fits: list[Fit] = []
-        left = list(dict.fromkeys(row.stage for row in ROWS if row.trials is not None))
-        before = self._before.stage if self._before is not None and self._before.cause == UNKNOWN else None
-        # If the cause of another sample was not found, its stage and the likeliest are tried alone.
-        tries, tried = len(left) if before is None else 2, False
+        left, is_second = self._untried, False
         while left and not any(map(self._is_certain, fits)):
             places = self._weighed()  # rows that were tried are faults too
             evidence = {place.stage: place.evidence for place in places}
             least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
             # A prompt may differ at many places, its random faults differ at one. It is tried second at last.
             if not fits:
-                evidence["template"] = max(evidence.get("template", least), np.inf if tried else least)
-            stage = before if before in left else max(left, key=lambda one: evidence.get(one, least))
-            if evidence.get(stage, least) < least or not tries:
+                evidence["template"] = max(evidence.get("template", least), np.inf if is_second else least)
+            stage = max(left, key=lambda one: evidence.get(one, least) if one != self._likely else np.inf)
+            if evidence.get(stage, least) < least or not self._stages:
                 break
             left.remove(stage)
-            tries, tried = tries - 1, True
+            self._stages, is_second = self._stages - 1, True
             rows = [row for row in ROWS if row.stage == stage and row.name != _COMMONEST]
             fits += self._tried(self.case, rows)
         return fits

@@ -121,7 +121,7 @@ def test_a_tensor_that_only_the_second_picture_of_a_size_lacks_is_found(tmp_path
 
 
 def test_a_model_whose_images_cannot_be_compared_is_not_equal(tiny_model, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ImportError("needs a package")
 
     monkeypatch.setattr(reference, "build_reference_processor", refuse)
@@ -292,7 +292,7 @@ def test_items_are_parts_of_a_batch_that_is_padded_with_one_value(padding, fits)
 
 
 def test_videos_that_only_the_reference_refuses_are_left_out(pair, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("one frame")
 
     video = {"type": "video", "video": np.zeros((1, 8, 8, 3), np.uint8), "fps": 1.0}

@@ -263,7 +263,7 @@ def test_parity_ends_at_a_planted_difference(run, tiny_model, monkeypatch):
 def test_parity_without_a_models_images_fails(run, tiny_model, tmp_path, monkeypatch):
     """Exit 2, and the reason; 1 where something differs as well."""
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ImportError("needs a package")
 
     monkeypatch.setattr(reference, "build_reference_processor", refuse)

@@ -82,7 +82,7 @@ def test_a_wrong_pixel_is_noticed(tiny_model, renderer):
 
 
 def test_without_a_processor_the_claim_is_not_made(tiny_model, renderer, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ImportError("no torchvision here")
 
     monkeypatch.setattr("mmrender.testing.reference.build_reference_processor", refuse)

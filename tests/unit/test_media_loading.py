@@ -287,7 +287,7 @@ def test_damaged_pixel_data_stays_an_error() -> None:
 
 
 def test_percent_encoded_urls_cost_a_few_times_their_size() -> None:
-    data = encoded(noise(7, 240, 200))
+    data = encoded(noise(7, 700, 600))
     url = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     in_base64 = "data:image/png;base64," + "".join(f"%{byte:02x}" for byte in base64.b64encode(data))
     for source in (url, in_base64):
