@@ -166,7 +166,9 @@ def save_plot(runs: Sequence[Path], path: Path) -> None:
     speed.set(title="tokens a second, sampled and trained on", xlabel="rollouts", ylim=(0, None))
     entropy.set(title="entropy of the answer, nats", xlabel="rollouts")
     time.set(title=f"processor seconds of a step, {runs[-1].name}", xlabel="rollouts")
-    time.set_visible(any(bottom))  # trainers of others do not count it
+    # Trainers of others count neither.
+    time.set_visible(any(bottom))
+    speed.set_visible(any("tokens_per_s" in row for row in rows))
     reward.legend(fontsize="small")
     time.legend(fontsize="small")
     figure.savefig(path)
