@@ -609,14 +609,10 @@ class Renderer:
             InputError: The ids are not flat integers within the vocabulary.
         """
         ids = checked_ids(token_ids, "token_ids", self.vocab_size)
+        prompt = None if prompt_ids is None else checked_ids(prompt_ids, "prompt_ids", self.vocab_size)
         parser = self.response_parser(
             has_tools=tools is not None, chat_template_kwargs=chat_template_kwargs, **template_arguments
         )
-        if type(prompt_ids) is list:
-            # No other tokens of a prompt are read, and a long prompt has many.
-            with suppress(TypeError):
-                prompt_ids = parser.turns.open(prompt_ids)
-        prompt = None if prompt_ids is None else checked_ids(prompt_ids, "prompt_ids", self.vocab_size)
         return parser.parse(ids, tools=tools, prompt_ids=prompt)
 
     def response_parser(

@@ -261,7 +261,7 @@ class ResponseParser:
         self.profile = turns.profile
         self.choice = choice
         self.edges = edges
-        self.turns = turns
+        self._turns = turns
         self._prompt_ids = turns.speller.tokenizer.encode(self.profile.generation_prompt)
 
     def parse(
@@ -288,11 +288,11 @@ class ResponseParser:
         length = len(ids)
         while length and ids[length - 1] in self.profile.stop_ids:
             length -= 1
-        source = self.turns.text_of(ids[:length])
+        source = self._turns.text_of(ids[:length])
         format_, opening = self.profile.reasoning, Opening()
         if format_ is not None:
-            turn = self.turns.open(self._prompt_ids if prompt_ids is None else prompt_ids)
-            opening = self.turns.opening(self.turns.text_of(turn))
+            turn = self._turns.open(self._prompt_ids if prompt_ids is None else prompt_ids)
+            opening = self._turns.opening(self._turns.text_of(turn))
         parts = split(source, self.choice.grammar, format_, opening, schemas)
         reasoning = parts.reasoning.text
         attempts = [

@@ -48,6 +48,12 @@ def test_ids_that_are_none_are_refused_with_their_place(renderer, prompt, name):
     assert "not token ids" in error_of(InputError, renderer.decode, ids)
 
 
+def test_ids_of_a_prompt_are_checked_before_its_last_turn_too(renderer, prompt):
+    with pytest.raises(InputError, match="not token ids") as caught:
+        renderer.parse_response(prompt[:1], prompt_ids=[-1, *prompt])
+    assert (caught.value.where, caught.value.got) == ("prompt_ids[0]", "-1")
+
+
 @pytest.mark.parametrize("form", [list, tuple, lambda ids: np.array(ids, int)])
 def test_a_completion_may_be_empty(form):
     assert checked_ids(form([]), "token_ids", 9) == []
