@@ -76,15 +76,13 @@ async def wire_forms(
     # The server is asked to render the smallest image of a kind.
     for span in sorted(spans, key=lambda span: span.range.length):
         item = span.item
-        kind: tuple[Hashable, ...] = (type(item), item.modality)
+        settings: tuple[Hashable, ...] = ()
         if isinstance(item, PatchItem):
-            # Items share these two objects, whose own hashes take longer.
-            kind = (*kind, id(item.layout), id(item.arithmetic), bool(item.times))
+            settings = (item.layout, item.arithmetic, bool(item.times))
+        # Items share their settings, whose own hashes take longer than those of their addresses.
+        kind = (type(item), item.modality, *map(id, settings))
         if kind not in by_kind:
-            settings = None
-            if isinstance(item, PatchItem):
-                settings = (item.layout, item.arithmetic, item.modality, bool(item.times))
-            key = ("form", pixels, model, type(item), settings or item.modality)
+            key = ("form", pixels, model, type(item), item.modality, *settings)
             tokens = tuple(ids[span.start : span.stop].tolist())
             ask = partial(_ask_form, item, tokens, model, process.transport, pixels)
             by_kind[kind] = await process.ask_once(key, ask)

@@ -56,10 +56,10 @@ def normalize_tools(
     """
     if tools is None:
         return None
-    if type(tools) is list or type(tools) is tuple:
-        return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)])
-    remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
-    items = as_list(tools, where, "tools come in a list", remedy=remedy)
+    items = tools
+    if type(tools) is not list and type(tools) is not tuple:
+        remedy = "Wrap a single tool in a list" if is_record(tools) or callable(tools) else None
+        items = as_list(tools, where, "tools come in a list", remedy=remedy)
     return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(items)])
 
 
@@ -93,7 +93,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             definition["function"] = as_fields(definition["function"], f"{where}.function", _TOOL)
     inner = definition.get("function")
     holder, path = (definition, where) if inner is None else (inner, f"{where}.function")
-    name = holder.get("name") if isinstance(holder, dict | Mapping) else None
+    name = holder.get("name") if isinstance(holder, Mapping) else None
     if not isinstance(name, str) or not name:
         raise MessageError(
             "the tool does not name a function", where=path, expected=_TOOL, got=describe(holder)
