@@ -81,7 +81,7 @@ class LoadedAudio:
             return None
         out = io.BytesIO()
         soundfile.write(out, levels, self.rate, format="FLAC", subtype="PCM_16")
-        return PackedAudio(out.getvalue(), self.rate) if out.tell() < bound else None
+        return PackedAudio(out.getvalue(), self.rate, _UNBOUNDED) if out.tell() < bound else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +91,22 @@ class PackedAudio:
     Attributes:
         file: The file.
         rate: Samples per second of the samples.
-        policy: Limits of decoding. None for a file that was written here.
+        policy: Limits of decoding.
     """
 
     file: bytes = field(repr=False)
     rate: int
-    policy: MediaPolicy | None = None
+    policy: MediaPolicy
 
     def samples(self) -> Samples:
         """Decode the file, as it was decoded before. Raises as `load_audio` does."""
-        return load_audio(self.file, self.rate, self.policy or _UNBOUNDED).samples
+        return load_audio(self.file, self.rate, self.policy).samples
 
 
 _UNBOUNDED: Final = MediaPolicy(
     max_bytes=1 << 40, max_audio_seconds=1 << 40, max_audio_bytes=1 << 40, decode_timeout=math.inf
 )
+"""Limits of a file that was written here."""
 
 
 def load_audio(

@@ -143,6 +143,11 @@ class DeferredParts(Mapping[str, Compact]):
         return dict, (dict(self._compute()),)
 
 
+def nbytes_of(parts: Mapping[str, Compact]) -> int:
+    """Return the bytes of parts in their kept form."""
+    return sum(part.values.nbytes for part in parts.values())
+
+
 class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="processed"):
     """One medium as the model's own processor made it, each tensor in its smallest exact form.
 
@@ -161,7 +166,7 @@ class ProcessedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="proces
         """Bytes of all tensors in their kept form, or of the file that they are computed from."""
         if isinstance(self.parts, DeferredParts):
             return len(self.parts.source)
-        return sum(part.values.nbytes for part in self.parts.values())
+        return nbytes_of(self.parts)
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
         """Return the spec of each tensor by name. See `tensor_specs`."""

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.audio import LoadedAudio, PackedAudio
-from mmrender.media.item import DeferredParts, ProcessedItem
+from mmrender.media.audio import LoadedAudio, PackedAudio, Samples
+from mmrender.media.item import DeferredParts, ProcessedItem, nbytes_of
 from mmrender.media.levels import Compact, padded
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, media_identity
@@ -56,8 +56,6 @@ _MAX_FEATURES: Final = 256 << 20
 _MAX_SAMPLES: Final = 64 << 20
 """Maximum size of the samples that are kept until features are computed, in bytes."""
 
-Samples = npt.NDArray[np.float32]
-
 
 class AdaptedAudioProcessor(AudioProcessor):
     """The model's own processor behind the interface of `AudioProcessor`. Loaded with the first clip.
@@ -80,7 +78,7 @@ class AdaptedAudioProcessor(AudioProcessor):
         build = partial(build_audio_reference, files, trust_remote_code=trust_remote_code)
         self._watched = WatchedProcessor(build, files.bos_token)
         self._samples: LRUCache[str, Samples] = LRUCache(_MAX_SAMPLES, size_of=lambda samples: samples.nbytes)
-        self._features: LRUCache[str, Mapping[str, Compact]] = LRUCache(_MAX_FEATURES, size_of=_nbytes)
+        self._features: LRUCache[str, Mapping[str, Compact]] = LRUCache(_MAX_FEATURES, size_of=nbytes_of)
 
     @property
     def affixes(self) -> Mapping[BosPlace, Affixes]:
@@ -206,7 +204,7 @@ class AdaptedAudioProcessor(AudioProcessor):
         try:
             clips = [_probe(seconds, self.sampling_rate) for seconds in _PROBE_SECONDS]
             counts = [self._count_tokens(len(clip)) for clip in clips]
-            shapes = [parse_expansion(self._processed(clip)[0], self._feature_token) for clip in clips]
+            shapes = [self._computed(clip)[0] for clip in clips]
         except (MediaError, ProcessorError, AttributeError, TypeError, KeyError, ValueError):
             return None
         repeats = [[piece for piece in shape if isinstance(piece, Repeat)] for shape in shapes]
@@ -318,10 +316,6 @@ class AudioOnlyProcessor(MediaProcessor):
         return ProcessorError(
             f"images are not supported for {self.name}", expected="text and audio", remedy="Remove the image"
         )
-
-
-def _nbytes(parts: Mapping[str, Compact]) -> int:
-    return sum(part.values.nbytes for part in parts.values())
 
 
 def _probe(seconds: float, rate: int) -> Samples:
