@@ -250,8 +250,11 @@ def _over_all(
             causes[place] = searches[place].unknown(ordered) if ordered else causes[place]
     elif len({finding.statement for finding in causes}) > 1:
         # Several changes explain some samples each: the change that explains all is the cause.
-        of_all = ([search.stated(finding) for search in searches] for finding in dict.fromkeys(causes))
-        causes = next(([*same] for same in of_all if None not in same), causes)  # type: ignore[list-item]
+        for finding in dict.fromkeys(causes):
+            same = [stated for search in searches if (stated := search.stated(finding)) is not None]
+            if len(same) == len(searches):
+                causes = same
+                break
     shared = len({(finding.stage, finding.cause) for finding in causes}) == 1
     if shared and all(one.cause != UNKNOWN for one in causes):
         found = [one for one in found if one.cause != "values"]  # the numbers have this form everywhere
