@@ -1,5 +1,7 @@
 """TRL's trainer on trajectories: late images, branches and packed rows, with sampler and trainer compared."""
 
+import itertools
+
 import datasets
 import numpy as np
 import pytest
@@ -94,14 +96,23 @@ def test_it_trains_on_branches_and_late_images(renderer, tiny_model, tmp_path, l
 
 
 def test_a_token_that_branches_share_is_trained_on_once(renderer, tiny_model, tmp_path):
-    trainer = trainer_of(renderer, tiny_model, tmp_path)
-    parts = trainer._parts([{"number": 0}] * 4, 4, 1)
-    sampled = sum(int(sample.loss_mask.sum()) for sample in parts[0].samples)
-    assert parts[0].tokens == sampled == 4 * 3 * SETTINGS["max_completion_length"]
-    advantages = [sample.advantages[sample.loss_mask] for sample in parts[0].samples]
-    assert sum(map(np.sum, advantages[::2])) != 0
-    lengths = [int(sample.loss_mask.sum()) for sample in parts[0].samples]
-    assert lengths == [16, 8] * 4
+    ranks = itertools.count()
+
+    async def ranked(client, row):
+        trajectory = await play(client, row)
+        for step in trajectory.steps:
+            step.reward = 0.0
+        trajectory.reward = float(next(ranks))
+        return trajectory
+
+    trainer = trainer_of(renderer, tiny_model, tmp_path, ranked)
+    samples = trainer._parts([{"number": 0}] * 4, 4, 1)[0].samples
+    assert [int(sample.loss_mask.sum()) for sample in samples] == [16, 8] * 4
+    advantages = [np.unique(sample.advantages[sample.loss_mask]).tolist() for sample in samples]
+    assert advantages[::2] == advantages[1::2]
+    rewards = np.arange(4.0)
+    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    assert sorted(value for [value] in advantages[::2]) == pytest.approx(expected.tolist())
 
 
 def test_rewards_are_means_over_branches():
