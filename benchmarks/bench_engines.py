@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "codecs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "codecs"), str(ROOT / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np  # noqa: E402
@@ -41,7 +41,7 @@ from mmrender.engines.client import InferenceEngineClient  # noqa: E402
 from mmrender.engines.http_engine import HTTPEngine  # noqa: E402
 from mmrender.engines.interface import new_request  # noqa: E402
 from mmrender.sidecar import MultiModalData, PlaceholderRange  # noqa: E402
-from mmrender.testing.scripted_engine import ScriptedEngine  # noqa: E402
+from scripted_engine import ScriptedEngine  # noqa: E402
 
 IN_FLIGHT = (1, 64, 512)
 ENGINES = 8

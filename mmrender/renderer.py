@@ -478,7 +478,7 @@ class Renderer:
 
     def _variables(self, call: str, mapping: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """Merge and check the template variables of a call."""
-        if mapping is None and not keywords:
+        if not keywords and (mapping is None or mapping == {}):
             return {}
         return read_variables(
             mapping,

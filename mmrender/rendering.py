@@ -22,6 +22,7 @@ from mmrender.messages import (
     UNKNOWN_SOURCE,
     MediaPart,
     Message,
+    Modality,
     Part,
     RenderRequest,
     RequestMedia,
@@ -272,17 +273,17 @@ class Rendering:
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:
             return [None] * len(parts)
-        self._require_one("video", parts, earlier)
-        self._require_one("audio", parts, earlier)
+        for modality in sorted({entry.part.modality for entry in parts} - {"image"}):
+            self._require_one(modality, parts, earlier)
         items = self.media.resolve(parts, earlier=earlier)
         return [items[index] for index in order]
 
     def _require_one(
-        self, modality: Literal["video", "audio"], parts: Sequence[RequestMedia], earlier: MultiModalData
+        self, modality: Modality, parts: Sequence[RequestMedia], earlier: MultiModalData
     ) -> None:
         """Raise if there are several media of a modality of which a prompt may have one."""
         paths = [entry.path for entry in parts if entry.part.modality == modality]
-        if self.media is None or not paths or len(paths) + len(earlier.mm_hashes.get(modality, ())) < 2:
+        if self.media is None or len(paths) + len(earlier.mm_hashes.get(modality, ())) < 2:
             return
         videos, audio = self.media.processor.videos, self.media.processor.audio
         if modality == "video" and videos is not None and not videos.takes_several:

@@ -1,10 +1,11 @@
-"""The threads of a renderer, which start at the first call, and again after a fork."""
+"""Threads of a renderer, which start at the first call and again after a fork, and waits on event loops."""
 
 import contextvars
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
@@ -137,6 +138,36 @@ class Workers:
         self._threads.shutdown()
         if self.media is not None:
             self.media.shutdown()
+
+
+class Notifier:
+    """Wakes the tasks that wait for a condition. For one event loop after another."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Have every waiter look at its condition again."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_until(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until a condition holds, or return False after `timeout` seconds."""
+        import asyncio
+
+        if condition():
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not condition():
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._waiters.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._waiters.discard(waiter)
+        return condition()
 
 
 def _size(size: int | None, default: int, minimum: int, where: str) -> int:

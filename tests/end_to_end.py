@@ -57,7 +57,7 @@ async def roll_out(client, number, trajectory):
         },
     ]
     # Imported here: the trainer, which runs this file as a program, needs nothing of it.
-    from mmrender.testing.guided import guided_params
+    from guided import guided_params
 
     params = {"max_tokens": MAX_NEW_TOKENS, "temperature": 1.0}
 

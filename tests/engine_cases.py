@@ -14,7 +14,7 @@ from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import EngineStatusError
 from mmrender.sidecar import MultiModalData, PlaceholderRange
-from mmrender.testing.scripted_engine import Asked, Fault, ScriptedEngine
+from scripted_engine import Asked, Fault, ScriptedEngine
 
 
 def in_loop(test):

@@ -26,9 +26,10 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path += [str(Path(__file__).resolve().parent.parent / folder) for folder in ("examples", "tests")]
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from guided import guided_params
 from mmrender.client.local import LocalBackend
 from mmrender.errors import ShippingClosedError
 from mmrender.media.resolve import MediaCache
@@ -36,7 +37,6 @@ from mmrender.renderer import Renderer, RendererPool
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import run_episode
 from mmrender.shipping import Receiver, Sender
-from mmrender.testing.guided import guided_params
 from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.tree import Trajectory
 

@@ -105,11 +105,6 @@ class ServerFacts:
     is_unlike: bool = False
     sampler: dict[str, str] = field(default_factory=dict)
 
-    def is_old(self, now: float, connections: Connections | None) -> bool:
-        """Whether nobody has asked for a while, and no connection has stayed open."""
-        stays = connections is not None and connections.is_open and connections == self.used_over
-        return now - self.used_at > _IDLE and not stays
-
     def knows_process(self, connections: Connections | None) -> bool:
         """Whether the latest process still answers, or one of several equal ones, without asking again."""
         if connections is None or not connections.is_open or not self.latest:
@@ -131,7 +126,8 @@ def facts_of(transport: Transport) -> ServerFacts:
     """Return the facts about the server of a transport."""
     now, connections = time.monotonic(), _connections_of(transport)
     facts = _facts.get(transport)
-    if facts is None or facts.is_old(now, connections):
+    stays = facts is not None and connections is not None and connections.is_open
+    if facts is None or (now - facts.used_at > _IDLE and not (stays and connections == facts.used_over)):
         facts = _facts[transport] = ServerFacts()
     facts.used_at, facts.used_over = now, connections
     return facts

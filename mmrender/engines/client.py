@@ -388,7 +388,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         pool = self._pool
         pool.enter()
         pool.aborts += 1
-        pool.changed.notify_all()
+        pool.changed.notify()
         results = pool.presence()
         return self._listed(results | await pool.end_calls(pool.timeouts.pause, look=0.0))
 
@@ -418,7 +418,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         if pool.state == "closed":
             return
         pool.state = "closed"
-        pool.changed.notify_all()
+        pool.changed.notify()
         if not await pool.until_idle(wait):
             for call in pool.calls():
                 call.end("stopped")

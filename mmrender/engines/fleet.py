@@ -20,7 +20,7 @@ from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight
 from mmrender.client.transport import is_transient
 from mmrender.engines.interface import Control, EngineResult, InferenceEngineInterface
-from mmrender.engines.replicas import Condition, Replica, Work
+from mmrender.engines.replicas import Replica, Work
 from mmrender.errors import (
     EngineError,
     EngineStateError,
@@ -29,6 +29,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
 )
+from mmrender.workers import Notifier
 
 State: TypeAlias = Literal["open", "pausing", "paused", "resuming", "closed"]
 Results: TypeAlias = dict[Replica, EngineResult]
@@ -101,7 +102,7 @@ class Fleet:
     def renew_after_fork(self) -> None:
         """Forget the parent's event loop, with its requests and looks in flight."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.changed = Condition()
+        self.changed = Notifier()
         self._looks: dict[Replica, asyncio.Task[bool]] = {}
         self._watches: dict[Replica, asyncio.Task[None]] = {}
         self._reports: AsyncSingleFlight[Replica | None, bool | None] = AsyncSingleFlight()
@@ -153,7 +154,7 @@ class Fleet:
             for call in self.calls():
                 call.set_time(call.limit)
             self.watch_all()
-        self.changed.notify_all()
+        self.changed.notify()
 
     # --- control calls ---
 

@@ -9,8 +9,9 @@ from typing import Any
 from mmrender.client.transport import RetryPolicy, is_lost, is_transient
 from mmrender.engines.fleet import Fleet, Results, Timeouts, torn_down
 from mmrender.engines.interface import EngineResult, InferenceEngineInterface, Result
-from mmrender.engines.replicas import Condition, Replica, Work
+from mmrender.engines.replicas import Replica, Work
 from mmrender.errors import EngineError, EngineTimeoutError, EngineUnsupportedError
+from mmrender.workers import Notifier
 
 
 class ReplicaPool(Fleet):
@@ -42,7 +43,7 @@ class ReplicaPool(Fleet):
     def renew_after_fork(self) -> None:
         """Forget the parent's event loop, with its requests and looks in flight."""
         super().renew_after_fork()
-        self._ended = Condition()
+        self._ended = Notifier()
 
     # --- requests ---
 
@@ -98,7 +99,7 @@ class ReplicaPool(Fleet):
     ) -> Result | None:
         work.paused = False
         while True:
-            await self.changed.wait_for(lambda: self.state in ("open", "closed") or self.is_aborted(work))
+            await self.changed.wait_until(lambda: self.state in ("open", "closed") or self.is_aborted(work))
             if self.state == "closed":
                 raise torn_down()
             if self.is_aborted(work):
@@ -118,7 +119,7 @@ class ReplicaPool(Fleet):
         finally:
             work.paused = self.state != "open"
             replica.calls.discard(work)
-            self._ended.notify_all()
+            self._ended.notify()
 
     async def _choose(self, work: Work, failed: Collection[Replica]) -> Replica:
         """Return the first replica of the work's order that serves and has not failed it."""
@@ -147,7 +148,7 @@ class ReplicaPool(Fleet):
 
     async def until_idle(self, timeout: float | None = None) -> bool:
         """Wait until no request is in flight, or return False after `timeout` seconds."""
-        return await self._ended.wait_for(lambda: not self.calls(), timeout)
+        return await self._ended.wait_until(lambda: not self.calls(), timeout)
 
     async def until_ended(self, deadline: float | None) -> None:
         """Wait until every request has ended by itself. Engines that hang are found out meanwhile.
@@ -183,7 +184,7 @@ class ReplicaPool(Fleet):
         running, clock = set(self.calls()), asyncio.get_running_loop().time
         deadline = clock() + seconds
         answers: Results = {}
-        while not await self._ended.wait_for(lambda: running.isdisjoint(self.calls()), look):
+        while not await self._ended.wait_until(lambda: running.isdisjoint(self.calls()), look):
             asked = {each: each.calls & running for each in self.targets if each.calls & running}
             if self.targets is not self.replicas:  # any engine may have the requests of the router
                 asked = dict.fromkeys(self.healthy(), running)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from mmrender.engines.interface import Control, InferenceEngineInterface, Result
@@ -10,34 +10,6 @@ from mmrender.errors import EngineTimeoutError, EngineUnavailableError
 
 Ending: TypeAlias = Literal["stopped", "down"]
 """Why the client itself ended a request: for a pause or an abort, or since its engine is down."""
-
-
-class Condition:
-    """Like `asyncio.Condition`, without a lock, and for one event loop after another."""
-
-    def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
-
-    def notify_all(self) -> None:
-        """Wake all waiters, after a change of state."""
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-
-    async def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `predicate()` is true, or return False after `timeout` seconds."""
-        if predicate():
-            return True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                while not predicate():
-                    future = asyncio.get_running_loop().create_future()
-                    self._waiting.add(future)
-                    try:
-                        await future
-                    finally:
-                        self._waiting.discard(future)
-        return predicate()
 
 
 class Replica:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Delta
-from mmrender.shipping.protocol import Notifier
+from mmrender.workers import Notifier
 
 
 @dataclass(eq=False)

@@ -34,8 +34,8 @@ from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
 from mmrender.gateway.turn import take_turn
 from mmrender.rollout.environment import turn_seed
-from mmrender.shipping.protocol import Notifier
 from mmrender.trajectory.tree import Trajectory
+from mmrender.workers import Notifier
 
 _log = logging.getLogger("mmrender.gateway")
 

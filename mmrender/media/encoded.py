@@ -15,7 +15,7 @@ from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
 from mmrender.media.audio import load_audio
 from mmrender.media.item import Item
-from mmrender.media.load import Coding, LoadedImage, load_image, open_image, orientation_of
+from mmrender.media.load import Coding, load_image, open_image, orientation_of
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.patches import PatchItem
@@ -215,11 +215,10 @@ _originals: LRUCache[str, tuple[EncodedImage, Coding]] = LRUCache(
 )
 
 
-def keep_original(item: MediaItem, loaded: LoadedImage) -> None:
+def keep_original(item: MediaItem, encoded: tuple[bytes, Coding]) -> None:
     """Keep the bytes that an item's image was decoded from, if the image was not resized. The last 64 MiB."""
-    size = (loaded.height, loaded.width)
-    if loaded.encoded is not None and isinstance(item, PatchItem) and item.frames.shape[-2:] == size:
-        data, coding = loaded.encoded
+    if isinstance(item, PatchItem) and item.frames.shape[-2:] == item.size:
+        data, coding = encoded
         _originals.put(item.identity, (EncodedImage(data, coding.mime), coding))
 
 

@@ -213,7 +213,7 @@ class MediaResolver:
             MediaError: A clip cannot be loaded.
         """
         audio = self.processor.audio
-        known = [item.size[1] for item in (earlier.mm_items.get("audio", ()) if earlier else ())]
+        known = [item.size[1] for item in (earlier.mm_items.get("audio", ()) if earlier is not None else ())]
         clips = [entry for entry in media if isinstance(entry.part, AudioPart)]
         if audio is None or not clips or len(clips) + len(known) < 2 or audio.effect_of_others == "none":
             return None
@@ -276,8 +276,8 @@ class MediaResolver:
             digest = (processor if other is None else other).settings_digest
             key = None if fingerprint is None else (fingerprint, counted, digest, policy)
             item = self.cache.get_or_load(key, prepare)
-            if loaded is not None:
-                keep_original(item, loaded)
+            if loaded is not None and loaded.encoded is not None:
+                keep_original(item, loaded.encoded)
             return item
         except MMRenderError as error:
             error.at(entry.path)

@@ -37,21 +37,16 @@ class Run(NamedTuple):
     Attributes:
         ids: Its tokens.
         starts: Index of the first character of each token, or of the first tokens, or None.
+        starts_to: Character up to which `starts` has the tokens, and the next one if any; -1 without.
         syntax: Ids of added tokens, except blank ones, that the vocabulary spells in it.
         nbytes: Approximate memory.
     """
 
     ids: list[int]
     starts: "array[int] | None"
+    starts_to: int
     syntax: frozenset[int]
     nbytes: int
-
-    def reaches(self, place: int) -> bool:
-        """Whether `starts` has the first token that begins at a character or later, if there is one."""
-        starts = self.starts
-        return place < 0 or (
-            starts is not None and (len(starts) == len(self.ids) or (len(starts) > 0 and starts[-1] >= place))
-        )
 
 
 class Match(NamedTuple):
@@ -251,7 +246,7 @@ class Tokenizer:
         """
         engine = self._engines[before]
         run = self._memo.get((engine, text))
-        if run is None or not run.reaches(starts_to):
+        if run is None or run.starts_to < starts_to:
             run = self._encoded(text, engine, starts_to)
         if run.syntax.isdisjoint(forbidden):
             return run
@@ -281,7 +276,10 @@ class Tokenizer:
         nbytes = _RUN_BYTES + _TOKEN_BYTES * len(ids) + getsizeof(text)
         is_text = max(ids, default=-1) < self._first_syntax  # twice as fast as a look at each token
         syntax = _NO_IDS if is_text else self.syntax_ids.intersection(ids)
-        return self._memo.put((engine, text), Run(ids, starts, syntax, nbytes))
+        known_to = -1
+        if starts is not None:
+            known_to = len(text) if len(starts) == len(ids) else starts[-1]
+        return self._memo.put((engine, text), Run(ids, starts, known_to, syntax, nbytes))
 
     @cached_property
     def _literal(self) -> tuple[dict[Before, Engine], int | None]:

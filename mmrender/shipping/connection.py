@@ -27,11 +27,11 @@ from mmrender.shipping.protocol import (
     Frames,
     Hello,
     Message,
-    Notifier,
     Ping,
     Timing,
     Welcome,
 )
+from mmrender.workers import Notifier
 
 M = TypeVar("M", bound=msgspec.Struct)
 _MAGIC: Final = b"mmsp"

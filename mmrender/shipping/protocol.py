@@ -24,9 +24,7 @@ After a lost connection the sender sends all unacknowledged messages again, in o
 duplicates, whose long frames do not travel again: it keeps the last sequence number of each sender.
 """
 
-import asyncio
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NoReturn
 
@@ -191,29 +189,6 @@ def check_options(**options: tuple[Any, int, int | None]) -> None:
         if not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
             expected = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
             raise ShippingError("an option is out of range", where=name, expected=expected, got=repr(value))
-
-
-class Notifier:
-    """Wakes the tasks of one event loop that wait for a condition."""
-
-    def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def notify(self) -> None:
-        """Have every waiter look at its condition again."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds."""
-        while not condition():
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
 
 
 class End:

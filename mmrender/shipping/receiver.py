@@ -31,7 +31,6 @@ from mmrender.shipping.protocol import (
     End,
     Frames,
     Hello,
-    Notifier,
     Refused,
     Timing,
     Want,
@@ -41,6 +40,7 @@ from mmrender.shipping.protocol import (
 )
 from mmrender.shipping.store import FrameStore
 from mmrender.trajectory.delivery import DeliveryId
+from mmrender.workers import Notifier
 
 Acknowledge: TypeAlias = Literal["taken", "explicit"]
 LIMITS: Final = Limits(max_bytes=2 << 30)

@@ -33,7 +33,6 @@ from mmrender.shipping.protocol import (
     End,
     Frames,
     Hello,
-    Notifier,
     Refused,
     Timing,
     Want,
@@ -42,6 +41,7 @@ from mmrender.shipping.protocol import (
     to_wire,
 )
 from mmrender.trajectory.delivery import DeliveryId
+from mmrender.workers import Notifier
 
 MAX_UNACKED: Final = 4096
 _MAX_FAILURES: Final = 1024

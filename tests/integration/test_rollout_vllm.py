@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from guided import guided_params
 from integration.engine_checks import MODEL
 from integration.engine_server import needs_tier
 from kit import media_inputs
@@ -16,7 +17,6 @@ from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import TrajectoryID, VLMGenerator
 from mmrender.testing import demo
 from mmrender.testing.demo import Report, prove_shipping
-from mmrender.testing.guided import guided_params
 from mmrender.testing.receiver import trajectory_digest
 from mmrender.trajectory.files import TrajectoryWriter, load_trajectories
 

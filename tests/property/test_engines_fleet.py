@@ -12,7 +12,7 @@ from engine_cases import on_fake_clock
 from mmrender.client.transport import RetryPolicy
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.interface import EngineResult, new_request
-from mmrender.testing.scripted_engine import ScriptedEngine, sampled
+from scripted_engine import ScriptedEngine, sampled
 
 DEADLINE = 30.0
 METHODS = (

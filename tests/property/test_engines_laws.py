@@ -24,8 +24,8 @@ from engine_cases import (
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.engines.continuation import Continuation, check_piece
 from mmrender.engines.interface import new_request
-from mmrender.testing.scripted_engine import letters, sampled
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
+from scripted_engine import letters, sampled
 
 BUDGETS = st.integers(1, 24)
 

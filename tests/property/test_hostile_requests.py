@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mmrender.engines import InferenceEngineClient
 from mmrender.gateway import Gateway, GatewaySettings
 from mmrender.renderer import Renderer
-from mmrender.testing.scripted_engine import ScriptedEngine
+from scripted_engine import ScriptedEngine
 
 CHAT, RESPONSES, MESSAGES = "/s/a/v1/chat/completions", "/s/a/v1/responses", "/s/a/v1/messages"
 DEEP = '{"a":' * 5_000 + "1" + "}" * 5_000

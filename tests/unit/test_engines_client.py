@@ -22,7 +22,7 @@ from mmrender.errors import (
     InputError,
     SamplingParameterError,
 )
-from mmrender.testing.scripted_engine import Fault, ScriptedEngine, letters, sampled
+from scripted_engine import Fault, ScriptedEngine, letters, sampled
 
 PARAMS = {"max_tokens": 12}
 LONG = next([2, seed] for seed in range(2, 40) if sampled([2, seed], 200).finish_reason == "length")

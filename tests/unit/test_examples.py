@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from guided import guided_params
 from kit import assistant, shown
 from mmrender import RendererClient
 from mmrender.client.local import LocalBackend
 from mmrender.messages import Message
 from mmrender.rollout import Turn
-from mmrender.testing.guided import guided_params
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LONGER = {"find_cell.py"}

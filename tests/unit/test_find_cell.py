@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from guided import guided_params
 from kit import error_of, text
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.errors import InputError
@@ -11,7 +12,6 @@ from mmrender.messages import Message, ToolCall
 from mmrender.parsing import ToolCallAttempt
 from mmrender.rollout.client import Turn
 from mmrender.rollout.environment import Environment
-from mmrender.testing.guided import guided_params
 
 
 def acting(*calls):

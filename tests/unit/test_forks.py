@@ -31,7 +31,7 @@ from mmrender.model import fast
 from mmrender.processes import BoundedProcesses
 from mmrender.renderer import Renderer, RendererPool
 from mmrender.template.known import TemplateSet
-from mmrender.testing.scripted_engine import ScriptedEngine
+from scripted_engine import ScriptedEngine
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no forks"),

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from find_cell import FindCell, FindCellSettings, sensible_calls
+from guided import guided_params
 from kit import error_of
 from mmrender.client.local import LocalBackend
 from mmrender.errors import EngineConnectionError, InputError, MessageError, MMRenderError
@@ -14,7 +15,6 @@ from mmrender.messages import Message
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Observation, turn_seed
 from mmrender.rollout.generator import TrajectoryID, VLMGenerator, rollouts, rows_of
-from mmrender.testing.guided import guided_params
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 
