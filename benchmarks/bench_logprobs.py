@@ -11,6 +11,7 @@ that the vocabulary decides. Hidden states and weights do not count, their gradi
 - checkpointed: chunks of 128 tokens by plain torch, each under `torch.utils.checkpoint`.
 - plain: all logits, `log_softmax` and `gather`. Up to `--plain-tokens`; beyond, its memory is computed from
   there, since every tensor grows with the tokens, and its time is left out.
+- compiled: the same through `torch.compile`, with CUDA only.
 - trl, tiles: `ChunkedLogProbFunction` of TRL, tiles of tokens and vocabulary.
 - trl, logits: all logits and `selective_log_softmax` of TRL. Limited as plain.
 - liger: the function of `LigerFusedLinearGRPOLoss` that makes log-probabilities, without its loss.
@@ -54,9 +55,10 @@ class Case:
     """Hidden states before some tokens, and the weights of a head."""
 
     def __init__(self, tokens: int, hidden: int, dtype: Any) -> None:
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn(tokens + 1, hidden, generator=generator)
-        weight = torch.randn(VOCABULARY, hidden, generator=generator) * hidden**-0.5
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        drawn = {"generator": generator, "device": DEVICE}
+        states = torch.randn(tokens + 1, hidden, **drawn)
+        weight = torch.randn(VOCABULARY, hidden, **drawn) * hidden**-0.5
         self.hidden = states.to(DEVICE, dtype)[None].requires_grad_()
         self.weight = weight.to(DEVICE, dtype).requires_grad_()
         ids = np.random.default_rng(0).integers(0, VOCABULARY, tokens + 1, dtype=np.int32)
@@ -64,7 +66,7 @@ class Case:
         batch = collate([sample], ModelFamily(model_type="text"), pad_token_id=0, device=DEVICE)
         self.predictions = batch.predictions()
         self.ids = batch.input_ids[0, 1:]
-        self.slopes = torch.randn(tokens, generator=generator).to(DEVICE)
+        self.slopes = torch.randn(tokens, **drawn)
 
 
 def _entropy(logprobs: Any) -> Any:
@@ -135,7 +137,7 @@ def peers() -> dict[str, Callable[[Case, bool], Scores]]:
     return found
 
 
-WITH_LOGITS = ("plain", "trl, logits")
+WITH_LOGITS = ("plain", "compiled", "trl, logits")
 
 
 def step(score: Callable[[Case, bool], Scores], case: Case, entropy: bool) -> Scores:
@@ -230,6 +232,8 @@ def main() -> None:
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     everyone = {"mmrender": ours, "checkpointed": checkpointed, "plain": plain, **peers()}
+    if DEVICE == "cuda":
+        everyone["compiled"] = torch.compile(plain)
     if options.entropy:
         everyone.pop("liger", None)  # it has none
     if options.contenders:
@@ -249,7 +253,7 @@ def main() -> None:
             str(row["tokens"]),
             row["contender"],
             f"{(row['peak_bytes'] or 0) / 1e9:.2f}" + (" computed" if row["computed"] else ""),
-            "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+            "-" if row["seconds"] is None else f"{row['seconds']:.3g}",
         )
         for row in rows
     ]

@@ -123,7 +123,7 @@ def machine(packages: Sequence[str]) -> dict[str, Any]:
     """Describe where the figures come from."""
     return {
         "cpu": _cpu(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},
     }

@@ -18,7 +18,7 @@ from mmrender.media.processors.patches import time_steps
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import collate_fields, media_of
+from mmrender.training.fields import collate_fields, media_of, pins
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.segments import Rows, Segment, token_numbers
 from mmrender.training.tensor_list import torch
@@ -59,7 +59,8 @@ def collate(
         multiple: Makes the width a multiple of this.
         dtype: Dtype of pixels: torch's float32, float16 or bfloat16.
         device: Device of the batch. Pixels that are kept as levels are expanded there, with the same bits.
-        pin_memory: Whether to build it in page-locked memory; None if CUDA is available.
+        pin_memory: Whether to build it in page-locked memory; None if CUDA is available and the process is no
+            worker of a `DataLoader`, which must not touch the device.
         executor: Threads that share the expansion of images.
 
     Raises:
@@ -96,7 +97,7 @@ def collate(
     for _, segment, sample in places:
         _check_sample(sample, segment.sample_id, family)
         _check_same_fields(sample, segment.sample_id, places[0])
-    pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+    pin = pins(pin_memory)
     fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
     like = places[0][2] if places else next(iter(samples), None)
     arrays = _arrays(places, (len(rows), full), like)

@@ -52,7 +52,8 @@ class ExpandOptions(TypedDict, total=False):
         dtype: Of floating tensors: torch's float32 (the default), float16 or bfloat16. Integers keep theirs.
         device: Device of the tensors, by default the CPU. Page-locked ones move without waiting. Pixels that
             are kept as levels travel as levels and are expanded there, with the same bits.
-        pin_memory: Whether to write into page-locked memory, by default if CUDA is available.
+        pin_memory: Whether to write into page-locked memory, by default if CUDA is available and the process
+            is no worker of a `DataLoader`, which must not touch the device.
         executor: Threads that share the expansion.
     """
 
@@ -60,6 +61,13 @@ class ExpandOptions(TypedDict, total=False):
     device: Any
     pin_memory: bool | None
     executor: Executor | None
+
+
+def pins(pin_memory: bool | None) -> bool:
+    """Return `pin_memory`, or its default: see `ExpandOptions`."""
+    if pin_memory is not None:
+        return pin_memory
+    return bool(torch.cuda.is_available()) and torch.utils.data.get_worker_info() is None
 
 
 def media_of(samples: Sequence[TrainingSample], index: int) -> tuple[str, list[MediaSpan]]:
@@ -170,7 +178,7 @@ def collate_fields(
     """
     if dtype not in _DTYPES:
         raise BatchError("pixels come in float32, float16 or bfloat16", where="dtype", got=str(dtype))
-    pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+    pin = pins(pin_memory)
     buffers, distinct, copies = _plan(rows, family, _DTYPES[dtype])
     for buffer in buffers.values():
         buffer.allocate(dtype, device, pin)

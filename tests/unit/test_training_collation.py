@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import mmcodecs
 from kit import error_of
@@ -34,7 +36,7 @@ from mmrender.training import (
     token_logprobs,
 )
 from mmrender.training.collate import usable
-from mmrender.training.fields import collate_fields
+from mmrender.training.fields import collate_fields, pins
 from mmrender.training.kwargs import collate_mm_kwargs
 from mmrender.training.logprobs import importance_weights
 from mmrender.training.packing import MicroBatch, compute_cost
@@ -302,6 +304,18 @@ def test_expansion_on_a_device_has_the_same_bits(case: Any, dtype: Any) -> None:
                 assert torch.equal(mine.values.view(bits), rows_of.values.view(bits)), name
             else:
                 assert torch.equal(mine.values, rows_of.values), name
+
+
+def test_workers_of_a_loader_do_not_touch_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked memory of a forked worker is an error, and of a spawned one a context on the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pins(None)
+    build = partial(collate, family=FAMILY, pad_token_id=PAD_ID)
+    samples = [sample([ITEM]), sample()]
+    (batch,) = DataLoader(
+        samples, batch_size=2, num_workers=1, collate_fn=build, multiprocessing_context="fork"
+    )
+    assert batch.seq_lens == [len(one) for one in samples]
 
 
 def pairs_of(items: Any) -> Any:
