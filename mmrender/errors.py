@@ -181,12 +181,11 @@ class EngineStatusError(EngineError):
         body: str = "",
         retry_after: float | None = None,
         where: str | None = None,
-        remedy: str | None = None,
     ) -> None:
         self.status = status
         self.body = body
         self.retry_after = retry_after
-        super().__init__(problem, where=where, remedy=remedy)
+        super().__init__(problem, where=where)
 
 
 class EngineReplyError(EngineError):

@@ -300,9 +300,7 @@ TOKEN_TYPES: Final[Mapping[str, int]] = {"image": 1, "video": 2, "audio": 3}
 """Token types of Transformers 5 processors by modality. Text is 0."""
 
 
-def mm_token_type_ids(
-    spans: Iterable[MediaSpan], length: int, dtype: npt.DTypeLike = np.int64
-) -> npt.NDArray[np.integer]:
+def mm_token_type_ids(spans: Iterable[MediaSpan], length: int) -> npt.NDArray[np.int64]:
     """Return the type of each token of a prompt, of shape `(length,)`: 0 text, 1 image, 2 video, 3 audio.
 
     A pad token that the model sampled is text, and so are the rows, columns and separators that a processor
@@ -311,11 +309,12 @@ def mm_token_type_ids(
     Args:
         spans: The prompt's media, from `MultiModalData.spans(length)`.
         length: Number of tokens.
-        dtype: Processors return int64. For storage, int8 is enough.
     """
-    types = np.zeros(length, dtype)
-    for span in spans:
-        types[span.start : span.stop][span.range.is_embed] = TOKEN_TYPES[span.modality]
+    types = np.zeros(length, np.int64)
+    for modality, _, place, _ in spans:
+        runs = ((0, place.length),) if place.embed_spans is None else place.embed_spans
+        for start, stop in runs:
+            types[place.offset + start : place.offset + stop] = TOKEN_TYPES[modality]
     return types
 
 

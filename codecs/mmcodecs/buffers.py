@@ -8,12 +8,14 @@ over it, or a slice of either.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 import weakref
 from bisect import insort
 from collections import deque
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from mmcodecs.forks import watch_forks
 ALIGNMENT = 64
 _STEP = 4096
 _HUGE = 2 << 20
+_POOLED_FROM = 1 << 20
+"""Bytes from which on an array reuses memory."""
 _HUGE_FROM = 3 << 19
 """Bytes from which on a buffer consists of huge pages. It wastes at most a quarter of them."""
 
@@ -93,6 +97,13 @@ class BufferPool:
         lease = slab[:nbytes]
         weakref.finalize(lease, self._settle, slab).atexit = False
         return lease.data
+
+    def array(self, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return a writable array with any values. A small one is not from the pool."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < _POOLED_FROM:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self.acquire(nbytes), dtype).reshape(shape)
 
     def _settle(self, *returned: Bytes) -> None:
         """Sort returned buffers into the idle list, unless another thread does so, which sees these too."""

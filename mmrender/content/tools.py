@@ -63,21 +63,16 @@ def normalize_tools(
     return tuple([_tool(tool, f"{where}[{index}]") for index, tool in enumerate(items)])
 
 
-def normalize_documents(
-    documents: Sequence[Any] | None, *, where: str = "documents"
-) -> tuple[Mapping[str, Any], ...] | None:
+def normalize_documents(documents: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     """Turn documents, dicts or other records, into the dicts that a chat template prints."""
-    if documents is None:
-        return None
     remedy = "Wrap a single document in a list" if is_record(documents) else None
-    items = as_list(documents, where, "documents come in a list", remedy=remedy)
+    items = as_list(documents, "documents", "documents come in a list", remedy=remedy)
     expected = 'a dict like {"title": …, "text": …}'
     for index, item in enumerate(items):
         if not is_record(item):
-            raise MessageError(
-                "is not a document", where=f"{where}[{index}]", expected=expected, got=describe(item)
-            )
-    return tuple([record_fields(item, f"{where}[{index}]") for index, item in enumerate(items)])
+            where = f"documents[{index}]"
+            raise MessageError("is not a document", where=where, expected=expected, got=describe(item))
+    return tuple([record_fields(item, f"documents[{index}]") for index, item in enumerate(items)])
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

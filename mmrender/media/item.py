@@ -5,10 +5,9 @@ bytes of the pixels. An item keeps the smallest exact form and expands it on dem
 caller's buffers, such as the rows of a training batch.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,9 +29,6 @@ from mmrender.sidecar import (
 Identity: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 """Hex digest of content and processor settings."""
 
-_POOLED_BYTES: Final = 1 << 20
-"""Minimum size of an array that reuses memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -51,14 +47,6 @@ class TensorSpec:
 
 _memory = BufferPool(max_idle_bytes=64 << 20)
 """Memory of expanded tensors: fresh pages, which the system zeroes, cost as much as writing the tensors."""
-
-
-def _new_array(spec: TensorSpec) -> npt.NDArray[Any]:
-    """Return an array with any values."""
-    nbytes = math.prod(spec.shape) * spec.dtype.itemsize
-    if nbytes < _POOLED_BYTES:
-        return np.empty(spec.shape, spec.dtype)
-    return np.frombuffer(_memory.acquire(nbytes), spec.dtype).reshape(spec.shape)
 
 
 class Item(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind"):
@@ -101,7 +89,7 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
             MissingDependencyError: `framework="torch"` without torch.
         """
         specs = self.specs(dtype)
-        arrays = {name: _new_array(spec) for name, spec in specs.items()}
+        arrays = {name: _memory.array(spec.shape, spec.dtype) for name, spec in specs.items()}
         self.write(arrays, dtype)
         if framework == "numpy":
             return arrays

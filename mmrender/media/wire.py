@@ -49,7 +49,7 @@ class _Table(msgspec.Struct):
     items: list[PatchItem | ProcessedItem | _Reference]
 
 
-def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str = "items") -> dict[str, Any]:
+def items_to_wire(items: Sequence[MediaItem], *, share: bool = True) -> dict[str, Any]:
     """Return items as plain data, arrays wrapped for an encoder with a table if `share`.
 
     Raises:
@@ -58,7 +58,7 @@ def items_to_wire(items: Sequence[MediaItem], *, share: bool = True, where: str 
     for index, item in enumerate(items):
         if not isinstance(item, Item):
             problem, got = "items of this class have no form on the wire", type(item).__name__
-            _refuse(problem, f"{where}[{index}]", "PatchItem, ProcessedItem, ReferenceItem", got)
+            _refuse(problem, f"items[{index}]", "PatchItem, ProcessedItem, ReferenceItem", got)
     return {
         "version": WIRE_VERSION,
         "items": [_plain(item, item.identity if share else None, "") for item in items],

@@ -52,9 +52,9 @@ def probe_call(number: int = 1, *, name: str = "probe", **arguments: Any) -> Too
     return ToolCall(name=name, arguments=arguments, id=_CALL_ID.format(number))
 
 
-def tool_result(call: ToolCall, content: Any = f"{WORD}T") -> Message:
+def tool_result(call: ToolCall) -> Message:
     """The tool message that answers a call."""
-    return Message(role="tool", content=content, name=call.name, tool_call_id=call.id)
+    return Message(role="tool", content=f"{WORD}T", name=call.name, tool_call_id=call.id)
 
 
 def tool_definition(name: str, properties: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -9,11 +9,9 @@ compared with the end of the rendering, from the first new message on.
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple
-
-from PIL import Image
 
 from mmrender.errors import MMRenderError
 from mmrender.messages import MessageLike
@@ -117,15 +115,7 @@ class BridgeReport:
         ]
 
 
-def check_bridge(
-    renderer: Renderer,
-    model: str,
-    *,
-    cases: int,
-    seed: int = 0,
-    pictures: Sequence[Image.Image] = (),
-    progress: Callable[[], object] = lambda: None,
-) -> BridgeReport:
+def check_bridge(renderer: Renderer, model: str, *, cases: int, seed: int = 0) -> BridgeReport:
     """Compare bridges with renderings of the whole conversation.
 
     Args:
@@ -133,8 +123,6 @@ def check_bridge(
         model: Name for the report.
         cases: Maximum number of cases. The template may refuse conversations.
         seed: Of the generated conversations.
-        pictures: Images to use in addition to generated ones.
-        progress: Called after each case.
 
     Raises:
         ProcessorError: The model's images cannot be processed here.
@@ -147,7 +135,7 @@ def check_bridge(
             import_torchvision()
         renderer.media.require_processor(model)
     source = random.Random(seed)
-    images = [*sample_images(source, 6, largest=160), *pictures] if renderer.media is not None else []
+    images = sample_images(source, 6, largest=160) if renderer.media is not None else []
     maker = ConversationMaker(renderer.profile, images)
     found = (_draw_case(renderer, maker, source) for _ in range(cases * _ATTEMPTS))
     for _, case in zip(range(cases), filter(None, found), strict=False):
@@ -167,7 +155,6 @@ def check_bridge(
             (report.declined if stable else report.declined_unstable)[renderer.why_not_bridged or ""] += 1
         elif (difference := _difference(bridge, case)) is not None:
             report.mismatches.append(BridgeMismatch(case, *difference))
-        progress()
     return report
 
 

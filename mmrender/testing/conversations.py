@@ -273,12 +273,12 @@ def sample_images(source: random.Random, count: int, *, largest: int = 640) -> l
     return pictures[:count]
 
 
-def sample_videos(source: random.Random, count: int, *, largest: int = 200) -> list[dict[str, Any]]:
+def sample_videos(source: random.Random, count: int) -> list[dict[str, Any]]:
     """Parts of videos of 1 to 64 frames, odd sizes and three frame rates, with the times of their frames."""
     counts = [1, 2, 3, 64, *[source.randint(4, 40) for _ in range(count)]][:count]
     videos = []
     for number, frames in enumerate(counts):
-        size = source.randint(32, largest), source.randint(32, largest)
+        size = source.randint(32, 200), source.randint(32, 200)
         noise = np.frombuffer(source.randbytes(frames * size[0] * size[1] * 3), np.uint8)
         ramp = np.linspace(0, 180, frames * size[0] * size[1] * 3).astype(np.uint8)
         total = source.randint(frames, 40 * frames)
@@ -292,9 +292,9 @@ def sample_videos(source: random.Random, count: int, *, largest: int = 200) -> l
     return videos
 
 
-def sample_clips(source: random.Random, count: int, *, longest: float = 70.0) -> list[dict[str, Any]]:
+def sample_clips(source: random.Random, count: int) -> list[dict[str, Any]]:
     """Parts of audio: WAV files of many rates and durations, of one or two channels, and silence."""
-    durations = [0.05, 0.3, 1.0, 31.0, longest, *[source.uniform(0.05, 8.0) for _ in range(count)]][:count]
+    durations = [0.05, 0.3, 1.0, 31.0, 70.0, *[source.uniform(0.05, 8.0) for _ in range(count)]][:count]
     rates = (8_000, 11_025, 16_000, 22_050, 24_000, 44_100, 48_000)
     clips = []
     for number, seconds in enumerate(durations):

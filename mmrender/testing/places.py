@@ -54,9 +54,9 @@ def _answered(content: Any = "done", name: str = "probe", call_id: str = _CALL_I
     return _calling({}, name, call_id, result)
 
 
-def _with_tool(name: str = "probe", description: str = "a probe", key: str = "x", **parameter: Any) -> Case:
+def _with_tool(description: str = "a probe", key: str = "x", **parameter: Any) -> Case:
     parameters = {"type": "object", "properties": {key: {"type": "string", **parameter}}}
-    function = {"name": name, "description": description, "parameters": parameters}
+    function = {"name": "probe", "description": description, "parameters": parameters}
     return [_USER], {"tools": [{"type": "function", "function": function}]}
 
 

@@ -37,8 +37,6 @@ _DTYPES: Final[dict[Any, TensorDtype]] = {
     torch.bfloat16: "bfloat16",
 }
 _LEVELS: Final = 256
-_POOLED_BYTES: Final = 1 << 20
-"""Minimum size of a tensor that reuses memory."""
 _memory = BufferPool(max_idle_bytes=4 << 30)
 """Memory of batches that are gone: fresh pages, which the system zeroes, cost several times the expansion."""
 _RowsOfMedia: TypeAlias = Sequence[Sequence[tuple[str, Sequence[MediaSpan]]]]
@@ -136,9 +134,7 @@ class _Buffer:
             storage = torch.from_numpy(np.empty(0, self.spec.dtype)).dtype
             self.values = (torch.zeros if zero else torch.empty)(shape, dtype=storage, pin_memory=True)
         else:
-            nbytes = math.prod(shape) * self.spec.dtype.itemsize
-            memory = np.empty(nbytes, np.uint8) if nbytes < _POOLED_BYTES else _memory.acquire(nbytes)
-            array = np.frombuffer(memory, self.spec.dtype).reshape(shape)
+            array = _memory.array(shape, self.spec.dtype)
             if zero:
                 array.fill(0)
             self.values = torch.from_numpy(array)
