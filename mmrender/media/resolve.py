@@ -175,7 +175,8 @@ class MediaResolver:
                 key = ("object", entry.part.modality, same, timing_of(entry.part))
             keys.append(key)
             distinct.setdefault(key, entry)
-        longest = self.longest_clip(media, earlier)
+        has_clips = any(isinstance(entry.part, AudioPart) for entry in media)
+        longest = self.longest_clip(media, earlier) if has_clips else None
         item_of = partial(self._item, num_images=num_images, longest=longest)
         items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
         return [items[key] for key in keys]

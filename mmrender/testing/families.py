@@ -84,8 +84,7 @@ def prove_family(model_or_config: Any, *, images: Sequence[MediaItem] | None = N
     shown = [item.modality for item in images or ()]
     if not images and "image" in family.feature_token_ids:
         shown = ["image"]
-    media = tuple(dict.fromkeys(shown))
-    proof = Proof(family.token_types, family.recurrent, family.max_sample_tokens, dict(family.refused), media)
+    proof = Proof.of(family, dict.fromkeys(shown))
     # A model of the caller's may have code of its own, which no configuration names.
     return family.proved(remember_proof(settings, proof, on_disk=not _runs(model_or_config)))
 
@@ -159,14 +158,7 @@ def _beyond(lengths: Sequence[Length], small: SmallModel | None, images: Any) ->
 
 def _joined(one: FamilyReport, other: FamilyReport) -> FamilyReport:
     """Return the findings of two comparisons of one family."""
-    names = [name for report in (one, other) for name in report.family.recurrent.split("|") if name]
-    bounds = [report.family.max_sample_tokens for report in (one, other)]
-    family = replace(
-        one.family,
-        recurrent="|".join(dict.fromkeys(names)),
-        refused={**other.family.refused, **one.family.refused},
-        max_sample_tokens=min((bound for bound in bounds if bound is not None), default=None),
-    )
+    family = one.family.proved(Proof.of(one.family).joined(Proof.of(other.family)))
     logits = {layout: max(report.logits.get(layout, 0.0) for report in (one, other)) for layout in one.logits}
     return FamilyReport(family, other.lengths or one.lengths, logits, other.gradients)
 

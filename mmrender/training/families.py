@@ -6,7 +6,7 @@ concatenated is an error, never padded by guess.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
@@ -130,6 +130,13 @@ class Proof(msgspec.Struct, frozen=True):
     max_sample_tokens: int | None
     refused: dict[Layout | SequenceSplit, str]
     media: tuple[Modality, ...]
+
+    @classmethod
+    def of(cls, family: "ModelFamily", media: Iterable[Modality] = ()) -> "Proof":
+        """Return the findings about a family, proved with these media."""
+        return cls(
+            family.token_types, family.recurrent, family.max_sample_tokens, dict(family.refused), tuple(media)
+        )
 
     def joined(self, other: "Proof") -> "Proof":
         """Return the findings of two proofs of one family, with media of several kinds."""
