@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol, Self, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -32,7 +32,7 @@ from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import AnswerStream, Caller, Reply
 from mmrender.gateway.session import Session
-from mmrender.gateway.settings import GatewaySettings
+from mmrender.gateway.sessions import Sessions
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -53,68 +53,16 @@ _WAIT_SECONDS: Final = 60.0
 """Seconds after which a request that waits for a session's end is answered anyway."""
 
 
-class Host(Protocol):
-    """The gateway, as its routes use it."""
-
-    settings: GatewaySettings
-    model: str
-    aliases: dict[str, str]
-    alias_keys: dict[str, str]
-
-    @property
-    def open_session(self) -> Callable[..., Awaitable[Session]]:
-        """Opens a session. Its options are the fields of `_Opening`, and its `owner`."""
-        ...
-
-    async def session(self, name: str, owner: str | None = None, *, open: bool = False) -> Session:
-        """Return a session of an owner, which may be opened if its name is new."""
-        ...
-
-    def session_of_key(self, key: str) -> Session | None:
-        """Return the session whose key this is."""
-        ...
-
-    def sessions(self, owner: str | None = None) -> list[Session]:
-        """Return the sessions that have not left, or an owner's."""
-        ...
-
-    async def max_prompt_len(self) -> int | None:
-        """Return the maximum number of tokens of a prompt, or None if unknown."""
-        ...
-
-    async def count_tokens(self, call: Call, digests: CallDigests | None = None) -> int:
-        """Return the number of tokens of a call's prompt."""
-        ...
-
-    async def check_health(self) -> None:
-        """Raise an `EngineError` if no engine answers."""
-        ...
-
-    async def __aenter__(self) -> Self:
-        """Begin work on the serving event loop."""
-        ...
-
-    async def __aexit__(self, *_: object) -> None:
-        """End it."""
-        ...
-
-    async def forward(
-        self, url: str, path: str, headers: Mapping[str, str], body: bytes
-    ) -> tuple[int, Mapping[str, str], AsyncIterator[bytes]]:
-        """Pass a request on to another server, unrecorded. Return status, headers and body."""
-        ...
-
-
 App: TypeAlias = Starlette
 
 
-def build(host: Host) -> App:
+def build(host: Sessions) -> App:
     """Return the ASGI application of a gateway."""
     return _Routes(host).app()
 
 
 class _Routes:
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Sessions) -> None:
         self.host = host
         self.settings = host.settings
         self._created = int(time.time())
