@@ -20,7 +20,7 @@ from mmrender.content.values import describe
 from mmrender.errors import InputError, RenderError
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.registry import load_processor
+from mmrender.media.processors.registry import load_processor, with_sound_tracks
 from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
 from mmrender.messages import AudioPart, ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
 from mmrender.model.convert import open_model
@@ -75,6 +75,7 @@ _OPTIONS: Mapping[str, tuple[Callable[[Any], object], str]] = {
     "template_processes": (_is_none_or(BoundedProcesses), "a BoundedProcesses, or None"),
     "clock": (callable, "a function that returns the time"),
     "tool_images": (get_args(ToolImages).__contains__, "'tool' or 'user'"),
+    "use_audio_in_video": (lambda value: isinstance(value, bool), "True or False"),
     "unprinted": (get_args(Unprinted).__contains__, "'error' or 'allow'"),
     "history": (get_args(History).__contains__, "'sampled' or 'template'"),
     "previous_roles": (_are_roles, "a collection of roles"),
@@ -172,6 +173,7 @@ class Renderer:
         trust_remote_code: bool = False,
         chat_template: str | None = None,
         image_backend: ImageBackend = "torch",
+        use_audio_in_video: bool = False,
         media_policy: MediaPolicy | None = None,
         media_cache: MediaCache | None = None,
         content_special_tokens: SpecialTokenRules = DEFAULT_RULES,
@@ -196,6 +198,8 @@ class Renderer:
                 templates.
             image_backend: Implementation of resizing to match bit for bit: `"torch"`, as in inference
                 servers, or `"pil"`, which does not need torch. It is part of every item's identity.
+            use_audio_in_video: Render the sound tracks of encoded videos between their frames, as omni models
+                do with the option of this name.
             media_policy: Limits on media and their sources.
             media_cache: Cache of processed items. Pass one to share it between renderers.
             content_special_tokens: How to encode special tokens in content: `"text"`, `"parse"` or `"error"`,
@@ -247,6 +251,8 @@ class Renderer:
             trust_remote_code=trust_remote_code,
             template=templates.find({}, has_tools=False),
         )
+        if use_audio_in_video:
+            processor = with_sound_tracks(processor, str(name))
         media = None
         if processor is not None:
             media = MediaResolver(processor, media_policy or MediaPolicy(), media_cache or MediaCache())

@@ -22,7 +22,6 @@ from mmrender.messages import (
     UNKNOWN_SOURCE,
     MediaPart,
     Message,
-    Modality,
     Part,
     RenderRequest,
     RequestMedia,
@@ -224,7 +223,7 @@ class Rendering:
             MediaError: A part has no source, or cannot be loaded or processed.
         """
         earlier = MultiModalData() if earlier is None else earlier
-        items: Sequence[MediaItem | None] = ()
+        groups: Sequence[tuple[MediaItem, ...]] = ()
         if request.media or layout.placeholders:
             placeholders = layout.placeholders
             if skipped:
@@ -234,12 +233,17 @@ class Rendering:
                     else replace(place, message=-1, part=-1)
                     for place in placeholders
                 ])  # fmt: skip
-            items = self._items(placeholders, request, earlier)
-            if any(item is not None and item.modality == "video" for item in items):
+            groups = self._items(placeholders, request, earlier)
+            if any(group and group[0].modality == "video" for group in groups):
                 layout = self._covered(layout)
+        items = [group[0] if group else None for group in groups]
         encoded = self.writer.write(layout, items, cuts, before=before)
-        pairs = zip(encoded.ranges, items, strict=True)
-        entries = [(place, item) for place, item in pairs if item is not None]
+        entries = [
+            # The features of a sound track are other tokens of its video's range.
+            (place if item is group[0] else self.writer.range_of(item, place.offset), item)
+            for place, group in zip(encoded.ranges, groups, strict=True)
+            for item in group
+        ]
         if not entries:
             return encoded, earlier
         sidecar = MultiModalData.of(entries)
@@ -247,8 +251,8 @@ class Rendering:
 
     def _items(
         self, placeholders: Sequence[Placeholder], request: RenderRequest, earlier: MultiModalData
-    ) -> Sequence[MediaItem | None]:
-        """Return the item of each placeholder, or None for a placeholder that stays as it is."""
+    ) -> Sequence[tuple[MediaItem, ...]]:
+        """Return the items of each placeholder: none if it stays as it is, two with a sound track."""
         parts = request.media
         if self.media is None:
             if not parts:
@@ -272,31 +276,22 @@ class Rendering:
                 raise self.media.refusal(entry)
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:
-            return [None] * len(parts)
-        for modality in sorted({entry.part.modality for entry in parts} - {"image"}):
-            self._require_one(modality, parts, earlier)
-        items = self.media.resolve(parts, earlier=earlier)
+            return [()] * len(parts)
+        self._require_one_video(parts, earlier)
+        items = self.media.resolve_with_tracks(parts, earlier=earlier)
         return [items[index] for index in order]
 
-    def _require_one(
-        self, modality: Modality, parts: Sequence[RequestMedia], earlier: MultiModalData
-    ) -> None:
-        """Raise if there are several media of a modality of which a prompt may have one."""
-        paths = [entry.path for entry in parts if entry.part.modality == modality]
-        if self.media is None or len(paths) + len(earlier.mm_hashes.get(modality, ())) < 2:
+    def _require_one_video(self, parts: Sequence[RequestMedia], earlier: MultiModalData) -> None:
+        """Raise if there are several videos, and a prompt may have one."""
+        paths = [entry.path for entry in parts if entry.part.modality == "video"]
+        if self.media is None or not paths or len(paths) + earlier.count("video") < 2:
             return
-        videos, audio = self.media.processor.videos, self.media.processor.audio
-        if modality == "video" and videos is not None and not videos.takes_several:
+        videos = self.media.processor.videos
+        if videos is not None and not videos.takes_several:
             raise MediaError(
                 "the model's processor takes one video in a prompt",
                 where=paths[-1],
                 remedy="Pass the frames of further videos as images.",
-            )
-        if modality == "audio" and audio is not None and audio.effect_of_others == "refused":
-            raise MediaError(
-                "the model's processor takes one audio clip in a prompt",
-                where=paths[-1],
-                remedy="Join the clips into one.",
             )
 
     def _covered(self, layout: Layout) -> Layout:

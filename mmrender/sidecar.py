@@ -7,7 +7,6 @@ group.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -153,6 +152,14 @@ class MediaSpan(NamedTuple):
         """Index after the last token."""
         return self.range.offset + self.range.length
 
+    def is_track_of(self, other: "MediaSpan") -> bool:
+        """Whether it is the sound track of a video: its features are other tokens of the same range."""
+        return (
+            (other.modality, self.modality) == ("video", "audio")
+            and (other.start, other.stop) == (self.start, self.stop)
+            and not (other.range.is_embed & self.range.is_embed).any()
+        )
+
     @property
     def where(self) -> str:
         """Path of the range within its sidecar, for errors."""
@@ -163,8 +170,9 @@ class MediaSpan(NamedTuple):
 class MultiModalData:
     """The sidecar of a rendered prompt: hashes, placeholder ranges and items by modality, in prompt order.
 
-    The three mappings have equal keys and lists of equal length. Instances are treated as immutable: `merged`
-    and `shifted` return new instances that share the items.
+    The three mappings have equal keys and lists of equal length. A video and its sound track, whose tokens
+    are interleaved, are two items with one range. Instances are treated as immutable: `merged` and `shifted`
+    return new instances that share the items.
     """
 
     mm_hashes: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -185,6 +193,14 @@ class MultiModalData:
             ranges.setdefault(item.modality, []).append(placeholder)
             items.setdefault(item.modality, []).append(item)
         return cls(hashes, ranges, items)
+
+    def count(self, modality: Modality) -> int:
+        """Return the number of items of a modality, without sound tracks of videos."""
+        count = len(self.mm_hashes.get(modality, ()))
+        if modality == "audio" and "video" in self.mm_placeholders:
+            videos = {place.offset for place in self.mm_placeholders["video"]}
+            count -= sum(place.offset in videos for place in self.mm_placeholders.get("audio", ()))
+        return count
 
     def shifted(self, by: int) -> "MultiModalData":
         """Return the sidecar of the same items, `by` tokens later."""
@@ -208,6 +224,8 @@ class MultiModalData:
 
     def spans(self, length: int | None = None, *, where: str = "multi_modal_data") -> list[MediaSpan]:
         """Return every item with its range, in prompt order, checked against each other.
+
+        A video comes before its sound track, which has the same range.
 
         Args:
             length: Number of tokens of the sequence; None leaves the end unchecked.
@@ -238,8 +256,9 @@ class MultiModalData:
                         remedy="Rebuild the sidecar from its items. A server could use other cached pixels",
                     )
                 spans.append(MediaSpan(modality, index, ranges[index], item))
-        spans.sort(key=attrgetter("range.offset"))
+        spans.sort(key=lambda span: (span.range.offset, span.modality == "audio"))
         stop, next_position = 0, dict.fromkeys(self.mm_items, 0)
+        last: MediaSpan | None = None
         for span in spans:
             start = span.range.offset
             end = start + span.range.length
@@ -251,7 +270,8 @@ class MultiModalData:
                     expected=f"an offset of {before.offset} or more",
                     got=str(start),
                 )
-            if not stop <= start < end or (length is not None and end > length):
+            is_track = last is not None and span.is_track_of(last)
+            if not (stop <= start or is_track) or start >= end or (length is not None and end > length):
                 bound = "the end" if length is None else length
                 raise PlaceholderError(
                     "a placeholder range overlaps another or leaves the sequence",
@@ -262,7 +282,7 @@ class MultiModalData:
                 )
             _check_embeds(span, where)
             next_position[span.modality] += 1
-            stop = end
+            stop, last = end, span
         return spans
 
     @property
@@ -340,6 +360,8 @@ def collapse(
     collapsed: list[int] = []
     position = 0
     for span in data.spans(len(prompt_ids)) if spans is None else spans:
+        if span.start < position:
+            continue  # the sound track of the video before it
         expansion = span.item.expansion
         token = (placeholder_ids or {}).get(span.modality)
         if token is None and len(expansion) == 1 and span.range.num_embeds == span.range.length:

@@ -4,6 +4,8 @@ import io
 import json
 import wave
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +14,12 @@ import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kit import text
+from mmrender import Renderer
+from mmrender.media.item import ProcessedItem
+from mmrender.media.levels import compacted
+from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor
+from mmrender.media.processors.patch_videos import PatchVideoProcessor
+from video_cases import encoded_video, frames_of
 
 RATE: Final = 16_000
 """Samples per second that the models here take."""
@@ -47,6 +55,17 @@ def wav(samples: npt.NDArray[np.float32], rate: int = RATE) -> bytes:
 def heard(samples: Any, rate: int = RATE) -> dict[str, Any]:
     """A part with samples."""
     return {"type": "audio", "audio": samples, "sampling_rate": rate}
+
+
+def film(frames: int = 8, seconds: float = 3.0, seed: int = 0) -> dict[str, Any]:
+    """A part with a video of two frames a second. Without seconds it is silent."""
+    return {"type": "video", "video": _encoded_film(frames, seconds, seed)}
+
+
+@cache  # the encoder, whose threads race, does not write the same file twice
+def _encoded_film(frames: int, seconds: float, seed: int) -> bytes:
+    sound = clip(seconds, seed) if seconds else None
+    return encoded_video(frames_of(frames, 28, 56, seed), fps=2, container="matroska", sound=sound)
 
 
 def asked(*parts: Any) -> dict[str, Any]:
@@ -183,6 +202,51 @@ def audio_flamingo(folder: Path) -> Path:
         {"sound_token": "<sound>"},
         {"audio_token_id": "<sound>"},
     )
+
+
+_WITH_VIDEO: Final = "{% elif part.type == 'video' %}<|vision_start|><|video|><|vision_end|>"
+
+
+def with_videos(folder: Path, patch: int = 14) -> Path:
+    """Let a directory of `qwen3_omni` or `qwen2_5_omni` take images and videos as well."""
+    template = folder / "chat_template.jinja"
+    text_branch = "{% elif part.type == 'text' %}"
+    template.write_text(template.read_text().replace(text_branch, _WITH_VIDEO + text_branch))
+    settings = json.loads((folder / "processor_config.json").read_text())
+    for part, name in (("image", "Qwen2VLImageProcessor"), ("video", "Qwen2VLVideoProcessor")):
+        settings[f"{part}_processor"] = {f"{part}_processor_type": name, "patch_size": patch}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class _OmniVideos(VideoProcessor):
+    """Qwen2.5-VL's videos, which need no torchvision, with the names of Qwen's omni models."""
+
+    def __init__(self, folder: Path) -> None:
+        files = replace(ProcessorFiles.read(folder), processor={"processor_class": "Qwen2_5_VLProcessor"})
+        tokens = {"image_token": "<|image|>", "video_token": "<|video|>"}
+        self.native: Any = PatchVideoProcessor.from_files(files, **tokens)
+        self.name, self.settings_digest = self.native.name, self.native.settings_digest
+
+    def prepare(self, video: Any) -> Prepared:
+        prepared = self.native.prepare(video)
+
+        def finish() -> ProcessedItem:
+            item = prepared.finish()
+            tensors = item.tensors()
+            tensors["video_second_per_grid"] = tensors.pop("second_per_grid_ts")
+            parts = {name: compacted(values, None) for name, values in tensors.items()}
+            names = ("identity", "size", "grid", "expansion", "modality")
+            return ProcessedItem(**{name: getattr(item, name) for name in names}, parts=parts)
+
+        return Prepared(prepared.identity, finish)
+
+
+def omni_renderer(folder: Path) -> Any:
+    """Open a directory of `with_videos` to render sound tracks."""
+    renderer = Renderer.from_pretrained(folder, image_backend="pil", use_audio_in_video=True)
+    renderer.media.processor.videos = _OmniVideos(folder)
+    return renderer
 
 
 def qwen2_audio_model(renderer: Any, *, seconds: int = 4) -> Any:

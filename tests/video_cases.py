@@ -49,10 +49,13 @@ def encoded_video(
     options: Mapping[str, str] | None = None,
     stream_options: Mapping[str, str] | None = None,
     cover: npt.NDArray[np.uint8] | None = None,
+    sound: npt.NDArray[np.float32] | None = None,
+    sound_codec: str = "pcm_s16le",
 ) -> bytes:
     """Encode frames with PyAV, a key frame in every ten, with frames between that refer to later ones.
 
-    A cover is a picture in a track before that of the frames.
+    A cover is a picture in a track before that of the frames. Sound is 16,000 samples a second, one row for
+    each channel; MP4 does not take it as PCM.
     """
     av = pytest.importorskip("av", reason="encoded videos need PyAV (extra `video`)")
     with (
@@ -72,9 +75,17 @@ def encoded_video(
         if picture is not None:
             file.mux(picture.encode(av.VideoFrame.from_ndarray(cover, format="rgb24")))
             file.mux(picture.encode())
+        levels = None if sound is None else np.rint(np.atleast_2d(sound) * 32767).astype(np.int16)
+        layout = "stereo" if levels is not None and len(levels) == 2 else "mono"
+        track = None if levels is None else file.add_stream(sound_codec, rate=16_000, layout=layout)
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode())
+        if levels is not None:
+            block = av.AudioFrame.from_ndarray(levels.T.reshape(1, -1), format="s16", layout=layout)
+            block.sample_rate = 16_000
+            file.mux(track.encode(block))
+            file.mux(track.encode())
         file.close()
         return handle.read()
 

@@ -27,7 +27,6 @@ from mmrender.errors import ProcessorError, SpecialTokenError, TemplateError
 from mmrender.messages import (
     MODALITIES,
     UNKNOWN_SOURCE,
-    AudioPart,
     ImagePart,
     Message,
     RenderRequest,
@@ -142,7 +141,7 @@ class Bridge:
             media.require_processor("new_messages")
             if media.processor.depends_on_image_count:
                 raise NotBridged("the processor treats an image differently when more of them follow")
-        if any(isinstance(entry.part, AudioPart) for entry in request.media) and media.takes("audio"):
+        if any(map(media.brings_audio, request.media)) and media.takes("audio"):
             media.require_processor("new_messages")
             effect = "none" if media.processor.audio is None else media.processor.audio.effect_of_others
             is_unknown = not hashes and not self._writer.media_ids.isdisjoint(prompt)
@@ -225,7 +224,7 @@ class Bridge:
 
     def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCounts:
         """The media of the prompt."""
-        media = tuple(len(previous.mm_hashes.get(modality, ())) for modality in MODALITIES)
+        media = tuple(map(previous.count, MODALITIES))
         if not any(media) and not self._writer.media_ids.isdisjoint(prompt):
             raise NotBridged(
                 "the template counts media, and previous_multi_modal_data lacks the media of the prompt"

@@ -150,7 +150,14 @@ class _Prompt:
     @property
     def form(self) -> tuple[Any, ...]:
         """Length and sizes, equal for all prompts of one forward."""
-        return len(self.ids), *sorted((name, tuple(tensor.shape)) for name, tensor in self.media.items())
+        sizes = sorted((name, tuple(tensor.shape)) for name, tensor in self.media.items())
+        return len(self.ids), self.options, *sizes
+
+    @property
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """The model's arguments besides tensors."""
+        has_tracks = self.data.count("audio") < len(self.data.mm_hashes.get("audio", ()))
+        return (("use_audio_in_video", True),) if has_tracks else ()
 
 
 def decode(
@@ -255,6 +262,7 @@ class _Rows:
                     max_new_tokens=max(each.room for _, each in live),
                     custom_generate=begin,
                     **media,
+                    **dict(prompts[0].options),
                 )
         except Exception as error:  # noqa: BLE001 - other prompts go on
             for _, each in live:
@@ -426,6 +434,15 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
     if not data:
         return {}
     spans = data.spans(length)
+    num_tracks = len(data.mm_hashes.get("audio", ())) - data.count("audio")
+    if num_tracks and num_tracks < data.count("video"):
+        raise EngineUnsupportedError(
+            f"{type(model).__name__} numbers either all videos of a prompt with sound tracks, or none",
+            where="multi_modal_data",
+            expected=f"{data.count('video')} sound tracks",
+            got=str(num_tracks),
+            remedy="Leave the silent videos out, or open the renderer without use_audio_in_video",
+        )
     dtype: Any = str(model.dtype).removeprefix("torch.")
     joined: dict[str, list[Any]] = {}
     for span in spans:

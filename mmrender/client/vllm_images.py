@@ -302,6 +302,15 @@ def dense_spans(spans: Sequence[MediaSpan]) -> list[MediaSpan]:
             frames.
     """
     dense: list[MediaSpan] = []
+    for video, track in itertools.pairwise(spans):
+        if track.is_track_of(video):
+            raise EngineUnsupportedError(
+                "the engine loses which tokens of a video and of its sound track hold features",
+                where=video.where,
+                expected="videos without sound tracks",
+                got=f"{track.range.num_embeds} tokens of sound between {video.range.num_embeds}",
+                remedy="Open the renderer without use_audio_in_video, or use LocalBackend",
+            )
     for span in spans:
         runs = span.range.embed_spans
         if runs is None:

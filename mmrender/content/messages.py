@@ -170,16 +170,25 @@ def read_variables(
     return variables
 
 
+_OPENED_WITH = {
+    "chat_template": ("a renderer has one chat template", "chat_template"),
+    # Transformers has two names for it.
+    **dict.fromkeys(
+        ("use_audio_in_video", "load_audio_from_video"),
+        ("a renderer treats the sound tracks of all videos alike", "use_audio_in_video"),
+    ),
+}
+"""Settings of a renderer that are not arguments of a call: the problem, and the option of a renderer."""
+
+
 def _unread(
     name: str, where: str, known: Collection[str], options: Collection[str], reserved: Collection[str]
 ) -> InputError:
     """Build the error for an argument that neither the renderer nor the template reads."""
-    if name == "chat_template":
-        return InputError(
-            "a renderer has one chat template",
-            where=where,
-            remedy="Open another renderer: Renderer.from_pretrained(..., chat_template=...)",
-        )
+    if name in _OPENED_WITH:
+        problem, option = _OPENED_WITH[name]
+        remedy = f"Open another renderer: Renderer.from_pretrained(..., {option}=...)"
+        return InputError(problem, where=where, remedy=remedy)
     if name in options:
         problem = f"{name!r} is an option of the call, not a variable of the template"
         return InputError(problem, where=where, remedy=f"Pass it as a keyword: {name}=...")

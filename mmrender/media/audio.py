@@ -150,7 +150,7 @@ def load_audio(
             mono, found = policy.decode(_decode, file)
         if not np.isfinite(mono).all():
             raise MediaDecodeError("the audio holds samples that are not finite", expected="finite numbers")
-        samples = _resampled(mono, found, rate)
+        samples = resampled(mono, found, rate)
         samples.flags.writeable = False
         return LoadedAudio(samples, rate, file, policy)
     except MediaError as error:
@@ -184,8 +184,8 @@ def _of_array(array: Any, rate: int | None, policy: MediaPolicy) -> tuple[Sample
             remedy="Pass one channel: a one-dimensional array",
         )
     channels, count = array.shape
-    _check_form(rate, channels, count, policy)
-    _check_length(rate, channels, count, policy)
+    check_form(rate, channels, count, policy)
+    check_length(rate, channels, count, policy)
     if divisor is not None:
         array = array.astype(np.float32 if divisor == 1 << 15 else np.float64) / divisor
     with np.errstate(over="ignore"):
@@ -217,11 +217,11 @@ def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
     with _named_errors(kind), soundfile.SoundFile(io.BytesIO(data)) as file:
         rate, channels = file.samplerate, file.channels
         stated = file.frames if kind != "MP3 audio" or _states_length(data) else 0
-        _check_form(rate, channels, file.frames, policy)
-        _check_length(rate, channels, stated, policy)
+        check_form(rate, channels, file.frames, policy)
+        check_length(rate, channels, stated, policy)
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             count += len(block)
-            _check_length(rate, channels, count, policy)
+            check_length(rate, channels, count, policy)
             if time.monotonic() > deadline:
                 raise MediaLimitError(
                     "decoding the audio takes too long",
@@ -234,7 +234,7 @@ def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
     return np.concatenate(blocks), rate
 
 
-def _check_form(rate: int, channels: int, count: int, policy: MediaPolicy) -> None:
+def check_form(rate: int, channels: int, count: int, policy: MediaPolicy) -> None:
     """Refuse a rate, a number of channels or a stated length before anything is decoded."""
     low, high = RATES
     if not low <= rate <= high:
@@ -252,7 +252,8 @@ def _check_form(rate: int, channels: int, count: int, policy: MediaPolicy) -> No
         raise MediaDecodeError("the audio has no samples", expected="at least 1", got=str(count))
 
 
-def _check_length(rate: int, channels: int, count: int, policy: MediaPolicy) -> None:
+def check_length(rate: int, channels: int, count: int, policy: MediaPolicy) -> None:
+    """Refuse more samples than the policy allows."""
     policy.check("max_audio_seconds", math.ceil(count / rate), got=f"{count / rate:.1f} seconds or more")
     size = 4 * count * channels
     policy.check("max_audio_bytes", size, got=f"{size} bytes or more")
@@ -305,7 +306,8 @@ def _states_length(data: bytes) -> bool:
     return any(name in data[start : start + 256] for name in (b"Xing", b"Info"))
 
 
-def _resampled(mono: Samples, rate: int, target: int) -> Samples:
+def resampled(mono: Samples, rate: int, target: int) -> Samples:
+    """Return samples at another rate, always as a new array."""
     if rate == target:
         return np.array(mono, np.float32)
     try:

@@ -62,6 +62,14 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
         MediaLimitError: Too many frames or pixels, or too slow.
         MissingDependencyError: PyAV is not installed.
     """
+    deadline = time.monotonic() + policy.decode_timeout
+    with open_container(data, policy) as container:
+        yield Decoder(container, policy, deadline)
+
+
+@contextmanager
+def open_container(data: bytes, policy: MediaPolicy) -> Iterator[Any]:
+    """Open an encoded video as PyAV's container. Raises as `decoder`, also for errors within the context."""
     try:
         import av
     except ImportError as error:
@@ -76,12 +84,11 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
             got=kind,
             remedy="Decode it yourself, and pass its frames.",
         )
-    deadline = time.monotonic() + policy.decode_timeout
     try:
         # FFmpeg decodes first frames if headers are incomplete. The last two options apply to that.
         options = {"protocol_whitelist": "", "threads": "1", "max_pixels": str(policy.max_pixels)}
         with av.open(io.BytesIO(data), format=CONTAINERS[kind], options=options) as container:
-            yield Decoder(container, policy, deadline)
+            yield container
     except MediaError:
         raise
     except (av.FFmpegError, EOFError, ValueError) as error:

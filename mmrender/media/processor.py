@@ -15,6 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.caching import cached_property
+from mmrender.errors import ProcessorError
 from mmrender.media.audio import LoadedAudio
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend
@@ -104,6 +105,7 @@ class MediaProcessor(ABC):
             several. All numbers above one are equal.
         videos: The model's processing of videos, or None.
         audio: The model's processing of audio, or None.
+        use_audio_in_video: Whether sound tracks of videos are rendered between their frames.
         is_deferred: Whether `load` returns another object.
     """
 
@@ -115,6 +117,7 @@ class MediaProcessor(ABC):
     depends_on_image_count: bool = False
     videos: "VideoProcessor | None" = None
     audio: "AudioProcessor | None" = None
+    use_audio_in_video: bool = False
     is_deferred: bool = False
 
     @abstractmethod
@@ -196,6 +199,8 @@ class VideoProcessor(ABC):
         """
 
 
+TokenRun: TypeAlias = tuple[str, int]
+"""An added token, and how often it is repeated."""
 EffectOfOthers: TypeAlias = Literal["none", "longer", "any", "refused"]
 """Whether other clips of a prompt change the tensors of a clip, and which do. Some prompts take one clip."""
 
@@ -227,6 +232,24 @@ class AudioProcessor(ABC):
             MediaError: The family cannot process the clip.
             MissingDependencyError: It needs a package that is not installed.
         """
+
+    def alternate(self, frames: int, frame_tokens: int, seconds: float, tokens: int) -> Sequence[TokenRun]:
+        """Return the tokens of a video with its sound track, in the order of their times.
+
+        Args:
+            frames: Time steps of the video.
+            frame_tokens: Tokens of each.
+            seconds: Duration of each.
+            tokens: Tokens of the track.
+
+        Raises:
+            ProcessorError: The family has no rule for it.
+        """
+        raise ProcessorError(
+            f"{self.name} does not join sound tracks with videos",
+            expected="the processor of an omni model",
+            remedy="Open the model without use_audio_in_video.",
+        )
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ with known pixels is decoded and not processed.
 import secrets
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 from PIL import Image, ImageFile
@@ -25,8 +26,10 @@ from mmrender.media.load import LoadedImage, decode_in_place, load_image
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import AudioProcessor, MediaProcessor, Prepared
+from mmrender.media.sources import read_source
+from mmrender.media.tracks import interleaved, is_encoded, load_track
 from mmrender.media.video import as_array, open_video
-from mmrender.messages import AudioPart, MediaPart, Modality, RequestMedia, VideoPart
+from mmrender.messages import MODALITIES, AudioPart, MediaPart, Modality, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem, MultiModalData
 
 Argument = TypeVar("Argument")
@@ -160,9 +163,9 @@ class MediaResolver:
             MediaError: A part cannot be loaded or processed.
             ProcessorError: The model does not support this kind of medium.
         """
-        hashes = {} if earlier is None else earlier.mm_hashes
-        self.policy.check("max_items", len(media) + sum(map(len, hashes.values())), where="messages")
-        num_images = len(hashes.get("image", ())) + sum(entry.part.modality == "image" for entry in media)
+        known = {} if earlier is None else {each: earlier.count(each) for each in MODALITIES}
+        self.policy.check("max_items", len(media) + sum(known.values()), where="messages")
+        num_images = known.get("image", 0) + sum(entry.part.modality == "image" for entry in media)
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:
@@ -180,6 +183,59 @@ class MediaResolver:
         item_of = partial(self._item, num_images=num_images, longest=longest)
         items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
         return [items[key] for key in keys]
+
+    def resolve_with_tracks(
+        self, media: Sequence[RequestMedia], *, earlier: MultiModalData | None = None
+    ) -> list[tuple[MediaItem, ...]]:
+        """Return the items of each media part: one, or two for a video with a sound track that is rendered.
+
+        Args and errors as for `resolve`.
+        """
+        if not self.processor.use_audio_in_video:
+            return [(item,) for item in self.resolve(media, earlier=earlier)]
+        media = [self._read(entry) for entry in media]
+        items = self.resolve(media, earlier=earlier)
+        longest = self.longest_clip(media, earlier)
+        return [self._with_track(entry, item, longest) for entry, item in zip(media, items, strict=True)]
+
+    def _read(self, entry: RequestMedia) -> RequestMedia:
+        """Read a video that may change, so that frames and sound track are of one reading."""
+        part = entry.part
+        if entry.fingerprint is not None or not isinstance(part, VideoPart) or not is_encoded(part):
+            return entry
+        try:
+            part = msgspec.structs.replace(part, source=read_source(part.source, self.policy))
+        except MediaError as error:
+            error.at(entry.path)
+            raise
+        return entry._replace(part=part, fingerprint=part_fingerprint(part))
+
+    def _with_track(self, entry: RequestMedia, item: MediaItem, longest: int | None) -> tuple[MediaItem, ...]:
+        """Return the items of a video and of its sound track, or any other item alone."""
+        audio = self.processor.audio
+        if audio is None or not isinstance(entry.part, VideoPart):
+            return (item,)
+        load: Any = cache(partial(self._load_sound, entry, audio))
+        if not self._clip_length(entry, load):
+            return (item,)
+        key = ("track", entry.fingerprint, longest, audio.settings_digest, self.policy)
+        try:
+            track = self.cache.get_or_load(
+                key if entry.fingerprint is not None else None,
+                lambda: audio.prepare(load(), longest=longest),
+            )
+            pair = interleaved(audio, item, track)
+        except MMRenderError as error:
+            error.at(entry.path)
+            raise
+        return tuple([self.cache.get_or_load(None, partial(_itself, each)) for each in pair])
+
+    def brings_audio(self, entry: RequestMedia) -> bool:
+        """Whether a part is audio, or a video that may have a sound track which is rendered."""
+        part = entry.part
+        if isinstance(part, VideoPart):
+            return self.processor.use_audio_in_video and is_encoded(part)
+        return isinstance(part, AudioPart)
 
     def takes(self, modality: Modality) -> bool:
         """Whether the model's processor takes media of a modality. Images are refused by the processor."""
@@ -211,14 +267,21 @@ class MediaResolver:
         None for a single clip, and for a processor that treats each clip as if it were alone.
 
         Raises:
-            MediaError: A clip cannot be loaded.
+            MediaError: A clip cannot be loaded, or a prompt may have one clip.
         """
         audio = self.processor.audio
         known = [item.size[1] for item in (earlier.mm_items.get("audio", ()) if earlier is not None else ())]
-        clips = [entry for entry in media if isinstance(entry.part, AudioPart)]
+        clips = [entry for entry in media if self.brings_audio(entry)]
         if audio is None or not clips or len(clips) + len(known) < 2 or audio.effect_of_others == "none":
             return None
-        return max([*known, *map(self._clip_length, clips)])
+        lengths = [*known, *filter(None, map(self._clip_length, clips))]
+        if len(lengths) > 1 and audio.effect_of_others == "refused":
+            raise MediaError(
+                "the model's processor takes one audio clip in a prompt",
+                where=clips[-1].path,
+                remedy="Join the clips into one.",
+            )
+        return max(lengths) if len(lengths) > 1 else None
 
     def changes_earlier_clips(self, media: Sequence[RequestMedia], earlier: MultiModalData) -> bool:
         """Whether the clips of `media` change the tensors of the clips before them. Raises as `resolve`."""
@@ -229,20 +292,30 @@ class MediaResolver:
         is_longer = longest > max(item.size[1] for item in clips)
         return is_longer or (len(clips) == 1 and self.processor.audio.effect_of_others == "any")
 
+    def _load_sound(self, entry: RequestMedia, audio: AudioProcessor) -> LoadedAudio | None:
+        """Load a clip, or the sound track of a video if it has one."""
+        if isinstance(entry.part, VideoPart):
+            return load_track(entry.part, audio.sampling_rate, self.policy, entry.path)
+        return self._load_clip(entry, audio)
+
     def _load_clip(self, entry: RequestMedia, audio: AudioProcessor) -> LoadedAudio:
         part: Any = entry.part
         source, rate = part.source, part.sampling_rate
         return load_audio(source, audio.sampling_rate, self.policy, source_rate=rate, where=entry.path)
 
-    def _clip_length(self, entry: RequestMedia) -> int:
-        """Return the number of samples of a clip at the model's rate, which is remembered."""
+    def _clip_length(self, entry: RequestMedia, load: Callable[[], LoadedAudio | None] | None = None) -> int:
+        """Return the number of samples of a clip or track at the model's rate, which is remembered.
+
+        0 for a video without a track. `load` loads it, if it is used for more than its length.
+        """
         audio = self.processor.audio
         if audio is None:
             return 0
         key = None if entry.fingerprint is None else (entry.fingerprint, audio.sampling_rate, self.policy)
         length = None if key is None else self.cache.clip_lengths.get(key)
         if length is None:
-            length = len(self._load_clip(entry, audio).samples)
+            loaded = self._load_sound(entry, audio) if load is None else load()
+            length = 0 if loaded is None else len(loaded.samples)
             if key is not None:
                 self.cache.clip_lengths.put(key, length)
         return length
@@ -283,6 +356,10 @@ class MediaResolver:
         except MMRenderError as error:
             error.at(entry.path)
             raise
+
+
+def _itself(prepared: Prepared) -> Prepared:
+    return prepared
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:

@@ -65,7 +65,9 @@ def range_difference(renderer: Renderer, ours: RenderedTokens) -> Difference | N
     features = [piece.token for piece in pieces if isinstance(piece, Repeat) and piece.embeds]
     feature_ids = {renderer.tokenizer.token_id(token) for token in features}
     in_ids = [index for index, token_id in enumerate(ours.token_ids) if token_id in feature_ids]
-    named = [index for span in spans for index in (np.flatnonzero(span.range.is_embed) + span.start).tolist()]
+    named = sorted(
+        index for span in spans for index in (np.flatnonzero(span.range.is_embed) + span.start).tolist()
+    )
     return Difference("placeholder ranges", str(named[:20]), str(in_ids[:20])) if named != in_ids else None
 
 

@@ -206,6 +206,11 @@ class TokenWriter:
                 placeholders.append(Placeholder(match.own_start, match.own_stop, modality, *owner))
         return Layout(text, matches, tuple(placeholders))
 
+    def range_of(self, item: MediaItem, offset: int) -> PlaceholderRange:
+        """Return the range of an item whose expansion begins at a token."""
+        expansion = self._split(item.expansion)
+        return PlaceholderRange(offset, expansion.length, expansion.embed_spans)
+
     def write(
         self,
         layout: Layout,

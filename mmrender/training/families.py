@@ -320,6 +320,7 @@ def unproved_family(settings: Mapping[str, Any]) -> ModelFamily:
             seconds,
             counts_time=model_type in OMNI,
             is_whole=model_type != "qwen3_omni_moe_thinker",
+            joins_edges=model_type == "qwen2_5_omni_thinker",
         )
     feature_token_ids: dict[str, int] = {
         modality: settings[key]

@@ -392,7 +392,12 @@ def smallest_dummy(
         token_ids=sample.token_ids[span.start : span.stop],
         loss_mask=np.zeros(count, np.bool_),
         logprobs=None if like.logprobs is None else zeros,
-        multi_modal_data=MultiModalData.of([(replace(span.range, offset=0), span.item)]),
+        multi_modal_data=MultiModalData.of(
+            # A video may share its range with its sound track.
+            (replace(each.range, offset=0), each.item)
+            for each in sample.media_spans
+            if each.start == span.start
+        ),
         rewards=None if like.rewards is None else zeros,
         advantages=None if like.advantages is None else zeros,
         loss_weights=None if like.loss_weights is None else zeros,

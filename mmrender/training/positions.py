@@ -3,7 +3,9 @@
 A text token has the same number on all three axes. An image's tokens are numbered by their place in the
 merged grid, counted from the number that the text before it has reached. The text after it continues from
 there plus the longer side of the grid; Qwen's omni models count the time of a video, too. Tokens of audio are
-numbered as text. Each segment of a packed row starts at zero.
+numbered as text. A video and its sound track, whose tokens alternate, are both numbered from the start of
+their run, and text continues after whichever of them is written last. Each segment of a packed row starts at
+zero.
 
 Source: `get_rope_index` of Transformers 5.23 in
 `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,glm4v,qwen2_5_omni,qwen3_omni_moe}`. In
@@ -13,6 +15,7 @@ error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -43,6 +46,7 @@ class MRope:
         counts_time: Whether text continues after the time of a video, if that is longer than its sides.
         is_whole: Whether times are cut to whole positions. Models that do not cut them take floats, which
             batches do not hold.
+        joins_edges: Whether each pair of tokens around a video with a sound track has one position.
     """
 
     merge: int
@@ -50,6 +54,7 @@ class MRope:
     tokens_per_second: float | None = None
     counts_time: bool = False
     is_whole: bool = True
+    joins_edges: bool = False
 
 
 def mrope_position_ids(
@@ -87,40 +92,70 @@ def mrope_position_ids(
     flat = np.where(inside, types.reshape(-1), 0)
     is_text = (flat == 0) | (flat == TOKEN_TYPES["audio"])
     advance = (inside & is_text).astype(np.int64)
-    runs = [
-        _runs("image", image_grid_thw, None, rope, flat=flat, owner=owner, width=width),
-        _runs("video", video_grid_thw, second_per_grid_ts, rope, flat=flat, owner=owner, width=width),
-    ]
-    for starts, grids, intervals in runs:
+    joint = _with_sound(flat, owner) if rope.counts_time else []
+    local = np.zeros((3, flat.size), np.int64)  # positions within a run, from its start
+    for modality, values, seconds in (
+        ("image", image_grid_thw, None),
+        ("video", video_grid_thw, second_per_grid_ts),
+    ):
+        tokens, grids, intervals = _runs(
+            modality, values, seconds, rope, flat=flat, owner=owner, width=width, joint=joint
+        )
         sides = grids[:, 1:].max(1, initial=0)
         if rope.counts_time:
             sides = np.maximum(sides, ((grids[:, 0] - 1) * intervals).astype(np.int64) + 1)
-        advance[starts + grids.prod(1) - 1] = sides
+        sizes = grids.prod(1)
+        advance[tokens[np.cumsum(sizes) - 1]] = sides
+        place = np.arange(len(tokens)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        _, height, width_ = (np.repeat(side, sizes) for side in grids.T)
+        time = place // (height * width_)
+        # torch multiplies an integer range by a float in float32, and cuts towards zero.
+        local[0, tokens] = (time.astype(np.float32) * np.repeat(intervals, sizes)).astype(np.int64)
+        local[1, tokens] = place // width_ % height
+        local[2, tokens] = place % width_
+    for start, stop in joint:
+        kinds = flat[start:stop]
+        sound = start + np.flatnonzero(kinds == TOKEN_TYPES["audio"])
+        local[:, sound] = np.arange(len(sound))
+        last = start + int(np.flatnonzero(kinds != kinds[-1])[-1]) + 1
+        advance[start:stop] = 0
+        advance[stop - 1] = local[:, last:stop].max() + 1
+        for edge in (start - 2, stop) if rope.joins_edges else ():
+            if 0 <= edge < flat.size and owner[edge] == owner[start]:
+                advance[edge] = 0
     before = np.cumsum(advance) - advance
     firsts = np.array([start for start, _ in spans], np.int64)
     base = before - np.append(before[np.minimum(firsts, flat.size - 1)], 0)[owner]
-    out = np.where(inside, base, 0)[None].repeat(3, axis=0)
-    for starts, grids, intervals in runs:
-        # Each feature token's place in its grid is added to the position of the start of its run.
-        sizes = grids.prod(1)
-        local = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        _, height, width_ = (np.repeat(side, sizes) for side in grids.T)
-        time = local // (height * width_)
-        tokens = local + np.repeat(starts, sizes)
-        # torch multiplies an integer range by a float in float32, and cuts towards zero.
-        out[0, tokens] += (time.astype(np.float32) * np.repeat(intervals, sizes)).astype(np.int64)
-        out[1, tokens] += local // width_ % height
-        out[2, tokens] += local % width_
+    out: IntArray = np.where(inside, base + local, 0)
     return out.reshape(3, rows, width)
 
 
+def _with_sound(flat: IntArray, owner: IntArray) -> list[tuple[int, int]]:
+    """Return the runs `[start, stop)` in which tokens of a video and of its sound track alternate."""
+    sound = TOKEN_TYPES["audio"]
+    moving = (flat == TOKEN_TYPES["video"]) | (flat == sound)
+    changes = np.flatnonzero((moving[1:] != moving[:-1]) | (owner[1:] != owner[:-1])) + 1
+    bounds = [0, *changes.tolist(), flat.size]
+    runs = [(start, stop) for start, stop in pairwise(bounds) if start < stop and moving[start]]
+    return [(start, stop) for start, stop in runs if 0 < np.sum(flat[start:stop] == sound) < stop - start]
+
+
 def _runs(
-    modality: str, grid_thw: Any, seconds: Any, rope: MRope, *, flat: IntArray, owner: IntArray, width: int
+    modality: str,
+    grid_thw: Any,
+    seconds: Any,
+    rope: MRope,
+    *,
+    flat: IntArray,
+    owner: IntArray,
+    width: int,
+    joint: Sequence[tuple[int, int]],
 ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32]]:
     """Find the run of feature tokens of each grid of one modality.
 
-    `flat` are the token types of all rows, and `owner` the segments that tokens belong to. Returns the first
-    token of each run `(n,)`, its merged grid `(n, 3)`, and the positions between its time steps `(n,)`.
+    `flat` are the token types of all rows, and `owner` the segments that tokens belong to. `joint` are runs
+    that a video shares with its sound track. Returns the feature tokens of all grids, each merged grid
+    `(n, 3)`, and the positions between its time steps `(n,)`.
     """
     array = np.asarray(np.zeros((0, 3)) if grid_thw is None else grid_thw, np.int64)
     bad = np.flatnonzero((array[:, 1:] % rope.merge).any(1) | (array < 1).any(1))
@@ -165,7 +200,12 @@ def _runs(
             got=f"{len(grids)} grids for {covered}",
         )
     starts, lasts = tokens[ends - sizes], tokens[ends - 1]
-    broken = np.flatnonzero((lasts - starts + 1 != sizes) | (owner[starts] != owner[lasts]))
+    lengths = lasts - starts + 1
+    for start, stop in joint if modality == "video" else ():
+        within = (starts >= start) & (lasts < stop)
+        if np.count_nonzero(within) == 1:
+            lengths[within] = sizes[within]
+    broken = np.flatnonzero((lengths != sizes) | (owner[starts] != owner[lasts]))
     if len(broken):
         run, place = int(broken[0]), int(starts[broken[0]])
         raise BatchError(
@@ -174,4 +214,4 @@ def _runs(
             expected=f"{int(sizes[run])} {modality} tokens in a row",
             got=f"the last of them at row {int(lasts[run]) // width}, token {int(lasts[run]) % width}",
         )
-    return starts, grids, intervals
+    return tokens, grids, intervals

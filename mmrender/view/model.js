@@ -20,7 +20,8 @@ class Sequence {
       for (const [start, stop] of raw.trained) this.trained.fill(1, start, stop);
     }
     this.mediumAt = new Int32Array(count).fill(-1);
-    raw.media.forEach((medium, place) => this.mediumAt.fill(place, medium.start, medium.stop));
+    // A sound track has the range of its video, which is shown there.
+    raw.media.forEach((medium, place) => this.mediumAt[medium.start] < 0 && this.mediumAt.fill(place, medium.start, medium.stop));
     this.values = {};
     for (const [name, runs] of Object.entries(raw.values)) {
       const values = (this.values[name] = new Array(count));

@@ -9,7 +9,8 @@ when they are asked for. Other clips are kept as features, without the constant 
 seconds. So are clips that leave the process: matrix products of another machine give features of other bits.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -33,6 +34,7 @@ from mmrender.media.processor import (
     MediaProcessor,
     Prepared,
     ProcessorFiles,
+    TokenRun,
 )
 from mmrender.media.processors.adapter import (
     Tensors,
@@ -42,7 +44,7 @@ from mmrender.media.processors.adapter import (
     parse_expansion,
     split_at,
 )
-from mmrender.media.processors.reference import build_audio_reference
+from mmrender.media.processors.reference import VideoSettings, build_audio_reference, named_errors
 from mmrender.media.processors.watched import Run, WatchedProcessor, as_numpy
 from mmrender.sidecar import Expansion, Repeat, feature_count
 
@@ -133,6 +135,31 @@ class AdaptedAudioProcessor(AudioProcessor):
         about = f"audio at {loaded.rate}" if longest is None else f"audio at {loaded.rate} of {longest}"
         identity = media_identity(self.settings_digest, loaded.samples.view(np.uint8), about.encode())
         return Prepared(identity, partial(self._finish, identity, loaded, longest))
+
+    def alternate(self, frames: int, frame_tokens: int, seconds: float, tokens: int) -> Sequence[TokenRun]:
+        """Run the rule of the model's own processor. See `AudioProcessor`."""
+        reference = self._watched.reference
+        rule = getattr(reference, "replace_video_with_audio_token", None)
+        if rule is None:
+            return super().alternate(frames, frame_tokens, seconds, tokens)
+        problem = "the model's own processor cannot join a sound track with its video"
+        with self._watched.lock, named_errors(lambda cause: ProcessorError(problem, got=cause)):
+            # Patches are merged already, and no other setting of its videos matters here.
+            videos, reference.video_processor = reference.video_processor, VideoSettings(merge_size=1)
+            try:
+                text = rule(
+                    {
+                        "video_grid_thw": np.array([[frames, 1, frame_tokens]]),
+                        "video_second_per_grid": [seconds],
+                    },
+                    0,
+                    {"num_audio_tokens": [tokens]},
+                    0,
+                    **reference._merge_kwargs(tokenizer_init_kwargs=reference.tokenizer.init_kwargs),
+                )
+            finally:
+                reference.video_processor = videos
+        return _runs(text, reference.tokenizer.get_added_vocab())
 
     def _finish(self, identity: str, loaded: LoadedAudio, longest: int | None) -> ProcessedItem:
         samples = loaded.samples
@@ -322,6 +349,23 @@ def _probe(seconds: float, rate: int) -> Samples:
     """Return a clip in which no two neighbouring samples are equal."""
     count = np.arange(round(seconds * rate), dtype=np.uint32)
     return (((count * 2654435761) >> 16) / np.float32(1 << 17) - np.float32(0.25)).astype(np.float32)
+
+
+def _runs(text: str, added: Iterable[str]) -> list[TokenRun]:
+    """Cut a text of added tokens into runs of the same token."""
+    runs = [(match["token"], match[0]) for match in re.finditer(_repeated(added), text)]
+    if "".join(run for _, run in runs) != text:
+        raise ProcessorError(
+            "the model's processor writes other text for a video with a sound track than added tokens",
+            got=repr(text[:200]),
+        )
+    return [(token, len(run) // len(token)) for token, run in runs]
+
+
+def _repeated(added: Iterable[str]) -> str:
+    """Return the pattern of a token, once or several times."""
+    longest_first = sorted(added, key=len, reverse=True)
+    return rf"(?P<token>{'|'.join(map(re.escape, longest_first))})(?P=token)*"
 
 
 def _are_joined(pieces: Sequence[str], together: Tensors, clips: Sequence[tuple[str, Tensors]]) -> bool:

@@ -147,7 +147,7 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
         has the same features.
         """
         images = []
-        steps = [piece for piece in self.expansion if isinstance(piece, Repeat)]
+        steps = [piece for piece in self.expansion if isinstance(piece, Repeat) and piece.embeds]
         for step, features in enumerate(steps):
             start, stop = step * self.layout.temporal, (step + 1) * self.layout.temporal
             image = msgspec.structs.replace(

@@ -120,6 +120,29 @@ def backend_of_tokens(directory: Path | ModelDir) -> ImageBackend:
     return "pil" if _native(ProcessorFiles.read(directory), "pil") is not None else "torch"
 
 
+def with_sound_tracks(processor: MediaProcessor | None, where: str) -> MediaProcessor:
+    """Return a processor that renders sound tracks of videos between their frames.
+
+    Raises:
+        MissingDependencyError: A package that it needs is not installed.
+        ProcessorError: The model's processor has no rule for it.
+    """
+    try:
+        loaded = None if processor is None else processor.load()
+        if loaded is None or loaded.audio is None or loaded.videos is None:
+            raise ProcessorError(
+                "use_audio_in_video needs a model that takes videos and audio",
+                got="a text-only model" if loaded is None else loaded.name,
+                remedy="Open the model without use_audio_in_video.",
+            )
+        loaded.audio.alternate(1, 1, 1.0, 1)
+    except (MissingDependencyError, ProcessorError) as error:
+        error.at(where)
+        raise
+    loaded.use_audio_in_video = True
+    return loaded
+
+
 def _native(files: ProcessorFiles, image_backend: ImageBackend) -> MediaProcessor | None:
     made = (family.from_files(files, image_backend) for family in NATIVE)
     return next((native for native in made if native is not None), None)
