@@ -19,16 +19,16 @@ from mmrender._version import __version__
 from mmrender.caching import cached_property
 from mmrender.model.files import find_model
 from mmrender.renderer import Renderer
-from mmrender.training.samples import build_training_sample, with_row_arguments
+from mmrender.training.samples import CONVERSATION_COLUMNS, row_sample
 from mmrender.trajectory.sample import TrainingSample
 
 
 class RenderRow:
     """Renders a row's conversation to token ids and labels, as columns that Arrow keeps.
 
-    A row holds `messages` (or `prompt` and `completion`), and may hold `images`, `image`, `tools` and
-    `chat_template_kwargs`. Images of an `Image()` column fill the image parts without a source, in order.
-    Pixels are not stored: `Collator` makes them from the row's images with each batch.
+    A row holds `messages` (or `prompt` and `completion`), and may hold `images`, `image`, `videos`, `audio`,
+    `tools` and `chat_template_kwargs`. Images of an `Image()` column fill the image parts without a source,
+    in order. Pixels are not stored: `Collator` makes them from the row's images with each batch.
 
     Its fingerprint, by which `datasets` finds earlier results, depends on the model's files, the options and
     mmrender's release alone: it is equal in every process, and changes with a template.
@@ -61,16 +61,10 @@ class RenderRow:
 
     def sample(self, row: Mapping[str, Any]) -> TrainingSample:
         """Render a row, with the errors of `build_training_sample`."""
-        prompt = list(row.get("prompt") or [])
-        messages = [*(row.get("messages") or []), *prompt, *(row.get("completion") or [])]
-        options = {**self.options, **({"completion_start": len(prompt)} if prompt else {})}
-        images = row.get("images") or ([row["image"]] if row.get("image") is not None else None)
-        if images:
-            options["images"] = images
-        if row.get("tools"):
-            options["tools"] = row["tools"]
-        arguments = row.get("chat_template_kwargs") or {}
-        return build_training_sample(self._renderer, messages, **with_row_arguments(options, arguments))
+        columns = {name: row.get(name) for name in CONVERSATION_COLUMNS}
+        if row.get("image") is not None and not columns["images"]:
+            columns["images"] = [row["image"]]
+        return row_sample(self._renderer, columns, self.options)
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return `input_ids`, `labels`, `mm_token_type_ids` and the identities of the row's images."""

@@ -24,7 +24,7 @@ from mmrender.errors import InputError, PoolError
 from mmrender.messages import MessageLike
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.training.samples import build_training_sample
+from mmrender.training.samples import CONVERSATION_COLUMNS, build_training_sample, row_sample
 from mmrender.trajectory.sample import TrainingSample
 
 
@@ -44,7 +44,8 @@ class ToSamples:
 
     Args:
         model: Model directory or hub id, loaded once in each actor.
-        column: Column of the conversations. Columns `tools` and `images` are read too.
+        column: Column of the conversations. Columns `tools`, `images`, `videos`, `audio` and
+            `chat_template_kwargs` are read, too.
         load: Further arguments of `Renderer.from_pretrained`.
         **options: Arguments of `build_training_sample`, such as `train_on`.
     """
@@ -62,14 +63,13 @@ class ToSamples:
         Raises:
             MMRenderError: A conversation cannot be rendered. See `build_training_sample`.
         """
-        extra = [name for name in ("tools", "images") if name in batch]
+        others = {name: name for name in CONVERSATION_COLUMNS[3:] if name in batch}
+        columns = {"messages": self._column, **others}
         samples = np.empty(len(batch[self._column]), object)
-        for row, messages in enumerate(batch[self._column]):
-            options = {name: batch[name][row] for name in extra if batch[name][row] is not None}
-            samples[row] = build_training_sample(
-                self._renderer, list(messages), sample_id=str(row), **self._options, **options
-            )
-        rest = {name: values for name, values in batch.items() if name not in (self._column, *extra)}
+        for row in range(len(samples)):
+            values = {name: batch[column][row] for name, column in columns.items()}
+            samples[row] = row_sample(self._renderer, values, self._options, str(row))
+        rest = {name: values for name, values in batch.items() if name not in columns.values()}
         return {**rest, "sample": samples}
 
 

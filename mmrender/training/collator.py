@@ -16,7 +16,7 @@ from mmrender.training.batch import PaddingSide, TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily
 from mmrender.training.packing import first_fit_decreasing
-from mmrender.training.samples import build_training_sample, with_row_arguments
+from mmrender.training.samples import CONVERSATION_COLUMNS, row_sample
 from mmrender.training.tensor_list import torch
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.truncate import truncate
@@ -24,8 +24,7 @@ from mmrender.trajectory.truncate import truncate
 if TYPE_CHECKING:
     from mmrender.protocols import RendererProtocol
 
-_PASSED: Final = ("tools", "images", "videos", "audio", "extra")
-_COLUMNS: Final = ("messages", "prompt", "completion", *_PASSED, "chat_template_kwargs")
+_COLUMNS: Final = (*CONVERSATION_COLUMNS, "extra")
 
 
 @dataclass(frozen=True)
@@ -160,24 +159,4 @@ class Collator:
                 got=type(example).__name__,
                 remedy="Remove the column" if unknown else "Pass renderer=Renderer.from_pretrained(...)",
             )
-        prompt, messages = columns.get("prompt") or [], columns.get("messages") or []
-        completion = columns.get("completion") or []
-        if bool(messages) == bool(prompt or completion) or not all(
-            isinstance(part, Sequence) and not isinstance(part, str)
-            for part in (messages, prompt, completion)
-        ):
-            raise InputError(
-                "an example holds messages, or a prompt and a completion",
-                where=where,
-                expected="lists of messages",
-                got=f"columns {', '.join(map(repr, columns))}",
-            )
-        passed = {name: columns[name] for name in _PASSED if columns.get(name)}
-        split = {"completion_start": len(prompt)} if prompt else {}
-        arguments = columns.get("chat_template_kwargs") or {}
-        return build_training_sample(
-            self.renderer,
-            [*messages, *prompt, *completion],
-            sample_id=where,
-            **with_row_arguments({**self.options, **split, **passed}, arguments),
-        )
+        return row_sample(self.renderer, columns, self.options, where)

@@ -56,18 +56,46 @@ _ANSWER_ONLY: Final = (
 _NAMES: Final = {"content": "content", "reasoning": "reasoning", "tool_call": "tool calls"}
 
 
-def with_row_arguments(options: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of `build_training_sample` with the template variables of one row of data.
+_MEDIA_AND_TOOLS: Final = ("tools", "images", "videos", "audio")
+CONVERSATION_COLUMNS: Final = ("messages", "prompt", "completion", *_MEDIA_AND_TOOLS, "chat_template_kwargs")
+"""Columns of a row of data that make its conversation. Each may be None."""
 
-    A row sets template variables alone, and its values go before values in `options`.
+
+def row_sample(
+    renderer: "RendererProtocol", row: Mapping[str, Any], options: Mapping[str, Any], where: str = ""
+) -> TrainingSample:
+    """Render a row of data: `messages`, or `prompt` and `completion`, of which the second is trained on.
+
+    Args:
+        renderer: As for `build_training_sample`, whose errors it raises.
+        row: Values of `CONVERSATION_COLUMNS`, and `extra`. Its `chat_template_kwargs` set template variables
+            alone, and go before values in `options`.
+        options: Further arguments of `build_training_sample`.
+        where: Path of the row in errors, and name of the sample.
+
+    Raises:
+        InputError: The row does not hold lists of messages, or holds them in both forms.
     """
-    kept = {
-        name: value
-        for name, value in options.items()
-        if name not in arguments or name in (build_training_sample.__kwdefaults__ or {})
-    }
-    shared = options.get("chat_template_kwargs") or {}
-    return {**kept, "chat_template_kwargs": {**shared, **arguments}} if arguments else kept
+    parts = [() if row.get(name) is None else row[name] for name in CONVERSATION_COLUMNS[:3]]
+    is_listed = all(isinstance(part, Sequence | np.ndarray) and not isinstance(part, str) for part in parts)
+    if not is_listed or bool(len(parts[0])) == bool(len(parts[1]) or len(parts[2])):
+        raise InputError(
+            "an example holds messages, or a prompt and a completion",
+            where=where,
+            expected="lists of messages",
+            got=f"columns {', '.join(map(repr, row))}",
+        )
+    variables, passed = row.get("chat_template_kwargs") or {}, dict(options)
+    passed |= {"completion_start": len(parts[1])} if len(parts[1]) else {}
+    for name in (*_MEDIA_AND_TOOLS, "extra"):
+        value = row.get(name)
+        if value is not None and (not hasattr(value, "__len__") or len(value)):
+            passed[name] = value
+    own = build_training_sample.__kwdefaults__ or {}
+    passed = {name: value for name, value in passed.items() if name not in variables or name in own}
+    passed["chat_template_kwargs"] = {**(passed.get("chat_template_kwargs") or {}), **variables}
+    messages = [message for part in parts for message in part]
+    return build_training_sample(renderer, messages, sample_id=where, **passed)
 
 
 def build_training_sample(

@@ -13,7 +13,7 @@ from kit import assistant, data_url, error_of, noise, shown, text
 from mmrender import Renderer, build_training_sample
 from mmrender.errors import BatchError, InputError
 from mmrender.training import Collator, ModelFamily, collate
-from mmrender.training.samples import with_row_arguments
+from mmrender.training import samples as samples_of_rows
 from training_cases import family_of
 
 
@@ -184,11 +184,16 @@ def test_a_row_sets_template_variables_and_no_option_of_the_sample(collator, opt
     assert caught.value.where == f"chat_template_kwargs.{option}"
 
 
-def test_a_row_s_template_variables_go_before_those_of_all():
+def test_a_row_s_template_variables_go_before_those_of_all(monkeypatch):
+    passed = {}
+    monkeypatch.setattr(
+        samples_of_rows, "build_training_sample", lambda *_, **options: passed.update(options)
+    )
     options = {"train_on": "all_messages", "day": 1, "chat_template_kwargs": {"a": 1, "b": 1}}
-    expected = {"train_on": "all_messages", "chat_template_kwargs": {"a": 1, "b": 2, "day": 2}}
-    assert with_row_arguments(options, {"b": 2, "day": 2}) == expected
-    assert with_row_arguments(options, {}) == options
+    row = {"messages": [assistant("Yes.")], "chat_template_kwargs": {"b": 2, "day": 2}}
+    samples_of_rows.row_sample(None, row, options)
+    variables = {"a": 1, "b": 2, "day": 2}
+    assert passed == {"sample_id": "", "train_on": "all_messages", "chat_template_kwargs": variables}
 
 
 def test_weights_that_labels_cannot_carry_are_refused(collator):
