@@ -1,6 +1,7 @@
 # Needs python3 (3.11 or later), pip and make. Everything is installed into .venv, nothing elsewhere.
 PYTHON ?= python3
-JOBS ?= 2
+# Tests wait for processes and servers a fifth of their time, so there is one more worker than cores.
+JOBS ?= $(shell expr 1 + "$$(getconf _NPROCESSORS_ONLN)")
 FUZZ_SECONDS ?= 600
 FUZZ_MESSAGES ?= 300000
 FAULTS ?= 500
@@ -30,6 +31,8 @@ CASES ?= 300
 # Nothing that runs here may depend on a model hub being reachable.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM ?= false
+# Byte code is kept: a server would compile its sources, a minute of processor time, at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test errors blocks check lint types layers words docs package release-check import-time parity families processors bench learn learn-agent learn-vllm parallel speed-page soak faults fleet fuzz clean \
@@ -54,10 +57,10 @@ $(MAIN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 demo: $(MAIN_STAMP) ## build a tiny model, render a conversation with pictures and show its tokens, also as runs/demo.html
 	$(BIN)/mmrender demo --html runs/demo.html
 
-# Bytecode is kept, since each process would rewrite the assertions of 250 test modules anew. Files run in the order of
-# their names, which has the long ones at the beginning; by default those with the fewest tests come last.
+# Files run in the order of their names, which has the long ones at the beginning; by default those with the fewest
+# tests come last.
 test: $(MAIN_STAMP) ## run the tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 errors: $(MAIN_STAMP) ## write the error sentences that the tests expect, tests/errors, from the tests of TESTS
 	$(BIN)/python -m pytest -q --snapshot-update $(or $(TESTS),tests/unit tests/property)
@@ -202,8 +205,10 @@ parallel: $(MAIN_STAMP) ## FSDP2, tensor and context parallel on two gloo proces
 soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat and nothing be left
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS)
 
-faults: $(MAIN_STAMP) ## kill FAULTS senders and receivers over each link; nothing may be lost, doubled or unreadable
+faults: $(MAIN_STAMP) ## kill FAULTS senders and receivers over each link, and a gateway at each point; nothing may be lost or doubled
 	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --kills $(FAULTS)
+	$(BIN)/python -c 'from mmrender.testing.tiny_model import build_tiny_model; build_tiny_model("runs/faults/model")'
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/gateway_kills.py runs/faults/model runs/faults
 
 fleet: $(MAIN_STAMP) ## 1,000 environments, 64 engines, 4 receivers and 16 ranks for MINUTES, with 20 kills; FLEET="--flag" changes it
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/fleet_faults.py --minutes $(MINUTES) --seed $(SEED) $(FLEET)

@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--every", type=int, default=1, help="how many points lie between two that are tried")
     parser.add_argument("--random", type=int, help="number of gateways to kill by a timer")
     options = parser.parse_args()
     renderer = Renderer.from_pretrained(options.model, image_backend="pil")
@@ -266,7 +267,7 @@ def main() -> None:
     if options.random is None:
         end = 1
         while run(ends=[end, end // 2]).kills:
-            end += 1
+            end += options.every
     else:
         chance = random.Random(0)
         while kills < options.random:

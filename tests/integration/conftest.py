@@ -27,12 +27,12 @@ def renderer(tiny_model: Path) -> Renderer:
 
 @pytest.fixture(scope="session")
 def vllm_servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """vLLM servers with the tiny model, one at a time: `vllm_servers.with_flags(...)`."""
+    """vLLM servers with the tiny model, two at a time: `vllm_servers.with_flags(...)`."""
     logs = tmp_path_factory.mktemp("vllm")
 
     def start(flags: tuple[str, ...]):
         return start_vllm(tiny_model, flags, log=logs / f"server{len(list(logs.iterdir()))}.log")
 
-    servers = Running(start)
+    servers = Running(start, limit=2)
     yield servers
     servers.close()

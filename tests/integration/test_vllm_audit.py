@@ -24,7 +24,8 @@ ROLLOUTS = 50
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def sampled(request, vllm_servers, renderer):
     """Samples of rollouts that vLLM computed in this dtype."""
-    server = vllm_servers.with_flags("--dtype", request.param)
+    flags = [] if request.param == "float32" else ["--dtype", request.param]
+    server = vllm_servers.with_flags(*flags)
     client = RendererClient(
         renderer,
         server.base_url,

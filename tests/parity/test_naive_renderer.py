@@ -47,7 +47,7 @@ def both(request, with_small_tiles):
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(messages=conversations())
 def test_both_renderers_agree(both, messages):
     renderer, naive = both

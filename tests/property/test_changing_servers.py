@@ -73,7 +73,7 @@ class Address:
         return asyncio.run(VLLMBackend(images=mode).generate(contract_request(self._image), self.transport))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=6), st.sampled_from(["auto", "features", "hash_only"])
 )
@@ -86,7 +86,7 @@ def test_servers_may_change_between_calls(image, order, mode):
     assert not address.killed
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 30), st.permutations(range(4)), st.sampled_from(["auto", "features", "hash_only"]))
 def test_a_server_that_changes_at_any_moment_is_an_error_at_most_once(image, moment, servers, mode):
     turns = itertools.chain(itertools.repeat(servers[0], moment), itertools.repeat(servers[1]))
@@ -103,7 +103,7 @@ def test_a_server_that_changes_at_any_moment_is_an_error_at_most_once(image, mom
     assert failures <= 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.permutations(range(4)), st.integers(2, 4))
 def test_unlike_servers_that_answer_by_turns_are_noticed(image, servers, count):
     among = servers[:count]
@@ -117,7 +117,7 @@ def test_unlike_servers_that_answer_by_turns_are_noticed(image, servers, count):
         assert not address.wrong
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 12), st.permutations(range(4)), st.integers(2, 4), st.booleans())
 def test_by_default_no_hash_goes_where_servers_answer_by_turns(image, alone, servers, count, at_random):
     """A balancer in front of several servers, of which the first may have answered alone for a while."""

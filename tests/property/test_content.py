@@ -141,7 +141,7 @@ def spelled_message(draw, message):
 
 
 @given(st.data())
-@settings(max_examples=180)
+@settings(max_examples=90)
 def test_every_spelling_of_a_conversation_means_the_same(data):
     messages = tuple(data.draw(st.lists(canonical_messages(), min_size=1, max_size=4)))
     spelled = [data.draw(spelled_message(message)) for message in messages]
@@ -152,7 +152,7 @@ def test_every_spelling_of_a_conversation_means_the_same(data):
 
 
 @given(st.lists(canonical_messages(), min_size=1, max_size=4).map(tuple))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_openai_dicts_read_back_as_the_same_messages(messages):
     written = [to_openai(message) for message in messages]
     before = copy.deepcopy(written)
@@ -202,13 +202,13 @@ ARROW_CONVERSATIONS = st.lists(
 
 
 @given(ARROW_CONVERSATIONS)
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_columns_filled_with_none_mean_the_same(messages):
     assert normalize_messages(unify([to_openai(message) for message in messages])) == messages
 
 
 @given(ARROW_CONVERSATIONS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_arrow_round_trips_mean_the_same(messages):
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"messages": [[to_openai(message) for message in messages]]})
@@ -268,7 +268,7 @@ def check_named(error, place):
 
 
 @given(st.one_of(JUNK, st.lists(NEARLY, min_size=1, max_size=2), st.lists(NEARLY | JUNK, max_size=3)))
-@settings(max_examples=350)
+@settings(max_examples=175)
 def test_junk_is_normalised_or_refused_by_name_and_never_changed(junk):
     before = repr(copy.deepcopy(junk))
     try:
@@ -282,7 +282,7 @@ def test_junk_is_normalised_or_refused_by_name_and_never_changed(junk):
 
 
 @given(JUNK)
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_junk_beside_the_messages_is_refused_by_name(junk):
     message = Message(role="user", content=(ImagePart(None),))
     attempts = {

@@ -181,7 +181,7 @@ def assert_spans(parsed: ParsedResponse, tokenizer: Tokenizer, ids: Sequence[int
     ids=["tokens", "text", "sentence_piece"],
 )
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_written_templates_are_read_back(
     name: str, kind: str, added_tokens: bool, data: st.DataObject
@@ -193,7 +193,7 @@ def test_written_templates_are_read_back(
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(data=st.data())
 def test_models_are_read_back(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)
@@ -202,7 +202,7 @@ def test_models_are_read_back(shared_models: Path, name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", ["glm4_5v", "qwen3_5"])
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_block_that_the_prompt_closes_is_no_reasoning(
     shared_models: Path, name: str, data: st.DataObject
@@ -221,7 +221,7 @@ def test_a_block_that_the_prompt_closes_is_no_reasoning(
 
 
 @pytest.mark.parametrize("name", [name for name in BODIES if name not in TAGGED])
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_a_quoted_argument_may_hold_the_delimiters(name: str, data: st.DataObject) -> None:
     case = written_case(name)
@@ -236,7 +236,7 @@ def test_a_quoted_argument_may_hold_the_delimiters(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_every_prefix_has_whole_calls_and_at_most_one_unclosed(name: str, data: st.DataObject) -> None:
     case = written_case(name)
@@ -288,7 +288,7 @@ def assert_reads_soup(case: Case, ids: list[int], prompt_ids: list[int] | None) 
 
 @pytest.mark.parametrize("added_tokens", [True, False])
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(data=st.data())
 def test_token_soup_is_read(name: str, added_tokens: bool, data: st.DataObject) -> None:
     case = written_case(name, added_tokens=added_tokens)
@@ -297,7 +297,7 @@ def test_token_soup_is_read(name: str, added_tokens: bool, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(data=st.data())
 def test_token_soup_of_models_is_read(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)
@@ -306,7 +306,7 @@ def test_token_soup_of_models_is_read(shared_models: Path, name: str, data: st.D
 
 
 @pytest.mark.parametrize("name", ["idefics3", "internvl3", "qwen2_5_vl"])
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(data=st.data())
 def test_without_grammar_all_text_is_content(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)

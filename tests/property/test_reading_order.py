@@ -51,7 +51,7 @@ class Reader:
         return taken
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     data=st.data(),
     seed=st.none() | st.integers(0, 2**40),
@@ -122,7 +122,7 @@ class Shipments:
         return {file: len(records) for file, records in self.ids.items()}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     data=st.data(),
     seed=st.none() | st.integers(0, 2**40),

@@ -108,7 +108,7 @@ def test_filters_give_what_those_of_jinja_give(name):
     # One rendering for each value and arguments: what fails must fail alone.
     sources = [f"{{{{ {value}|{name}{arguments} }}}}" for value in VALUES for arguments in ARGUMENTS[name]]
 
-    @settings(max_examples=5)
+    @settings(max_examples=3)
     @given(VARIABLES)
     def run(variables):
         for source in sources:
@@ -138,7 +138,7 @@ expressions = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(expressions, VARIABLES)
 def test_expressions_give_what_those_of_jinja_give(expression, variables):
     check(f"{{{{ {expression} }}}}", variables)
@@ -148,7 +148,7 @@ def test_expressions_give_what_those_of_jinja_give(expression, variables):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(expressions, expressions, VARIABLES)
 def test_blocks_print_what_those_of_jinja_print(one, two, variables):
     check(
@@ -208,7 +208,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("source", LOOPS)
 def test_statements_print_what_those_of_jinja_print(source):
-    settings(max_examples=20)(given(VARIABLES)(lambda variables: check(source, variables)))()
+    settings(max_examples=10)(given(VARIABLES)(lambda variables: check(source, variables)))()
 
 
 def test_numbers_and_singletons_keep_their_origin():

@@ -167,7 +167,7 @@ def test_methods_without_arguments_give_what_str_gives(text):
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - set(WITHOUT_ARGUMENTS)))
 def test_methods_give_what_str_gives(name):
     law = given(traced(), ARGUMENTS[name])(lambda text, args: assert_as_str(name, text, args))
-    settings(max_examples=50)(law)()
+    settings(max_examples=25)(law)()
 
 
 @given(traced(), traced(short), traced(short))
@@ -272,7 +272,7 @@ CASES = ("lower", "upper", "casefold", "swapcase", "title", "capitalize")
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(text=traced())
 def test_case_mappings_keep_origins_where_no_character_grows(name, text):
     result = getattr(text, name)()

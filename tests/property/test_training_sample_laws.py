@@ -73,7 +73,7 @@ def owners(sample: TrainingSample) -> np.ndarray[Any, Any]:
     return sample.rendered.message_indices
 
 
-@settings(max_examples=14)
+@settings(max_examples=9)
 @given(seed=st.integers(0, 1 << 32))
 def test_the_mask_is_the_whole_less_the_prompt(renderer: Renderer, seed: int) -> None:
     messages, options = drawn(renderer, seed)
@@ -105,7 +105,7 @@ def test_the_mask_is_the_whole_less_the_prompt(renderer: Renderer, seed: int) ->
     np.testing.assert_array_equal(sample.loss_mask[judged], expected[judged])
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1 << 32), data=st.data())
 def test_selection_narrows_by_owner(renderer: Renderer, seed: int, data: st.DataObject) -> None:
     messages, options = drawn(renderer, seed)
@@ -121,7 +121,7 @@ def test_selection_narrows_by_owner(renderer: Renderer, seed: int, data: st.Data
     assert not whole.loss_mask[whole.mm_token_type_ids != 0].any()
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1 << 32))
 def test_bodies_hold_what_was_said_and_nothing_else(renderer: Renderer, seed: int) -> None:
     messages, options = drawn(renderer, seed)
@@ -133,7 +133,7 @@ def test_bodies_hold_what_was_said_and_nothing_else(renderer: Renderer, seed: in
     assert not sample.loss_mask[~sample.rendered.is_content].any()
 
 
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_step_joins_to_the_sample(renderer: Renderer, seed: int) -> None:
     messages, options = drawn(renderer, seed)
@@ -170,7 +170,7 @@ NAMED: dict[Any, Callable[[list[str]], list[int]]] = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(name=st.sampled_from(SMALL), seed=st.integers(0, 1 << 32), train_on=st.sampled_from(list(NAMED)))
 def test_each_choice_is_the_sum_of_its_messages(name: str, seed: int, train_on: Any) -> None:
     """A message gives the same tokens whichever way it is chosen, and is told of where it gives none."""
@@ -195,7 +195,7 @@ def test_each_choice_is_the_sum_of_its_messages(name: str, seed: int, train_on: 
 WEIGHTS = st.sampled_from([0, 0.25, 1, 3.5])
 
 
-@settings(max_examples=40)
+@settings(max_examples=26)
 @given(name=st.sampled_from(SMALL), seed=st.integers(0, 1 << 32), data=st.data())
 def test_weights_reach_the_batch_and_change_no_token(name: str, seed: int, data: st.DataObject) -> None:
     messages, sampled = small_sample(name, seed)

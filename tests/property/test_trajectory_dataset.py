@@ -65,7 +65,7 @@ def worker(number: int, workers: int) -> Iterator[None]:
 RECORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=6)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     records=RECORDS,
     later=RECORDS,
@@ -110,7 +110,7 @@ def test_what_was_taken_and_what_is_resumed_are_the_whole_stream(
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), shuffle=st.none() | st.integers(0, 3), follows=st.booleans())
 def test_other_readers_take_over_and_every_sample_comes_once(
     tmp_path_factory: Any, data: Any, shuffle: int | None, follows: bool

@@ -31,7 +31,7 @@ EDITED_EARLY = [
 
 @given(calls())
 @example(EDITED_EARLY)
-@settings(max_examples=250)
+@settings(max_examples=125)
 def test_what_is_derived_is_what_was_appended(rollout):
     trajectory = grown(rollout)
     check_steps(trajectory, rollout)
@@ -63,7 +63,7 @@ FORMS = {
 
 
 @given(calls(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_the_form_of_a_prompt_what_is_refused_and_what_is_read_between_change_no_tree(rollout, data):
     """A list is compared by address with the prompt before it: no form, and nothing between, may matter."""
     trajectory = Trajectory("t", extra={"env": "grid"})
@@ -166,7 +166,7 @@ def check_experts(trajectory, rollout):
 
 
 @given(st.lists(calls(), max_size=3), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
     group = [grown(rollout, f"t{number}") for number, rollout in enumerate(rollouts)]
     for number, trajectory in enumerate(group):
@@ -186,7 +186,7 @@ def test_groups_survive_pack_ship_and_unpack(rollouts, keep):
 
 
 @given(st.lists(calls(), max_size=3), st.integers(1, 6))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_bytes_are_linear_in_distinct_content(rollouts, copies):
     """However often its rollouts are repeated, a group ships each distinct item and root prompt once."""
     group = [grown(rollout, f"{c}-{n}") for c in range(copies) for n, rollout in enumerate(rollouts)]
@@ -206,7 +206,7 @@ def test_bytes_are_linear_in_distinct_content(rollouts, copies):
 
 
 @given(calls())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_lost_image_is_an_error_and_changes_nothing(rollout):
     trajectory = grown(rollout)
     call = next((c for c in reversed(rollout) if c.sidecar), None)
@@ -221,7 +221,7 @@ def test_a_lost_image_is_an_error_and_changes_nothing(rollout):
 
 
 @given(calls(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_damaged_form_gives_one_kind_of_error_or_a_sound_tree(rollout, data):
     from mmrender.errors import InputError, PlaceholderError
 

@@ -27,11 +27,11 @@ def trajectories(tiny_model, renderer):
     client = RendererClient(
         renderer, backend=LocalBackend(tiny_model), sampling_params=no_placeholders(renderer)
     )
-    return asyncio.run(roll_out_many(client, 12))
+    return asyncio.run(roll_out_many(client, 6))
 
 
 def test_the_trainer_sees_what_was_sampled(tiny_model, trajectories, tmp_path):
-    assert completions_of(trajectories) >= 50
+    assert completions_of(trajectories) >= 25
     bridged = [step for trajectory in trajectories for step in trajectory.steps[2:]]
     assert all(step.extra["why_rendered"] is None for step in bridged)
     address = f"unix://{tmp_path}/trainer.sock"
@@ -46,7 +46,7 @@ def test_a_planted_fault_is_named(tiny_model, trajectories, tmp_path):
     """The tier of vLLM plants all of them."""
     address = f"unix://{tmp_path}/trainer.sock"
     fault = "ids shifted"
-    seen = asyncio.run(ship_to_trainer(trajectories[:2], address, tiny_model, tolerance=1e-3, plant=fault))
+    seen = asyncio.run(ship_to_trainer(trajectories[:1], address, tiny_model, tolerance=1e-3, plant=fault))
     assert any(cause == "tokens" and "are shifted" in statement for cause, statement in seen[fault])
 
 

@@ -38,7 +38,7 @@ from vocabularies import texts
 
 pytest.importorskip("transformers", reason="converts by Transformers")
 
-NUM_TEXTS = 3_000
+NUM_TEXTS = 1_000
 TOKENS = (*SPECIAL_TOKENS, *ADDED_TOKENS)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -136,7 +136,7 @@ def test_any_text_has_the_tokens_of_the_library(models, name):
     model = models(name)
     parse = name != "tekken"
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(texts() | st.text(st.characters(exclude_categories=["Cs"])))
     def check(text):
         assert ours(model, text, parse=parse) == model.encode(text)
@@ -160,7 +160,7 @@ def test_decoding_gives_the_text_again(models, name):
 def conversations(profile, shared_agents):
     maker = ConversationMaker(profile, literals=[token for token in TOKENS if "pad" not in token], odd=True)
     source = random.Random(1)
-    made = [maker.make(source) for _ in range(100)]
+    made = [maker.make(source) for _ in range(40)]
     for path in sorted(shared_agents.glob("*.jsonl")):
         for _, name, record in records(path):
             call = PROTOCOLS[name].read(record["body"], record["headers"])
@@ -187,14 +187,14 @@ def test_conversations_have_the_tokens_of_the_library(models, name, shared_agent
             continue
         count += 1
         assert renderer.render_ids(messages, **options) == model.encode(text)
-    assert count > 200
+    assert count > 100
 
 
 @pytest.mark.parametrize("name", ["pieces", "merges", "ranks"])
 def test_conversations_with_images_equal_those_of_transformers(models, name):
-    report = check_parity(models(name).folder, image_backend="pil", cases=24)
-    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 24)
-    assert report.images > 10
+    report = check_parity(models(name).folder, image_backend="pil", cases=10)
+    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 10)
+    assert report.images > 0
 
 
 def test_pieces_that_no_file_declares_are_refused(tmp_path, sentence):
