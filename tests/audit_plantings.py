@@ -1,10 +1,10 @@
 """Plant faults in rollouts, audit them, and print what the audit said beside the truth.
 
-python tests/audit_plantings.py dev                        # both modes of each planting of a table
-python tests/audit_plantings.py dev --only bgr --mode one --reports
-python tests/audit_plantings.py dev --tolerance 1e-5 1e-3  # wrong names by tolerance
-python tests/audit_plantings.py third --check              # how far each fault moves the recorded numbers
-python tests/audit_plantings.py healthy                    # 300 rollouts without a fault
+python tests/audit_plantings.py third                        # both modes of each planting of a table
+python tests/audit_plantings.py fourth --only flat --mode one --reports
+python tests/audit_plantings.py fourth --tolerance 1e-5 1e-3 # wrong names by tolerance
+python tests/audit_plantings.py third --check                # how far each fault moves the recorded numbers
+python tests/audit_plantings.py healthy                      # 300 rollouts without a fault
 """
 
 import argparse
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("dev", "held", "third", "fourth", "healthy"))
+    parser.add_argument("table", choices=("third", "fourth", "healthy"))
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME")
     parser.add_argument("--mode", choices=("one", "all"))
     parser.add_argument("--tolerance", nargs="*", type=float, default=[None])

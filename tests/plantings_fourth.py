@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw, ImageOps
 from audit_cases import ANSWER, STOP, picture
 from mmrender.sidecar import Text
 from planting import COUNT, NEWLINE, USER, Context, Fault, Part, Parts, World, dialogue
-from plantings_dev import frequencies, nucleus
+from planting_faults import frequencies, nucleus
 from plantings_third import PROMPT, ROTARY, case
 
 CALL, END_CALL, THINK = 82, 83, 84

@@ -29,30 +29,35 @@ from planting import (
     World,
     dialogue,
 )
-from plantings_dev import (
+from planting_faults import (
     CLIP_MEAN,
     CLIP_STD,
     adapted,
+    as_jpeg,
+    cache_as,
     completion_shifted,
     cut_front,
     earlier,
     edited,
     frequencies,
+    inserted,
     kept_steps,
+    min_p,
     normalised,
     nucleus,
     numbered_as_text,
     on_channels,
+    per_turn,
     repetition,
     resampled,
     rotary,
     rounded,
     target_size,
+    top_k,
     trained_further,
     weights_of,
     without,
 )
-from plantings_held import as_jpeg, cache_as, inserted, min_p, per_turn, top_k
 from training_cases import IMAGE_ID, PAD_ID
 
 TOOL, THINK, END_THINK, UNKNOWN = 85, 84, 86, 87

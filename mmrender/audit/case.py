@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.report import Comparison, Decode, Float32Array, sampled_runs
+from mmrender.audit.report import Comparison, Decode, Float32Array, described, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
 from mmrender.media.levels import cast
@@ -26,7 +26,9 @@ Array: TypeAlias = npt.NDArray[Any]
 _MAX_ROWS: Final = 256
 """Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
 _SECTIONS: Final = 26
-_NEARER: Final = 0.98
+_PATIENCE: Final = 8
+"""Sections after which the minimum is given up if it leaves half."""
+_NEARER: Final = 0.95
 """Maximum share of the differences under a number that is a step nearer."""
 _FINE: Final = np.array([-0.2, -0.1, -0.05, -0.02, 0.0, 0.02, 0.05, 0.1, 0.2])
 """Logarithms of factors of the trainer's number, beside which the sampler's may be."""
@@ -43,6 +45,7 @@ class Trial(NamedTuple):
         inputs: Change of the model's inputs.
         positions: Change of their positions alone, which runs beside others in a batch.
         model: Change of the model.
+        place: Where it is, as of "layer 3 of the language model"; the row's name if empty.
         image: Index of the image that it is about.
         token: Index of the token that it is about, in the trainer's sample.
         since: Index of the first token whose log-probability may change.
@@ -50,6 +53,7 @@ class Trial(NamedTuple):
         fitted: Number of the sampler's numbers that were used to find it.
         values: Returns the log-probabilities `(m,)` of the tokens of the loss mask, or None if they cannot be
             computed, in place of a forward with changes.
+        head: The sample whose numbers are the first of `values` that must explain anything, if there is one.
     """
 
     statement: str
@@ -57,12 +61,14 @@ class Trial(NamedTuple):
     inputs: InputChange | None = None
     positions: InputChange | None = None
     model: ModelChange | None = None
+    place: str = ""
     image: int | None = None
     token: int | None = None
     since: int = 0
     until: int | None = None
     fitted: int = 0
     values: Callable[[], Float32Array | None] | None = None
+    head: TrainingSample | None = None
 
 
 class Recorded(NamedTuple):
@@ -123,6 +129,22 @@ class Case:
     def runs(self) -> list[tuple[int, int]]:
         """The completions, as runs `[start, stop)` of sampled tokens."""
         return sampled_runs(self.sample.loss_mask)
+
+    @cached_property
+    def head(self) -> TrainingSample:
+        """The sample up to the end of its first completion that differs."""
+        return _cut(self.sample, self.runs[self.departing_runs[0]][1])
+
+    def shortened(self, trial: Trial) -> Trial | None:
+        """Return a trial on the sample's head alone; None for changes that are bound to the whole sample."""
+        if trial.head is not None:
+            return Trial(trial.statement, trial.head)
+        runs = self.runs if trial.sample is None else sampled_runs(trial.sample.loss_mask)
+        # Runs in which a trial changes nothing may be left out of its sample.
+        at = max(0, self.departing_runs[0] - len(self.runs) + len(runs))
+        if trial.values is not None or trial.inputs is not None or at + 1 >= len(runs):
+            return None
+        return trial._replace(sample=self.head if trial.sample is None else _cut(trial.sample, runs[at][1]))
 
     @cached_property
     def departing_runs(self) -> list[int]:
@@ -255,7 +277,8 @@ def showing(case: Case, text: str, items: Sequence[tuple[MediaSpan, MediaItem]])
     """Return the trial of other items, of as many tokens."""
     first = items[0][0]
     sample = with_items(case.sample, items)
-    return Trial(f"the sampler saw {text}", sample, image=first.position, since=first.start)
+    place = f"the pixels of {described(first) if len(items) == 1 else 'every image'}"
+    return Trial(f"the sampler saw {text}", sample, place=place, image=first.position, since=first.start)
 
 
 def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:
@@ -266,6 +289,11 @@ def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True)
     if not sampled or numbers is None:
         return replace(plain(ids), multi_modal_data=data)
     return TrainingSample(ids, sample.loss_mask[start:stop], numbers[start:stop], data)
+
+
+def _cut(sample: TrainingSample, stop: int) -> TrainingSample:
+    """Return the first tokens of a sample."""
+    return replace(part(sample, 0, stop), allowed=sample.aligned.cut(0, stop).allowed)
 
 
 def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
@@ -345,7 +373,9 @@ def minimum(
     ends = [float(grid[max(best - 1, 0)]), float(grid[min(best + 1, len(grid) - 1)])]
     inner = [ends[1] - ratio * (ends[1] - ends[0]), ends[0] + ratio * (ends[1] - ends[0])]
     lost = [*losses(np.exp(inner).tolist())]
-    for _ in range(_SECTIONS):
+    for number in range(_SECTIONS):
+        if number == _PATIENCE and min(lost) >= enough / 2:
+            break  # the minimum is not near 0
         worse = int(lost[0] < lost[1])  # this end moves to the nearer inner point
         ends[worse], inner[worse], lost[worse] = inner[worse], inner[1 - worse], lost[1 - worse]
         inner[1 - worse] = ends[worse] + ratio * (ends[1 - worse] - ends[worse])
@@ -361,10 +391,12 @@ def fitted_number(
         return None
 
     def losses(values: Sequence[float]) -> list[float]:
-        found = case.run([make(value) for value in values])
-        return [np.inf if one is None else float(np.abs(one.difference).mean()) for one in found]
+        trials = [make(value) for value in values]
+        found = case.run([case.shortened(trial) or trial for trial in trials])
+        return [np.inf if one is None else one.rms for one in found]
 
-    before = float(np.abs(case.compared.difference).mean())
+    is_short = case.shortened(make(own)) is not None
+    before = (case.compared.before(len(case.head)) if is_short else case.compared).rms
     if min(losses(near or [own * factor for factor in _NEAR])) > _NEARER * before:
         return None
     return minimum(losses, low, high, points=9, enough=0.7 * before, own=0.0 if near else own)

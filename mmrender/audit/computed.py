@@ -298,7 +298,8 @@ def left_out(case: Case) -> Iterator[Trial]:
     model = case.trainer.model
 
     def without(what: str, modules: Sequence[Any], part: str) -> Trial:
-        return changing(case, f" left out {what}", giving, modules, lambda data: data * 0, part=part)
+        trial = changing(case, f" left out {what}", giving, modules, lambda data: data * 0, part=part)
+        return trial._replace(place=what if what.startswith("layer ") else "")
 
     for part, layers in stacks(model).items():
         # Without attention and perceptron, a layer hands on its input.

@@ -211,7 +211,7 @@ def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
     for (start, stop), own_edits in zip(runs, edits, strict=True):
         mask = np.zeros(len(case.sample), np.bool_)
         mask[start:stop] = True
-        samples.append(edited(replace(case.sample, loss_mask=mask), own_edits))
+        samples.append(edited(part(replace(case.sample, loss_mask=mask), 0, stop), own_edits))
 
     def values() -> Float32Array | None:
         out, positions = case.compared.trainer.copy(), case.compared.positions
@@ -222,7 +222,8 @@ def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
         return out
 
     since = edits[0][0][0]
-    return Trial(f"the sampler's prompt {text} when it was sampled", values=values, token=since, since=since)
+    what = f"the sampler's prompt {text} when it was sampled"
+    return Trial(what, values=values, head=samples[0], token=since, since=since)
 
 
 def bounds(case: Case, stop: int | None = None) -> list[int]:

@@ -136,6 +136,11 @@ class Comparison:
         )
 
     @property
+    def size(self) -> float:
+        """Root of the sum of squared differences, in nats."""
+        return float(self.rms * len(self.positions) ** 0.5)
+
+    @property
     def difference(self) -> Float32Array:
         """Trainer minus sampler, float32 of shape `(m,)`. Not finite if either is not."""
         with np.errstate(invalid="ignore"):

@@ -7,16 +7,16 @@ leave as little are named together.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from mmrender.audit.case import Array, Case, Recorded, Trial
-from mmrender.audit.draws import draws, numbers
+from mmrender.audit.draws import numbers
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
 from mmrender.audit.rows import ROWS, Row, finding_of
@@ -45,8 +45,8 @@ _SHARE: Final = 0.25
 """Share of the largest difference up to which differences between dtypes are ignored."""
 _COMMONEST: Final = "dtype"
 """The row that is tried before any stage is weighed: few forwards, and the cause of most differences."""
-_AT_ONCE: Final = 16
-_HOPELESS: Final = 3.0
+_AT_ONCE: Final = 32
+_HOPELESS: Final = 1.5
 """Nats a token by which a stage is less likely than another before its rows are left out."""
 _AGREEING: Final = 8
 _FAINT: Final = 0.01
@@ -63,8 +63,10 @@ _NOUNS: Final[dict[Stage, str]] = {
     "sampling": "distribution",
     "recording": "recorded numbers",
 }
-_ORDERING: Final = 4
-"""A random fault in so many runs before the rows, and decides their order."""
+_SURVEYED: Final[dict[Stage, int]] = {"template": 12, "tokens": 12, "pixels": 6, "positions": 24, "model": 6}
+"""Changes of each row that run before any other, and decide the order of stages."""
+_NEARER: Final = 0.6
+"""Maximum share of the differences of the first completion under a change that runs on the whole sample."""
 _LIKELIEST: Final = 64
 """Tokens of each distribution that random faults of sampling tell apart."""
 _READ: Final = 8
@@ -147,12 +149,8 @@ class Search:
         self.fits: list[Fit] = []
         self.places: list[Place] = []
         self._effects: list[Effect] = []
-        self._statements: set[str] = set()
+        self._faults = {row.name: self._of_row(case, row) for row in ROWS}
         self._slopes: Array = np.zeros((0, 3))
-        self._untried: list[Stage] = list(dict.fromkeys(row.stage for row in ROWS if row.trials is not None))
-        # If the cause of another sample was not found, its stage and the likeliest are tried alone.
-        self._likely = before.stage if before is not None and before.cause == UNKNOWN else None
-        self._stages = len(self._untried) if self._likely is None else 2
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
@@ -168,15 +166,11 @@ class Search:
         first = {_COMMONEST, "" if self._before is None else self._before.cause}
         self.fits = self._tried(case, [row for row in ROWS if row.name in first])
         if not any(map(self._is_certain, self.fits)):
-            faults = [*draws(case)]
-            rest = [fault for number, fault in enumerate(faults) if number % _ORDERING]
             self._read_off()
-            # Few random faults order the stages. If no row fits, the rest may show another one to be likely.
-            for some in (faults[::_ORDERING], rest):
-                self.fits += self._run(case, some)
-                self.fits += self._by_stage()
-                if any(map(self._beyond_chance, self.fits)):
-                    break
+            for row in ROWS:
+                some = [*islice(self._faults[row.name], _SURVEYED.get(row.stage, 0))]
+                self.fits += self._run(case, some, all_whole=True)
+            self.fits += self._by_stage()
         likely = [fit for fit in self.fits if self._beyond_chance(fit)]
         if likely:
             return self.named(likely)
@@ -185,22 +179,22 @@ class Search:
 
     def _by_stage(self) -> list[Fit]:
         """Return the rows that fit, the likeliest stage first, and all others that are not hopeless."""
-        fits: list[Fit] = []
-        left, is_second = self._untried, False
-        while left and not any(map(self._is_certain, fits)):
-            places = self._weighed()  # rows that were tried are faults too
-            evidence = {place.stage: place.evidence for place in places}
-            least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
-            # A prompt may differ at many places, its random faults differ at one. It is tried second at last.
-            if not fits:
-                evidence["template"] = max(evidence.get("template", least), np.inf if is_second else least)
-            stage = max(left, key=lambda one: evidence.get(one, least) if one != self._likely else np.inf)
-            if evidence.get(stage, least) < least or not self._stages:
-                break
-            left.remove(stage)
-            self._stages, is_second = self._stages - 1, True
+        fits, before, places = list[Fit](), self._before, self._weighed()
+        least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
+        evidence = {place.stage: place.evidence for place in places if place.evidence >= least}
+        tried = {row.stage for row in ROWS if row.trials is not None}
+        stages = sorted(tried & {*evidence}, key=lambda stage: -evidence[stage])
+        # A prompt may differ at many places, and most changes are at one. It is tried second at last.
+        if "template" in stages[2:]:
+            stages.insert(1, stages.pop(stages.index("template")))
+        # If the cause of another sample was not found, its stage and the likeliest are tried alone.
+        if before is not None and before.cause == UNKNOWN:
+            stages = list(dict.fromkeys([before.stage, *stages]))[:2]
+        for stage in stages:
             rows = [row for row in ROWS if row.stage == stage and row.name != _COMMONEST]
             fits += self._tried(self.case, rows)
+            if any(map(self._is_certain, fits)):
+                break
         return fits
 
     @cached_property
@@ -215,19 +209,22 @@ class Search:
         ]
         return chosen
 
-    def _run(self, case: Case, faults: Sequence[Fault]) -> list[Fit]:
-        """Run faults, keep the differences that each makes, and return the rows that fit."""
-        faults, fits = faults[: max(self._left, 0)], list[Fit]()
+    def _run(self, case: Case, faults: Sequence[Fault], *, all_whole: bool = False) -> list[Fit]:
+        """Run faults, keep the differences that each makes, and return the rows that fit.
+
+        Those that explain little of the first completion that differs do not run further, unless `all_whole`.
+        """
+        faults = faults[: max(self._left, 0)]
         self.count += len(faults)
         self._left -= len(faults)
         self._tries.update(fault.row for fault in faults)
+        faults, fits = faults if all_whole else self._promising(case, faults), list[Fit]()
         for fault, varied in zip(faults, case.run([one.trial for one in faults]), strict=True):
             if varied is None or not len(varied.positions):
                 continue
             if case is self.case:
-                self._statements.add(fault.trial.statement)
                 self._keep(fault, varied)
-            fit = self._fit(case, _NAMED[fault.row], fault.trial, varied) if fault.row else None
+            fit = self._fit(case, _NAMED[fault.row], fault.trial, varied)
             fits += [] if fit is None else [fit]
         return fits
 
@@ -338,18 +335,33 @@ class Search:
     def _tried(self, case: Case, rows: Sequence[Row]) -> list[Fit]:
         """Return the rows that fit."""
         fits: list[Fit] = []
-        faults = (
-            Fault(row.stage, f"the {_NOUNS[row.stage]}, as of {row.name!r}", trial, row=row.name)
-            for row in rows
-            for trial in (row.trials(case) if row.trials is not None else ())
-            if _may_explain(case, trial)
-            and (case is not self.case or trial.statement not in self._statements)
-        )
+        of_rows = [self._faults[row.name] if case is self.case else self._of_row(case, row) for row in rows]
+        faults = chain.from_iterable(of_rows)
         while chosen := list(islice(faults, max(0, min(_AT_ONCE, self._left)))):
             fits += self._run(case, chosen)
             if any(map(self._is_certain, fits)):
                 break
         return fits
+
+    @staticmethod
+    def _of_row(case: Case, row: Row) -> Iterator[Fault]:
+        """Yield the changes of a row."""
+        for trial in row.trials(case) if row.trials is not None else ():
+            if _may_explain(case, trial):
+                place = trial.place or f"the {_NOUNS[row.stage]}, as of {row.name!r}"
+                yield Fault(row.stage, place, trial, row.name)
+
+    def _promising(self, case: Case, faults: Sequence[Fault]) -> list[Fault]:
+        """Return the changes that explain the first completion that differs, or the most of it."""
+        heads = [case.shortened(fault.trial) for fault in faults]
+        varied = iter(case.run([head for head in heads if head is not None]))
+        largest, promising = max(case.tolerance, _LOOSE * self.noise.mixed), list[Fault]()
+        before = case.compared.before(len(case.head)).size
+        for fault, head in zip(faults, heads, strict=True):
+            one = None if head is None else next(varied)
+            if head is None or (one and (one.largest <= largest or one.size <= _NEARER * before)):
+                promising.append(fault)
+        return promising
 
     def _fit(self, case: Case, row: Row, trial: Trial, varied: Comparison) -> Fit | None:
         """Return the fit of a change that explains the sample; None if it does not."""
@@ -492,7 +504,7 @@ class Search:
             remedy=_FACTS[place.stage],
             image=place.fault.trial.image,
             token=case.position,
-            layer=place.fault.layer,
+            layer=place.fault.place if place.fault.place.startswith("layer ") else None,
         )
 
 

@@ -1,9 +1,9 @@
 """The stage at which sampler and trainer differ: the stage whose faults are the likest to the differences.
 
-Faults are simulated. Random faults of each stage run through the trainer's program (`draws`), and all rows
-that were tried are faults of their stage too. Each shows by how much it would change the log-probability of
-every token of the sample. The evidence of a stage is the likelihood of the observed differences among the
-differences of its faults, in two forms that are averaged:
+Faults are simulated. The changes of rows run through the trainer's program, a few of each row at least, and
+random faults of sampling and recording follow from its distributions (`draws`). Each shows by how much it
+would change the log-probability of every token of the sample. The evidence of a stage is the likelihood of
+the observed differences among the differences of its faults, in two forms that are averaged:
 
 - a Gaussian for each place (an image, a layer, a prompt, ...) with the covariance of the faults there. Tokens
   that they cannot reach, such as tokens before an image, have variance 0;
@@ -54,14 +54,12 @@ class Fault(NamedTuple):
         stage: Its stage.
         place: Its place, for a statement.
         trial: The change.
-        layer: Name of the layer that it is in.
         row: Name of its row, if it has one.
     """
 
     stage: Stage
     place: str
     trial: Trial = Trial("")
-    layer: str | None = None
     row: str = ""
 
 

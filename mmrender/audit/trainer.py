@@ -4,10 +4,9 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from hashlib import blake2b
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,15 @@ from mmrender.training.scoring import Scoring
 from mmrender.training.segments import Segment
 from mmrender.trajectory.sample import TrainingSample
 
+
+class _Call(NamedTuple):
+    """A call of a vision tower: the tower's forward, its arguments and its output."""
+
+    own: Callable[..., Any]
+    given: Any
+    output: Any
+
+
 InputChange: TypeAlias = Callable[[dict[str, Any]], None]
 """Changes the keyword arguments of the model's forward in place."""
 ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
@@ -28,8 +36,8 @@ ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 
 VISION: Final = "vision"
 LANGUAGE: Final = "language model"
-_SAMPLES_AT_ONCE: Final = 8
-_MAX_FEATURES: Final = 4
+_SAMPLES_AT_ONCE: Final = 16
+_MAX_FEATURES: Final = 8
 """Outputs of vision towers that are kept."""
 _TOKENS_AT_ONCE: Final = 1 << 14
 
@@ -50,7 +58,8 @@ class TrainerModel:
         self._last: list[Any] = []  # samples and their batch, since the model is changed many times for one
         self._inputs: tuple[InputChange, ...] = ()
         self._changes: tuple[ModelChange, ...] = ()
-        self._features: dict[Any, Any] | None = None
+        self._features: list[_Call] = []
+        self._towers: list[tuple[Any, Any]] = []  # whose features are kept, and their state
 
     @classmethod
     def from_pretrained(
@@ -79,9 +88,10 @@ class TrainerModel:
         return other
 
     def steady(self) -> "TrainerModel":
-        """Return the same model, which keeps the features of pixels until it is changed."""
+        """Return the same model, which keeps the features of pixels. Changed towers compute them anew."""
         other = copy.copy(self)
-        other._features = {}
+        towers = [part for name, part in parts_of(self.model).items() if name.startswith(VISION)]
+        other._features, other._towers = [], [(tower, _state_of(tower)) for tower in towers]
         return other
 
     def attempt(
@@ -140,7 +150,8 @@ class TrainerModel:
                 some.append(sample)
             places = [np.flatnonzero(sample.loss_mask) for sample in some]
             try:
-                rows = self.changed(inputs=partial(_by_row, changes))._rows(some, places)
+                other = self.changed(inputs=partial(_by_row, changes)) if changes else self
+                rows = other._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
                 alone: Sequence[InputChange | None] = changes or [None] * len(some)
@@ -230,7 +241,7 @@ class TrainerModel:
             device=self.model.device,
             pin_memory=False,
         )
-        self._last[:] = samples, batch
+        self._last[:] = samples, batch, {}
         return batch
 
     @contextmanager
@@ -243,12 +254,18 @@ class TrainerModel:
             # Rows of several samples are padded on the left, which recurrent layers do not see by themselves.
             stack.enter_context(recurrent_segments(self.model, batch))
             inputs = dict(batch.model_inputs())
+            if self._towers:
+                masks = self._last[2]
+                inputs |= {name: dict(held) for name, held in masks.items()}
+                stack.enter_context(_keeping_masks(self.model, masks) if not self._inputs else nullcontext())
             for change in self._inputs:
                 change(inputs)
             for make in self._changes:
                 stack.enter_context(make(self.model))
-            if self._features is not None and not self._changes and not self.model.training:
-                stack.enter_context(_remembering(self.model, self._features))
+            if not self.model.training:
+                changed = self._changes  # without one, the towers are as they were
+                same = [one for one, state in self._towers if not changed or _state_of(one) == state]
+                stack.enter_context(_remembering(same, self._features))
             yield inputs
 
     def forward(self, inputs: dict[str, Any], sample: TrainingSample) -> Any:
@@ -276,21 +293,43 @@ def parts_of(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _remembering(model: Any, held: dict[Any, Any]) -> Iterator[None]:
+def _keeping_masks(model: Any, held: dict[str, Any]) -> Iterator[None]:
+    """Keep the masks of attention by kind of layer that a model makes of its inputs, within the block."""
+
+    def keep(_: Any, __: Any, options: dict[str, Any]) -> None:
+        if isinstance(masks := options.get("attention_mask"), dict):
+            held["attention_mask"] = dict(masks)
+
+    language = parts_of(model).get(LANGUAGE, model)
+    hook = language.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _state_of(tower: Any) -> list[Any]:
+    """Return something that differs if a parameter, buffer, hook or setting of a module is another object."""
+    held = [value for module in tower.modules() for value in vars(module).values()]
+    inner = [value for one in held if isinstance(one, dict) for value in one.values()]
+    return [*map(id, held), *map(id, inner), *(one.data_ptr() for one in tower.parameters())]
+
+
+@contextmanager
+def _remembering(towers: Sequence[Any], held: list[_Call]) -> Iterator[None]:
     """Let vision towers return their earlier outputs for the same arguments, within the block."""
     import torch
 
     def call(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled():
             return own(*args, **options)
-        key = (own, *map(_key_of, args), *((name, _key_of(value)) for name, value in options.items()))
-        if key not in held:
-            while len(held) >= _MAX_FEATURES:
-                del held[next(iter(held))]
-            held[key] = own(*args, **options)
-        return copy.copy(held[key])  # models put parts of an output in its place
+        given = args, options
+        output = next((one.output for one in held if one.own == own and _same(one.given, given)), None)
+        if output is None:
+            output = own(*args, **options)
+            held[:] = [*held[1 - _MAX_FEATURES :], _Call(own, given, output)]
+        return copy.copy(output)  # models put parts of an output in its place
 
-    towers = [part for name, part in parts_of(model).items() if name.startswith(VISION)]
     for tower in towers:
         tower.forward = partial(call, tower.forward)
     try:
@@ -300,24 +339,26 @@ def _remembering(model: Any, held: dict[Any, Any]) -> Iterator[None]:
             del tower.forward
 
 
-def _key_of(value: Any) -> Any:
-    """Return something that equal arguments have in common. Values of unknown classes equal no other."""
+def _same(one: Any, two: Any) -> bool:
+    """Whether two arguments are equal. Values of unknown classes equal no other."""
     import torch
 
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key_of, value))
-    if not isinstance(value, torch.Tensor):
-        is_plain = value is None or isinstance(value, (bool, int, float, str, torch.dtype))
-        return (type(value).__name__, value) if is_plain else object()
-    data = value.detach().reshape(-1).view(torch.uint8).cpu().numpy() if value.numel() else b""
-    return str(value.dtype), tuple(value.shape), blake2b(data, digest_size=16).digest()
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        return bool(one.dtype == two.dtype and torch.equal(one, two))
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(value, two[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
+    is_plain = one is None or isinstance(one, (bool, int, float, str, torch.dtype))
+    return is_plain and bool(one == two)
 
 
 def _by_row(changes: Sequence[InputChange], inputs: dict[str, Any]) -> None:
     """Change the positions of each row of a batch by a change of its own."""
-    if changes:
-        inputs["position_ids"] = ids = inputs["position_ids"].clone()
-    for row, change in enumerate(changes[: ids.shape[-2]] if changes else ()):
+    inputs["position_ids"] = ids = inputs["position_ids"].clone()
+    for row, change in enumerate(changes[: ids.shape[-2]]):
         own = {"position_ids": ids[..., row : row + 1, :]}
         change(own)
         ids[..., row : row + 1, :] = own["position_ids"]
@@ -328,6 +369,9 @@ def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[An
     import torch
 
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None].to(logits.device)
+    if not sample.allowed:
+        logprobs = logits.float().log_softmax(-1).gather(-1, ids[0, places, None])[:, 0]
+        return np.asarray(logprobs.cpu())
     rows = ((Segment(0, len(sample), sample.sample_id, allowed=sample.allowed),),)
     own = np.arange(len(places))
     predictions = Predictions.of(rows, ids, places, own, shape=(1, len(places)), shift=0)

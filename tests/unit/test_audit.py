@@ -15,12 +15,13 @@ from mmrender import Trajectory
 from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
-from mmrender.audit.computed import whole_in
+from mmrender.audit.computed import changed_weights, whole_in
 from mmrender.audit.recorded import READINGS, View
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
 from mmrender.audit.run import measure_noise
 from mmrender.audit.search import Noise
+from mmrender.audit.trainer import parts_of
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
 from mmrender.client.probe import probe_weights
@@ -300,6 +301,25 @@ def test_the_page_lists_the_rows():
     page = " ".join((Path(__file__).parents[2] / "docs" / "audit.md").read_text().split())
     rows = [f"| `{one.name}` | {one.stage} | {one.about} | {one.reference} |" for one in ROWS]
     assert [row for row in rows if row not in page] == []
+
+
+def test_kept_features_are_those_of_the_model_as_it_is(samples, trainer):
+    kept, (vision, language) = (
+        trainer.steady(),
+        map(parts_of(trainer.model).get, ("vision (visual)", "language model")),
+    )
+    noisy = lambda data: data * 1.01  # noqa: E731
+    changes = [
+        None,
+        changed_weights(language, noisy),
+        changed_weights(vision, noisy),
+        whole_in(torch.bfloat16),
+        None,
+    ]
+    for change in changes:
+        own = trainer.sampled_logprobs(samples[0], model=change)
+        np.testing.assert_array_equal(kept.sampled_logprobs(samples[0], model=change), own)
+        np.testing.assert_array_equal(kept.sampled_logprobs(samples[0], model=change), own)
 
 
 def test_a_watch_spends_its_share_of_the_time(samples, monkeypatch):

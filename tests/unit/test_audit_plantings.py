@@ -1,11 +1,13 @@
 """A handful of the faults that `tests/audit_plantings.py` plants."""
 
+import numpy as np
 import pytest
 
 from audit_cases import decode
 from mmrender.audit import TrainerModel, audit
-from planting import grown, healthy_rollouts, judge
-from plantings_dev import DEV
+from mmrender.audit.computed import changed_weights
+from planting import HEALTHY, dialogue, grown, healthy_rollouts, judge, world_of
+from plantings_fourth import FOURTH
 from plantings_third import THIRD
 
 
@@ -15,10 +17,10 @@ def folder(tmp_path_factory):
 
 
 def planting_of(name):
-    return next(one for one in (*DEV, *THIRD) if one.name == name)
+    return next(one for one in (*THIRD, *FOURTH) if one.name == name)
 
 
-@pytest.mark.parametrize("name", ["brighter", "gap-before-completion", "tool-as-user"])
+@pytest.mark.parametrize("name", ["header-newline", "limited-range"])
 def test_a_planted_fault_is_named(name, folder):
     outcome = judge(planting_of(name), "one", folder)
     assert (outcome.verdict, outcome.stage_right, outcome.beside) == ("right", True, ""), outcome.cause
@@ -28,6 +30,18 @@ def test_a_fault_without_a_row_is_located_whatever_is_called_an_alarm(folder):
     outcome = judge(planting_of("drafted"), "one", folder, 1e-3, budget=150)
     assert (outcome.verdict, outcome.stage_right) == ("unknown", True), outcome.cause
     assert outcome.cause.startswith("recording, unknown: unknown, in "), outcome.cause
+
+
+def test_kept_masks_are_those_of_the_inputs(folder):
+    """Gemma 3 makes two masks of its inputs, and images see each other in both directions."""
+    world = world_of("gemma3", folder, HEALTHY)
+    parts = [part for prompt, _ in dialogue(0) for part in prompt]
+    row = world.build(parts[:-1]).add((3, 4, 5), True)
+    sample, trainer = row.sample("masks"), TrainerModel(world.model)
+    kept, other = trainer.steady(), changed_weights(world.model.lm_head, lambda data: data * 1.5)
+    for change in (other, None, other):
+        own = trainer.sampled_logprobs(sample, model=change)
+        np.testing.assert_array_equal(kept.sampled_logprobs(sample, model=change), own)
 
 
 def test_recurrent_layers_are_audited_in_padded_batches(folder):

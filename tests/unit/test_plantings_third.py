@@ -6,14 +6,12 @@ from collections import Counter
 import pytest
 
 from planting import HEALTHY, SMALL, STAGES, departures, roll, world_of
-from plantings_dev import DEV
 from plantings_fourth import FOURTH
-from plantings_held import HELD
 from plantings_third import THIRD
 
 
 def test_plantings_are_new_and_spread():
-    names = Counter(one.name for one in (*DEV, *HELD, *THIRD, *FOURTH))
+    names = Counter(one.name for one in (*THIRD, *FOURTH))
     assert [name for name, count in names.items() if count > 1] == []
     assert {part for one in THIRD for part in one.stage.split("|")} == set(STAGES)
     single = Counter(one.stage.split("|")[0] for one in THIRD if not one.halves)
