@@ -1,12 +1,10 @@
 """Checks before any work: keys, hosts, sizes, rates. Errors have a status, and protocols write them."""
 
 import asyncio
-import contextlib
 import hmac
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ipaddress import ip_address
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
@@ -33,6 +31,7 @@ from mmrender.errors import (
     TemplateError,
 )
 from mmrender.gateway import work
+from mmrender.shipping.address import is_loopback
 
 try:
     import h11
@@ -144,11 +143,7 @@ def check_page(request: Request) -> None:
 
 
 def _is_local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    name = name.strip("[]").rstrip(".").lower()
-    with contextlib.suppress(ValueError):
-        return ip_address(name).is_loopback
-    return name == "localhost"
+    return is_loopback(host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host)
 
 
 class Body(NamedTuple):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from mmrender.client.transport import check_number
 from mmrender.errors import InputError
+from mmrender.shipping.address import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class GatewaySettings:
             is_limit = name.startswith("max_") or name.endswith(("_bytes", "_seconds"))
             if is_limit and not (name == "expire_seconds" and self.expire_seconds is None):
                 check_number(f"settings.{name}", getattr(self, name), above=0)
-        if not self.keys and not self.open_to_all and not self.is_loopback:
+        if not self.keys and not self.open_to_all and not is_loopback(self.host):
             raise InputError(
                 "the gateway would be open to everybody",
                 where="settings.host",
@@ -85,8 +86,3 @@ class GatewaySettings:
     def keys(self) -> Sequence[str]:
         """Accepted keys, empty if every caller is accepted."""
         return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine reaches the address."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")

@@ -29,6 +29,7 @@ from mmrender.gateway.gateway import Gateway
 from mmrender.gateway.limits import Failure
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.renderer import Renderer
+from mmrender.shipping.address import is_loopback
 
 Engines: TypeAlias = str | Sequence[str] | InferenceEngineClient | RendererBackend
 ASGIMessage: TypeAlias = Mapping[str, Any]
@@ -202,7 +203,7 @@ class _Ingress:
         self._gateways = gateways
 
     async def __call__(self, request: Request) -> Response:
-        if not self._is_open and not _is_this_machine(request):
+        if not self._is_open and not (request.client and is_loopback(request.client.host)):
             message = "the gateways have no key, so only this machine may call them"
             return refusal(request.url.path, Failure(403, "wrong_caller", message, None))
         body = bytearray()
@@ -263,11 +264,6 @@ class _Ingress:
             case ["GET" | "HEAD", ""] | ["GET", "health"] | ["GET", "v1", "models", *_]:
                 return _Target(0, path)
         return None
-
-
-def _is_this_machine(request: Request) -> bool:
-    host = "" if request.client is None else request.client.host
-    return host == "::1" or host.startswith("127.")
 
 
 def _name_in(body: bytes) -> str | None:

@@ -310,7 +310,7 @@ async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socke
     except (OSError, ValueError) as error:
         raise ShippingConnectionError("unknown host", where=url, got=str(error)) from error
     for *_, place in infos if ssl is None else ():
-        if not ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+        if not is_loopback(place[0]):
             raise ShippingSecurityError(
                 "other machines can reach this address, and nothing guards it",
                 where=url,
@@ -319,6 +319,14 @@ async def _resolve(address: Address, ssl: SSLContext | None) -> list[tuple[socke
                 remedy="Pass ssl=, an ssl.SSLContext with a certificate and verify_mode=ssl.CERT_REQUIRED",
             )
     return [(family, (place[0], place[1])) for family, *_, place in infos]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether no other machine reaches an address. Of names only `localhost` is known to be one."""
+    name = host.strip("[]").partition("%")[0].rstrip(".").lower()
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
 
 
 def _remove_stale(path: str, url: str) -> None:

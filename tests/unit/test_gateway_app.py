@@ -263,10 +263,18 @@ def test_a_web_page_cannot_reach_a_gateway_without_a_key(open_gateway, headers, 
     assert call(gateway, "/s/page/v1/", headers=headers)[0] == status
 
 
-def test_a_gateway_that_others_reach_needs_a_key():
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "", "::", "10.0.0.1", "127.example.com", "localhost.example.com"]
+)
+def test_a_gateway_that_others_reach_needs_a_key(host):
     with pytest.raises(InputError, match="the gateway would be open to everybody"):
-        GatewaySettings(host="0.0.0.0")
-    assert GatewaySettings(host="0.0.0.0", api_key="k").keys == ["k"]
+        GatewaySettings(host=host)
+    assert GatewaySettings(host=host, api_key="k").keys == ["k"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "::1", "[::1]", "localhost", "LocalHost."])
+def test_this_machine_needs_no_key(host):
+    assert GatewaySettings(host=host).keys == []
 
 
 # --- work is charged before it is done ---
