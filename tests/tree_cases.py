@@ -1,5 +1,6 @@
 """Building blocks for tests of trajectory trees: conversations as segments, and random trees of them."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from item_cases import patch_item, processed_item
+from item_cases import audio_item, patch_item, processed_item
 from mmrender import Trajectory
 from mmrender.media.encoded import ReferenceItem
 from mmrender.messages import ImagePart, Message, TextPart, ToolCall
@@ -19,13 +20,16 @@ PAD = 9
 TOOLS = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}}}]
 
 Segment = int | tuple[str, int]
-"""A run of a conversation: a text token, or an image by name and number of placeholder tokens."""
+"""A run of a conversation: a text token, or an image, clip or film by name and number of placeholder tokens."""
 
 
 @lru_cache(maxsize=64)
 def item(name: str, length: int = 3) -> MediaItem:
     """A media item whose placeholder has `length` tokens: three classes, each content its own."""
     seed = 10 * ord(name) + length
+    if name in "EF":
+        expansion = (Repeat("<|audio|>", length),) if name == "E" else (Repeat("<|audio|>", 1),)
+        return msgspec.structs.replace(audio_item(seed=seed), expansion=expansion)
     if name in "CD" and length == 3:  # one of its tokens stands for no features
         expansion = (Repeat("<image>", 2), Repeat("<sep>", 1, embeds=False))
         return msgspec.structs.replace(processed_item(seed=seed), expansion=expansion)
@@ -43,7 +47,14 @@ def rendered(segments: list[Any]) -> tuple[list[int], MultiModalData]:
         else:
             name, length = segment
             spans = ((0, 2),) if name in "CD" and length == 3 else None
-            entries.append((PlaceholderRange(len(ids), length, spans), item(name, length)))
+            place = PlaceholderRange(len(ids), length, spans)
+            if name == "F" and length > 1:  # a film with its sound track, of which the last token is
+                frames = msgspec.structs.replace(
+                    item("A", length - 1), modality="video", identity=f"{length:064x}"
+                )
+                entries.append((replace(place, embed_spans=((0, length - 1),)), frames))
+                place = replace(place, embed_spans=((length - 1, length),))
+            entries.append((place, item(name, length)))
             ids.extend([PAD] * length)
     return ids, MultiModalData.of(entries)
 
@@ -105,7 +116,7 @@ class Call:
 
 
 _segments = st.lists(
-    st.one_of(st.integers(10, 13), st.tuples(st.sampled_from("ABCD"), st.integers(1, 3))), max_size=5
+    st.one_of(st.integers(10, 13), st.tuples(st.sampled_from("ABCDEF"), st.integers(1, 3))), max_size=5
 )
 _KINDS = ["extend", "branch", "retry", "resume", "drop", "reorder", "swap image", "repeat", "root", "failed"]
 
@@ -131,7 +142,9 @@ def calls(draw: st.DrawFn) -> list[Call]:
         elif kind == "reorder":
             segments = draw(st.permutations(segments))
         elif kind == "swap image":
-            segments = [s if isinstance(s, int) else (draw(st.sampled_from("ABCD")), s[1]) for s in segments]
+            segments = [
+                s if isinstance(s, int) else (draw(st.sampled_from("ABCDEF")), s[1]) for s in segments
+            ]
         elif kind == "repeat":
             segments = [*segments, *(segment for segment in segments if not isinstance(segment, int))]
         if kind not in ("retry", "resume"):

@@ -102,21 +102,17 @@ def check_prefixes(trajectory, rollout):
 
 
 def marked(call):
-    """The prompt with each placeholder token replaced by the image, its place in it and its length."""
+    """The prompt with each placeholder token replaced by its media, its place in them and its length."""
     out = list(call.prompt)
-    for found, media in zip(
-        call.sidecar.mm_placeholders.get("image", ()), call.sidecar.mm_items.get("image", ()), strict=True
-    ):
-        for index in range(found.length):
-            out[found.offset + index] = (media.identity, index, found)
+    for span in call.sidecar.spans():
+        for index in range(span.start, span.stop):
+            known = out[index] if isinstance(out[index], tuple) else ()
+            out[index] = (*known, span.item.identity, index - span.start, span.range)
     return out
 
 
 def uncut(call, length):
-    for found in call.sidecar.mm_placeholders.get("image", ()):
-        if found.offset < length < found.offset + found.length:
-            return found.offset
-    return length
+    return next((span.start for span in call.sidecar.spans() if span.start < length < span.stop), length)
 
 
 def check_samples(trajectory, rollout):
@@ -129,8 +125,8 @@ def check_samples(trajectory, rollout):
         assert (sample.logprobs[sample.loss_mask] < 0).all()
         assert not sample.logprobs[~sample.loss_mask].any()
         media = np.zeros(len(sample), np.bool_)
-        for found in sample.multi_modal_data.mm_placeholders.get("image", ()):
-            media[found.offset : found.offset + found.length] = True
+        for span in sample.media_spans:
+            media[span.start : span.stop] = True
         assert not (media & sample.loss_mask).any()
 
 
