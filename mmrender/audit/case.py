@@ -227,11 +227,11 @@ def _is_plain(trial: Trial) -> bool:
 
 
 class ChangedItem:
-    """A media item whose pixels, or grid, are changed after it made them.
+    """A media item whose pixels, features of audio, or grid, are changed after it made them.
 
     Args:
         item: The item.
-        change: New pixels from old ones and the item's grid.
+        change: New pixels or features from old ones and the item's grid.
         grid: Another grid.
     """
 
@@ -251,7 +251,8 @@ class ChangedItem:
     def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
         """Return the item's tensors with the pixels changed."""
         tensors = dict(self.item.tensors("float32"))
-        name = next(key for key in ("pixel_values", "pixel_values_videos") if key in tensors)
+        names = ("pixel_values", "pixel_values_videos", "input_features")
+        name = next(key for key in names if key in tensors)
         pixels = np.ascontiguousarray(self.change(tensors[name], self.item.grid), np.float32)
         tensors[name] = cast(pixels, dtype)
         if self.grid != self.item.grid:
@@ -268,8 +269,9 @@ class ChangedItem:
 
 def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaItem]]) -> TrainingSample:
     """Return a sample whose spans hold other items of as many tokens."""
-    given = {span.start: item for span, item in items}  # by place, since items need not be hashable
-    entries = [(one.range, given.get(one.start, one.item)) for one in sample.media_spans]
+    # By place, since items need not be hashable.
+    given = {(span.start, span.modality): item for span, item in items}
+    entries = [(one.range, given.get((one.start, one.modality), one.item)) for one in sample.media_spans]
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
 
 

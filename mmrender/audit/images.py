@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any, Final
 
@@ -13,11 +14,17 @@ from mmrender.audit.canvas import canvas_of, levels, renewed, shrunk, source_of
 from mmrender.audit.case import Case, Trial, edited, part, plain, showing
 from mmrender.audit.report import described, sampled_runs
 from mmrender.media.processors.patches import PatchItem
+from mmrender.messages import Modality
 from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, feature_count
 from mmrender.trajectory.sample import TrainingSample
 
 _MAX_PAIRS: Final = 15
 _MAX_OTHERS: Final = 24
+_TENSORS: Final = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features"),
+    *("feature_attention_mask", "input_features_mask"),
+)
+"""Keyword arguments of media."""
 
 
 def _other_images(case: Case) -> Iterator[Trial]:
@@ -32,25 +39,28 @@ def _other_images(case: Case) -> Iterator[Trial]:
             and feature_count(other.expansion) == feature_count(own.expansion)
         ]
         for other in sorted(fitting, key=lambda item: item.grid != own.grid)[:_MAX_OTHERS]:
-            text = f"another image (identity {other.identity[:12]}…) in place of {described(span)}: "
-            yield showing(case, text + "a stale image under this one's hash", [(span, other)])
+            text = f"another {own.modality} (identity {other.identity[:12]}…) in place of {described(span)}: "
+            yield showing(case, f"{text}a stale {own.modality} under this one's hash", [(span, other)])
 
 
-def _image_order(case: Case) -> Iterator[Trial]:
-    spans = [span for span in case.sample.media_spans if span.modality == "image"]
+def _order(kind: Modality, noun: str, case: Case) -> Iterator[Trial]:
+    """Yield the images or clips of a sample in other orders."""
+    spans = [span for span in case.sample.media_spans if span.modality == kind]
     places = list(range(len(spans)))
     orders = {
-        f"images {one} and {two} in exchanged places (swapped)": [
+        f"{noun}s {one} and {two} in exchanged places (swapped)": [
             {one: two, two: one}.get(at, at) for at in places
         ]
         for one, two in list(combinations(places, 2))[:_MAX_PAIRS]
     }
     if len(spans) > 2:
-        orders["all images in reverse order"] = places[::-1]
+        orders[f"all {noun}s in reverse order"] = places[::-1]
         for by in (1, -1):
-            orders[f"images, each moved by {by:+d}"] = np.roll(places, by).tolist()
+            orders[f"{noun}s, each moved by {by:+d}"] = np.roll(places, by).tolist()
     if len(spans) > 1:
-        orders |= {f"image {place} in the place of each (repeated)": [place] * len(spans) for place in places}
+        orders |= {
+            f"{noun} {place} in the place of each (repeated)": [place] * len(spans) for place in places
+        }
     for text, order in orders.items():
         if [spans[index].item.identity for index in order] == [span.item.identity for span in spans]:
             continue
@@ -130,11 +140,11 @@ def _unseen(case: Case) -> Iterator[Trial]:
     spans = case.sample.media_spans
 
     def without(inputs: dict[str, Any]) -> None:
-        for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        for key in _TENSORS:
             inputs.pop(key, None)
 
     if spans:
-        text = "the sampler was given no image: it read the placeholder tokens as text"
+        text = f"the sampler was given no {spans[0].modality}: it read the placeholder tokens as text"
         yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
 
 
@@ -164,7 +174,8 @@ def _frames(case: Case) -> Iterator[Trial]:
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "stale image": _other_images,
-    "image order": _image_order,
+    "image order": partial(_order, "image", "image"),
+    "clip order": partial(_order, "audio", "clip"),
     "pixel budget": _budget,
     "image unseen": _unseen,
     "frames": _frames,

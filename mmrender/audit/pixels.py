@@ -33,11 +33,14 @@ _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 def _over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]:
     """Yield trials that change one suspect, and one that changes all images, if there are several."""
-    spans = case.sample.media_spans
+    spans, suspects = (
+        [span for span in media if span.modality != "audio"]
+        for media in (case.sample.media_spans, case.suspects)
+    )
     for text, change in table.items():
         changed = {span.start: item for span in spans if (item := change(case, span.item)) is not None}
         chosen = [[span for span in spans if span.start in changed]] if len(changed) > 1 else []
-        for some in [*chosen, *([span] for span in case.suspects if span.start in changed)]:
+        for some in [*chosen, *([span] for span in suspects if span.start in changed)]:
             which = described(some[0]) if len(some) == 1 else "every image"
             yield showing(case, f"{text} in {which}", [(span, changed[span.start]) for span in some])
 
