@@ -2,6 +2,9 @@
 
 Their prompts and images are as for `RenderedTokens.to_vllm_prompt`: vLLM widens placeholders itself, and the
 prompt that it reports must be ours, token for token.
+
+Clips go to `AsyncLLM` as tensors. vLLM's renderer makes a prompt with silence of the clips' lengths, whose
+tokens, names, dtypes and shapes must be ours, and then the clips' own tensors take the place of the silence.
 """
 
 import asyncio
@@ -11,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final
 
+import numpy as np
+import pybase64
+
 from mmrender.client.exchange import check_request
 from mmrender.client.local import NullTransport
 from mmrender.client.reply import (
@@ -18,15 +24,21 @@ from mmrender.client.reply import (
     PromptDetails,
     ReportedUsage,
     ReportedVersion,
+    check_prompt_seen,
     only,
     response_of,
 )
 from mmrender.client.sampling import spell_in_process
 from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.vllm_audio import compare_clip
+from mmrender.client.vllm_fields import collate_items, item_tensors
+from mmrender.client.vllm_images import dense_spans
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, PromptTooLongError
 from mmrender.media.encoded import encoded_image
-from mmrender.sidecar import collapse
+from mmrender.media.vllm_items import decode_mm_kwargs_item, encode_mm_kwargs_item
+from mmrender.messages import Modality
+from mmrender.sidecar import MediaSpan, collapse
 
 _ARRIVAL_SECONDS: Final = 0.002
 """Batching window of `LLM`: a batch begins when no request has arrived for this long."""
@@ -41,6 +53,7 @@ class AsyncLLMBackend:
     """
 
     name: ClassVar[str] = "vllm"
+    takes: ClassVar[Sequence[Modality]] = ("image", "audio")
 
     def __init__(self, engine: Any, *, lora_request: Any = None) -> None:
         self.engine = engine
@@ -53,11 +66,16 @@ class AsyncLLMBackend:
         """Sample one completion; `transport` is ignored. `on_tokens` is called once, at the end.
 
         Raises:
-            EngineUnsupportedError: A video.
-            EngineMismatchError: vLLM made another prompt of the images.
+            EngineUnsupportedError: A video, or for `LLM` a clip.
+            EngineMismatchError: vLLM made another prompt of the media, or processes clips differently.
             MMRenderError: As for `RendererBackend.generate`.
         """
-        prompt, params = await asyncio.to_thread(asked, request, await self.resolve_max_prompt_len(""))
+        limit = await self.resolve_max_prompt_len("")
+        prompt, params, spans = await asyncio.to_thread(asked, request, limit, takes=self.takes)
+        clips = [span for span in spans if span.modality == "audio"]
+        if clips:
+            (made,) = await self.engine.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
+            prompt = await asyncio.to_thread(_with_clips, made, clips, request)
         output = await self._output(request, prompt, params)
         response = answered(request, output, where=f"{type(self.engine).__name__}.generate")
         if on_tokens is not None:
@@ -86,12 +104,14 @@ class AsyncLLMBackend:
 class LLMBackend(AsyncLLMBackend):
     """A `vllm.LLM`. Requests that wait together are one batch. Later ones wait until it ends.
 
-    A call that is cancelled goes on in the engine.
+    A call that is cancelled goes on in the engine. It takes no clips, since `LLM` processes them itself.
 
     Args:
         engine: The engine.
         lora_request: The adapter to sample with.
     """
+
+    takes = ("image",)
 
     def __init__(self, engine: Any, **options: Any) -> None:
         super().__init__(engine, **options)
@@ -159,18 +179,47 @@ def _use_device(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
-def asked(request: EngineRequest, max_prompt_len: int) -> tuple[dict[str, Any], Any]:
-    """Return the prompt and the sampling parameters of a request, in vLLM's classes.
+def _with_clips(made: dict[str, Any], clips: Sequence[MediaSpan], request: EngineRequest) -> dict[str, Any]:
+    """Return a prompt that vLLM made of silence, with the tensors of clips in its place.
+
+    Raises:
+        EngineMismatchError: vLLM made another prompt, or has other tensors.
+    """
+    from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    where = "AsyncLLM.renderer"
+    check_prompt_seen(made["prompt_token_ids"], request, where=where)
+    encoder, decoder = MsgpackEncoder(size_threshold=1 << 62), MsgpackDecoder(t=MultiModalKwargsItem)
+    items, hashes = [], []
+    silences = zip(dense_spans(clips), made["mm_kwargs"]["audio"], strict=True)
+    for span, silence in silences:
+        tokens = tuple(request.prompt_ids[span.start : span.stop])
+        served = decode_mm_kwargs_item(pybase64.b64encode(encoder.encode(silence)[0]))
+        form = compare_clip(span.item, tokens, tokens, served, where)
+        (item,) = collate_items(form.layout, [item_tensors(span.item, form)])
+        items.append(decoder.decode(pybase64.b64decode(encode_mm_kwargs_item(item))))
+        hashes.append(form.mm_hash(span.item))
+    kwargs = MultiModalKwargsItems({**made["mm_kwargs"], "audio": items})
+    return {**made, "mm_kwargs": kwargs, "mm_hashes": {**made["mm_hashes"], "audio": hashes}}
+
+
+def asked(
+    request: EngineRequest, max_prompt_len: int, *, takes: Sequence[Modality] = ("image",)
+) -> tuple[dict[str, Any], Any, Sequence[MediaSpan]]:
+    """Return the prompt and the sampling parameters of a request in vLLM's classes, and its media.
+
+    Clips are silent.
 
     Raises:
         PromptTooLongError: The prompt is too long, which would fail a whole batch.
-        EngineUnsupportedError: A video.
+        EngineUnsupportedError: A medium that is not one of `takes`.
         MMRenderError: The prompt, its sidecar or a parameter cannot be used.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    ids, spans = check_request(request)
+    ids, spans = check_request(request, takes=takes)
     if len(ids) > max_prompt_len:
         raise PromptTooLongError(len(ids), max_prompt_len, where="prompt_ids")
     prompt: dict[str, Any] = {
@@ -178,13 +227,19 @@ def asked(request: EngineRequest, max_prompt_len: int) -> tuple[dict[str, Any], 
     }
     if request.cache_salt is not None:
         prompt["cache_salt"] = request.cache_salt
-    if spans:
-        prompt["multi_modal_data"] = {"image": [encoded_image(span.item).image for span in spans]}
-        prompt["multi_modal_uuids"] = {"image": [span.item.identity for span in spans]}
+    for span in spans:
+        if span.modality == "audio":
+            rate, count = span.item.size
+            medium: Any = np.zeros(count, np.float32), rate
+        else:
+            medium = encoded_image(span.item).image
+        prompt.setdefault("multi_modal_data", {}).setdefault(span.modality, []).append(medium)
+        prompt.setdefault("multi_modal_uuids", {}).setdefault(span.modality, []).append(span.item.identity)
     spelled = spell_in_process(request.sampling_params)
     if structures := spelled.get("structured_outputs"):
         spelled["structured_outputs"] = StructuredOutputsParams(**structures)
-    return prompt, SamplingParams(**{"logprobs": 0, **spelled, "output_kind": RequestOutputKind.FINAL_ONLY})
+    params = SamplingParams(**{"logprobs": 0, **spelled, "output_kind": RequestOutputKind.FINAL_ONLY})
+    return prompt, params, spans
 
 
 def answered(request: EngineRequest, output: Any, *, where: str) -> EngineResponse:
