@@ -374,14 +374,15 @@ def test_a_page_of_a_conversation_and_of_trajectories(run, folder, tiny_model, r
     assert "--html tokens.html" in run("view", "rollouts.mmr", *options[:4])[2]
 
 
-def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, monkeypatch):
+def test_a_server_decodes_what_it_is_sent_in_bounded_processes(run, tiny_model, tmp_path, monkeypatch):
     served = []
 
     async def serve(gateway, **options):
         served.append(gateway)
 
     monkeypatch.setattr("mmrender.gateway.gateway.Gateway.serve", serve)
-    command = ("gateway", "http://127.0.0.1:1", "--model", str(tiny_model), "--out", "out.mmr", "--alias")
+    options = ["--model", str(tiny_model), "--out", str(tmp_path / "out.mmr"), "--alias"]
+    command = ("gateway", "http://127.0.0.1:1", *options)
     assert run(*command, "s=http://x")[0] == 0
     assert served[0].aliases == {"s": "http://x"}
     assert "--alias: an alias has no name or no URL" in run(*command, "s")[2]
