@@ -101,7 +101,10 @@ def test_faults_planted_in_rollouts_are_noticed_and_mostly_named(sampled, tiny_m
     # Of those that no completion was held to a choice in, whose place would move with the tokens.
     free = [sample for sample in samples if sample.media_spans and RESTRICTED not in sample.extra]
     right = 0
-    for name, (kind, change) in PLANTED.items():
+    planted = (
+        PLANTED if theirs == "float32" else {name: PLANTED[name] for name in ("one patch off", "base 2")}
+    )
+    for name, (kind, change) in planted.items():
         faulty = [replace(change(one), sample_id=f"faulty {index}") for index, one in enumerate(free[:3])]
         report = audit([*faulty, *samples[10:]], trainer, decode=renderer.decode)
         named = {finding.cause for finding in report.findings} - {"unknown"}

@@ -66,7 +66,7 @@ def directory_of(shared_models, folder, name):
 def conversations():
     """Yield messages with a video and an image, and both as vLLM takes them."""
     image = Image.fromarray(frames_of(1, 70, 80)[0])
-    for count, rate in ((count, rate) for count in (1, 2, 5, 64) for rate in (1.0, 12.5, 30.0)):
+    for count, rate in ((count, rate) for count in (1, 2, 5, 24) for rate in (1.0, 12.5, 30.0)):
         frames = frames_of(count, *[(64, 64), (60, 91), (97, 45)][count % 3])
         given = {"total_num_frames": count, "fps": rate}
         sampled = [40 * index + index % 7 for index in range(count)]

@@ -306,10 +306,11 @@ def test_an_aborted_request_gives_what_it_has(server):
 @only("default")
 def test_weight_versions_are_spans_of_the_completion(server):
     asyncio.run(until(runs(server, 0)))  # what earlier tests cancelled
+    server.post("/update_weight_version", {"new_version": "step-6"})
     posts = {"/pause?mode=keep": {}, "/update_weight_version": {"new_version": "step-7"}, "/resume": {}}
     response = interrupted(server, VLLMBackend(), runs(server, 1), posts, max_tokens=800)
     first, second = response.weight_versions
-    assert (first.version, first.start, second.version, second.stop) == ("default", 0, "step-7", 800)
+    assert (first.version, first.start, second.version, second.stop) == ("step-6", 0, "step-7", 800)
     assert first.stop == second.start
 
 
