@@ -111,7 +111,8 @@ def collate(
     else:
         names = {name: name for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")}
         names["video_second_per_grid"] = "second_per_grid_ts"  # Qwen's omni models call it so
-        grids = {as_: fields[name].values.numpy() for name, as_ in names.items() if name in fields}
+        # Seconds of items of other classes are on the device, as their other floats.
+        grids = {as_: fields[name].values.cpu().numpy() for name, as_ in names.items() if name in fields}
         bounds = [[(segment.start, segment.length) for segment in row] for row in segments]
         positions = mrope_position_ids(arrays["token_types"], family.mrope, segments=bounds, **grids)
         tensors["positions"] = torch.from_numpy(positions)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from mmrender.errors import BatchError
 from mmrender.training.predictions import Predictions, Tokens
-from mmrender.training.scoring import TILE, HiddenStates, OutputHead, Scoring, TokenScores, check_whole, flat
+from mmrender.training.scoring import HiddenStates, OutputHead, Scoring, TokenScores, check_whole, flat
 from mmrender.training.tensor_list import torch
 
 _SMALL: Final = 2.0**-12
@@ -50,7 +50,7 @@ def score_tokens(
     entropy: bool = False,
     reference: HiddenStates | None = None,
     dtype: Any = None,
-    tile: tuple[int, int] = TILE,
+    tile: tuple[int, int] | None = None,
 ) -> TokenScores:
     """Run a model on a batch and return log-probabilities of its tokens, without ever holding all logits.
 
@@ -70,7 +70,7 @@ def score_tokens(
         dtype: Dtype in which logits are computed, such as float32 for a model in bfloat16, since rounded
             logits make sampler and trainer differ (MiniMax, "MiniMax-M1", 2025, section 3.2). None computes
             as the model does.
-        tile: Number of tokens and of ids whose logits are held at a time.
+        tile: Number of tokens and of ids whose logits are held at a time. None decides by the device.
 
     Returns:
         Scores aligned to the tokens, float32 `(rows, width)`, 0.0 elsewhere.

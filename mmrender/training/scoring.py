@@ -15,19 +15,27 @@ are
 A tile holds the scores of some tokens for some ids. The forward adds up exponentials over the tiles of a
 token, less its largest score so far (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 2018), and keeps a few sums. The backward computes each tile again. Gradients are added up in float32 or
-more.
+more. On a GPU the steps over a large tile are compiled into few kernels, since one after another they take
+longer than its products.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from functools import cache, wraps
+from typing import Any, Final, NamedTuple, TypeVar
 
 from mmrender.errors import BatchError
 from mmrender.training.predictions import Predictions
 from mmrender.training.tensor_list import torch
 
+Result = TypeVar("Result")
 TILE: Final = (2048, 8192)
 """Tokens and ids of a tile: 64 MiB of scores. Two or three tensors of this size are held at a time."""
+GPU_TILE: Final = (4096, 16384)
+"""The same on a GPU, where small tiles are slow: 128 MiB for each of two tensors in bfloat16."""
+_COMPILED_FROM: Final = 1 << 22
+"""Scores of a tile on a GPU from which its steps are compiled, which takes some seconds once."""
 _CLOSED: Final = -1e30
 """Score of an id that a token could not have. Its exponential is 0, and sums of it are finite."""
 
@@ -47,14 +55,6 @@ class OutputHead:
     bias: Any = None
     scale: float = 1.0
     softcap: float | None = None
-
-    def logits(self, hidden: Any) -> Any:
-        """Return the logits `(n, vocabulary)` of hidden states `(n, hidden)`, in float32 or more."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias)
-        logits = logits.to(wide(logits.dtype))
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def part(self, ids: slice, dtype: Any) -> "OutputHead":
         """Return the head of some ids, with weights in a dtype."""
@@ -101,7 +101,8 @@ class Scoring:
         reference: Hidden states of another model before the same tokens, or None. It gets no gradient.
         dtype: Dtype in which hidden states and weights are multiplied; None for the weights' own, or
             autocast's.
-        tile: Number of tokens and of ids whose scores are held at a time.
+        tile: Number of tokens and of ids whose scores are held at a time. None for `TILE`, or on a GPU
+            `GPU_TILE`.
     """
 
     predictions: Predictions
@@ -109,7 +110,7 @@ class Scoring:
     entropy: bool = False
     reference: HiddenStates | None = None
     dtype: Any = None
-    tile: tuple[int, int] = TILE
+    tile: tuple[int, int] | None = None
 
     def of(self, values: Any, head: OutputHead | None) -> TokenScores:
         """Return the scores of the tokens, each `(n,)`.
@@ -138,7 +139,8 @@ class Scoring:
         if head is not None:
             check_whole(head)
             weight, bias, dtype = head.weight, head.bias, dtype or head.weight.dtype
-        work = _Work(replace(self, temperature=temperature, dtype=dtype), head)
+        tile = self.tile or (TILE if device == "cpu" else GPU_TILE)
+        work = _Work(replace(self, temperature=temperature, dtype=dtype, tile=tile), head, tile)
         # The dtype is decided above, so that the backward pass, which autocast does not see, has the same.
         with torch.autocast(device, enabled=False):
             logprobs, entropy, kl = _Tiled.apply(values, weight, bias, work)
@@ -197,12 +199,168 @@ def _steps(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
+class _Tile(NamedTuple):
+    """Products of some tokens with the weights of some ids, and their way to scores.
+
+    Attributes:
+        products: `(n, ids)`, or a model's logits.
+        places: Place of each token in the tile, a column. Outside of it for tokens of other tiles.
+        closed: Ids that a token could not have, bool `(n, ids)`, or None.
+        temperature: A number, or a column.
+        scale: Of `OutputHead`, as is the cap.
+        softcap: Bound of the scaled products, or None.
+        has_bias: Whether the products have a bias, whose gradient is the sum of theirs.
+        are_logits: Whether they are a model's logits, which are not written over.
+    """
+
+    products: Any
+    places: Any
+    closed: Any
+    temperature: Any
+    scale: float = 1.0
+    softcap: float | None = None
+    has_bias: bool = False
+    are_logits: bool = False
+
+
+class _Sums(NamedTuple):
+    """Sums over the tiles of some tokens so far, each a column. Exponentials are less the largest score."""
+
+    largest: Any
+    total: Any
+    chosen: Any
+    mean: Any
+    cross: Any
+    other_largest: Any
+    other_total: Any
+
+
+def _compiled_on_a_gpu(steps: Callable[..., Result]) -> Callable[..., Result]:
+    """Return steps over a tile, their first argument, which torch compiles for large tiles on a GPU."""
+
+    @wraps(steps)
+    def run(tile: _Tile, *rest: Any) -> Result:
+        if _failures or not _is_large(tile):
+            return steps(tile, *rest)
+        try:
+            result: Result = _compiled(steps)(tile, *rest)
+            return result
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a compiler that is missing or fails costs time alone
+            _failures.append(error)
+            problem = f"torch cannot compile the scoring of tokens, which is slower without: {error}"
+            warnings.warn(problem[:500], RuntimeWarning, stacklevel=2)
+            return steps(tile, *rest)
+
+    return run
+
+
+_failures: list[Exception] = []
+
+
+def _is_large(tile: _Tile) -> bool:
+    return bool(tile.products.is_cuda) and tile.products.numel() >= _COMPILED_FROM
+
+
+@cache
+def _compiled(steps: Callable[..., Any]) -> Any:
+    return torch.compile(steps, dynamic=True)
+
+
+def _scores(tile: _Tile) -> Any:
+    """Return the scores of a tile, in float32 or more."""
+    products, temperature = tile.products, tile.temperature
+    is_owned = not tile.are_logits and not torch.compiler.is_compiling()
+    scores = products.to(wide(products.dtype), copy=not is_owned)
+    if tile.scale != 1.0:
+        scores.mul_(tile.scale)
+    if tile.softcap is not None:
+        scores.div_(tile.softcap).tanh_().mul_(tile.softcap)
+    if not isinstance(temperature, float) or temperature != 1.0:
+        scores.div_(temperature)
+    scores.clamp_(min=_CLOSED)
+    return scores if tile.closed is None else scores.masked_fill_(tile.closed, _CLOSED)
+
+
+def _inside(tile: _Tile) -> tuple[Any, Any]:
+    """Return the place of each token in a tile, and whether it is there."""
+    places, width = tile.places, tile.products.shape[-1]
+    return places.clamp(0, width - 1), (places >= 0) & (places < width)
+
+
+@_compiled_on_a_gpu
+def _added(tile: _Tile, other: _Tile | None, entropy: bool, sums: _Sums) -> _Sums:
+    """Return the sums of some tokens with those of a tile, and of the reference's, if there is one."""
+    before, total, chosen, mean, cross, start, other_total = sums
+    scores = _scores(tile)
+    at, inside = _inside(tile)
+    chosen = chosen + torch.where(inside, scores.gather(-1, at), 0.0)
+    largest, other_largest = torch.maximum(before, scores.amax(-1, keepdim=True)), start
+    moved = before - largest
+    fade = moved.exp()
+    weights = scores.sub_(largest).exp()
+    if other is not None:
+        other_scores = _scores(other)
+        other_largest = torch.maximum(start, other_scores.amax(-1, keepdim=True))
+        other_moved = start - other_largest
+        other_scores.sub_(other_largest)
+        other_total = other_total * other_moved.exp() + other_scores.exp().sum(-1, keepdim=True)
+        ratio = other_scores.neg_().add_(scores).mul_(weights)
+        cross = fade * (cross + (moved - other_moved) * total) + ratio.sum(-1, keepdim=True)
+    moved_mean, total = mean + moved * total, total * fade + weights.sum(-1, keepdim=True)
+    if entropy:
+        mean = fade * moved_mean + weights.mul_(scores).sum(-1, keepdim=True)
+    return _Sums(largest, total, chosen, mean, cross, other_largest, other_total)
+
+
+@_compiled_on_a_gpu
+def _slopes(tile: _Tile, other: _Tile | None, entropy: bool, sums: Any, gradients: Any) -> tuple[Any, Any]:
+    """Return the gradient by the products of a tile, `(n, ids)`, and by the bias, if there is one.
+
+    Args:
+        tile: Of the tokens.
+        other: Of the reference, or None.
+        entropy: Whether entropies are asked for.
+        sums: What the forward kept, `(7, n)`.
+        gradients: By log-probability, entropy and divergence, `(3, n)`.
+    """
+    _, of_entropies, kl, largest, log_total, other_largest, log_other = (one[:, None] for one in sums)
+    of_logprobs, of_entropy, of_kl = (one[:, None] for one in gradients)
+    scores, curve = _scores(tile), None
+    if tile.softcap is not None:
+        curve = (scores * tile.temperature).div_(tile.softcap).clamp_(-1, 1).square_().neg_().add_(1)
+    logs = scores.sub_(largest).sub_(log_total)
+    slopes = logs.exp()
+    factor = -of_logprobs
+    if other is not None:
+        ratio = _scores(other).sub_(other_largest).sub_(log_other).neg_().add_(logs)
+        factor = ratio.sub_(kl).mul_(of_kl).add_(factor)
+    if entropy:
+        factor = logs.add_(of_entropies).mul_(-of_entropy).add_(factor)
+    slopes.mul_(factor)
+    if torch.compiler.is_compiling():  # joins the other steps, which a scatter does not
+        columns = torch.arange(slopes.shape[-1], device=slopes.device)
+        slopes = torch.where(columns == tile.places, slopes + of_logprobs, slopes)
+    else:
+        at, inside = _inside(tile)
+        slopes.scatter_add_(-1, at, of_logprobs * inside)
+    if not isinstance(tile.temperature, float) or tile.temperature != 1.0:
+        slopes.div_(tile.temperature)
+    if curve is not None:
+        slopes.mul_(curve)
+    if tile.scale != 1.0:
+        slopes.mul_(tile.scale)
+    return slopes.to(tile.products.dtype), slopes.sum(0) if tile.has_bias else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
     """The settings of one call, and the steps that its forward and backward share."""
 
     scoring: Scoring
     head: OutputHead | None
+    tile: tuple[int, int]
 
     def with_weights(self, weight: Any, bias: Any) -> OutputHead | None:
         """Return the head with the weights that torch passes to the forward or saved for the backward."""
@@ -210,60 +368,41 @@ class _Work:
 
     def parts(self) -> Iterator[slice]:
         """Yield the tokens of each row of tiles."""
-        return _steps(len(self.scoring.predictions), self.scoring.tile[0])
+        return _steps(len(self.scoring.predictions), self.tile[0])
 
-    def tiles(self, part: slice, rows: Any, head: OutputHead | None) -> Iterator[tuple[slice, Any]]:
-        """Yield the ids of each tile of some tokens, and the scores of the ids."""
+    def tiles(self, part: slice, rows: Any, head: OutputHead | None) -> Iterator[tuple[slice, _Tile]]:
+        """Yield the ids of each tile of some tokens, and the tile."""
         vocabulary = rows.shape[-1] if head is None else head.weight.shape[0]
-        limits = self.scoring.predictions.limits
+        limits, temperature = self.scoring.predictions.limits, self.scoring.temperature
+        token_ids = self.scoring.predictions.token_ids[part, None]
+        temperature = temperature if isinstance(temperature, float) else temperature[part]
         rows = rows if head is None else rows.to(self.scoring.dtype)
-        for ids in _steps(vocabulary, self.scoring.tile[1]):
-            if head is None:
-                scores = rows[:, ids].to(wide(rows.dtype), copy=True)
-            else:
-                scores = head.part(ids, self.scoring.dtype).logits(rows)
-            scores.div_(self.temperature(part)).clamp_(min=_CLOSED)
+        for ids in _steps(vocabulary, self.tile[1]):
             closed = None if limits is None else limits.closed(part, ids)
-            yield ids, scores if closed is None else scores.masked_fill_(closed, _CLOSED)
+            places = token_ids - ids.start
+            if head is None:
+                yield ids, _Tile(rows[:, ids], places, closed, temperature, are_logits=True)
+                continue
+            own = head.part(ids, self.scoring.dtype)
+            products = torch.nn.functional.linear(rows, own.weight, own.bias)
+            change = head.scale, head.softcap, head.bias is not None
+            yield ids, _Tile(products, places, closed, temperature, *change)
 
-    def temperature(self, part: slice) -> Any:
-        value = self.scoring.temperature
-        return value if isinstance(value, float) else value[part]
-
-    def other(self, part: slice) -> Iterator[Any]:
-        """Yield the reference's scores, tile by tile."""
+    def others(self, part: slice) -> Iterator[_Tile]:
+        """Yield the reference's tiles."""
         reference = self.scoring.reference
         if reference is not None:
             rows = flat(reference.values).index_select(0, reference.predictions.sources[part])
-            yield from (scores for _, scores in self.tiles(part, rows, reference.head))
+            yield from (tile for _, tile in self.tiles(part, rows, reference.head))
 
     def sums(self, part: slice, rows: Any, head: OutputHead | None, out: Any) -> None:
         """Write the values of some tokens, and the sums that the backward needs, to `out`, `(7, n)`."""
-        token_ids = self.scoring.predictions.token_ids[part, None]
-        largest = out.new_full((out.shape[1], 1), _CLOSED)
-        total, chosen, mean, cross, other_total = (torch.zeros_like(largest) for _ in range(5))
-        other_largest, others = largest, self.other(part)
-        for ids, scores in self.tiles(part, rows, head):
-            at, inside = _places(token_ids, ids)
-            chosen += torch.where(inside, scores.gather(-1, at), 0.0)
-            before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
-            moved = before - largest
-            fade = moved.exp()
-            weights = scores.sub_(largest).exp()
-            if self.scoring.reference is not None:
-                other = next(others)
-                start, other_largest = (
-                    other_largest,
-                    torch.maximum(other_largest, other.amax(-1, keepdim=True)),
-                )
-                other_moved = start - other_largest
-                other.sub_(other_largest)
-                other_total = other_total * other_moved.exp() + other.exp().sum(-1, keepdim=True)
-                ratio = other.neg_().add_(scores).mul_(weights)
-                cross = fade * (cross + (moved - other_moved) * total) + ratio.sum(-1, keepdim=True)
-            moved_mean, total = mean + moved * total, total * fade + weights.sum(-1, keepdim=True)
-            if self.scoring.entropy:
-                mean = fade * moved_mean + weights.mul_(scores).sum(-1, keepdim=True)
+        others = self.others(part)
+        starts = (_CLOSED, 0.0, 0.0, 0.0, 0.0, _CLOSED, 0.0)
+        sums = _Sums(*(out.new_full((out.shape[1], 1), start) for start in starts))
+        for _, tile in self.tiles(part, rows, head):
+            sums = _added(tile, next(others, None), self.scoring.entropy, sums)
+        largest, total, chosen, mean, cross, other_largest, other_total = sums
         log_total, log_other = total.log(), other_total.log()
         columns = (
             (chosen - largest) - log_total,
@@ -275,39 +414,11 @@ class _Work:
 
     def slopes(
         self, part: slice, rows: Any, head: OutputHead | None, out: Any, gradients: Any
-    ) -> Iterator[tuple[slice, Any]]:
-        """Yield for each tile its ids, and the gradient by the head's products `z`, `(n, ids)`."""
-        _, entropy, kl, largest, log_total, other_largest, log_other = (one[:, None] for one in out)
-        of_logprobs, of_entropy, of_kl = (one[:, None] for one in gradients)
-        temperature, others = self.temperature(part), self.other(part)
-        softcap = None if head is None else head.softcap
-        for ids, scores in self.tiles(part, rows, head):
-            curve = None
-            if softcap is not None:
-                curve = (scores * temperature).div_(softcap).clamp_(-1, 1).square_().neg_().add_(1)
-            logs = scores.sub_(largest).sub_(log_total)
-            slopes = logs.exp()
-            factor = -of_logprobs
-            if self.scoring.reference is not None:
-                ratio = next(others).sub_(other_largest).sub_(log_other).neg_().add_(logs)
-                factor = ratio.sub_(kl).mul_(of_kl).add_(factor)
-            if self.scoring.entropy:
-                factor = logs.add_(entropy).mul_(-of_entropy).add_(factor)
-            slopes.mul_(factor)
-            at, inside = _places(self.scoring.predictions.token_ids[part, None], ids)
-            slopes.scatter_add_(-1, at, of_logprobs * inside)
-            slopes.div_(temperature)
-            if curve is not None:
-                slopes.mul_(curve)
-            if head is not None and head.scale != 1.0:
-                slopes.mul_(head.scale)
-            yield ids, slopes
-
-
-def _places(token_ids: Any, ids: slice) -> tuple[Any, Any]:
-    """Return the place of each token in a tile, and whether it is there."""
-    inside = (token_ids >= ids.start) & (token_ids < ids.stop)
-    return (token_ids - ids.start).clamp(0, ids.stop - ids.start - 1), inside
+    ) -> Iterator[tuple[slice, Any, Any]]:
+        """Yield for each tile its ids, the gradient by its products, `(n, ids)`, and by the bias."""
+        others = self.others(part)
+        for ids, tile in self.tiles(part, rows, head):
+            yield ids, *_slopes(tile, next(others, None), self.scoring.entropy, out, gradients)
 
 
 class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
@@ -337,19 +448,20 @@ class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typ
             sources = predictions.sources[part]
             own = rows.index_select(0, sources)
             hidden = None if head is None else own.to(work.scoring.dtype)
+            slopes_of = work.slopes(
+                part, own, head, out[:, part], torch.stack([one[part] for one in gradients])
+            )
             of_own = torch.zeros_like(own, dtype=out.dtype) if head is not None and for_rows else None
-            slopes_of = work.slopes(part, own, head, out[:, part], [one[part] for one in gradients])
-            for ids, slopes in slopes_of:
+            for ids, slopes, for_these in slopes_of:
                 if head is None:
-                    of_rows[:, ids].index_copy_(0, sources, slopes.to(rows.dtype))
+                    of_rows[:, ids].index_copy_(0, sources, slopes)
                     continue
                 if of_bias is not None:
-                    of_bias[ids] += slopes.sum(0)
-                narrow = slopes.to(work.scoring.dtype)
+                    of_bias[ids] += for_these
                 if of_own is not None:
-                    _add_product(of_own, narrow, head.weight[ids].to(work.scoring.dtype))
+                    _add_product(of_own, slopes, head.weight[ids].to(work.scoring.dtype))
                 if of_weight is not None:
-                    _add_product(of_weight[ids], narrow.T, hidden)
+                    _add_product(of_weight[ids], slopes.T, hidden)
             if of_own is not None:
                 of_rows.index_copy_(0, sources, of_own.to(rows.dtype))
         return (
@@ -364,5 +476,7 @@ def _add_product(total: Any, left: Any, right: Any) -> None:
     """Add a product to a total that may have more digits."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8, which writes no product
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     else:
         total.add_(left @ right)

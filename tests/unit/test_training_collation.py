@@ -306,6 +306,7 @@ def test_expansion_on_a_device_has_the_same_bits(case: Any, dtype: Any) -> None:
                 assert torch.equal(mine.values, rows_of.values), name
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_of_a_loader_do_not_touch_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Page-locked memory of a forked worker is an error, and of a spawned one a context on the device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

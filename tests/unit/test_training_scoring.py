@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrender import TrainingSample
-from mmrender.training import ModelFamily, TrainingBatch, collate
+from mmrender.training import ModelFamily, TrainingBatch, collate, scoring
 from mmrender.training.scoring import HiddenStates, OutputHead, Scoring
 from mmrender.trajectory import AllowedTokens
 
@@ -208,3 +209,28 @@ def test_frozen_weights_get_no_gradient():
         (gradient,) = torch.autograd.grad(Scoring(batch.predictions()).of(hidden, one).logprobs.sum(), hidden)
         gradients.append(gradient)
     assert torch.equal(*gradients)
+
+
+def test_a_compiler_that_fails_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps over tiles of a GPU run one by one then. Memory that runs out is another matter."""
+    batch, failures = batch_of(0, limited=True), list[Exception]()
+    head = head_of(torch.Generator().manual_seed(0), torch.float32, bias=True, scale=1.0, softcap=None)
+    hidden = torch.randn(*batch.input_ids.shape, HIDDEN)
+    expected = Scoring(batch.predictions(), entropy=True).of(hidden, head)
+
+    def compiled(error: Exception) -> Any:
+        def fail(*_: Any) -> None:
+            raise error
+
+        return lambda _: fail
+
+    monkeypatch.setattr(scoring, "_is_large", lambda _: True)
+    monkeypatch.setattr(scoring, "_failures", failures)
+    monkeypatch.setattr(scoring, "_compiled", compiled(torch.cuda.OutOfMemoryError("full")))
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="full"):
+        Scoring(batch.predictions()).of(hidden, head)
+    monkeypatch.setattr(scoring, "_compiled", compiled(RuntimeError("no C compiler")))
+    with pytest.warns(RuntimeWarning, match="slower without: no C compiler") as warned:
+        found = Scoring(batch.predictions(), entropy=True, tile=(2, 5)).of(hidden, head)
+    assert len(warned) == len(failures) == 1
+    torch.testing.assert_close(found[:2], expected[:2])
