@@ -7,6 +7,7 @@ group.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -236,7 +237,10 @@ class MultiModalData:
                 overlap, are out of order or leave the sequence, or a range is not as long as its item.
         """
         spans: list[MediaSpan] = []
-        for modality in {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}:
+        # A video comes before its sound track, since sorting keeps the order of equal offsets.
+        for modality in sorted(
+            {**self.mm_hashes, **self.mm_placeholders, **self.mm_items}, key="audio".__eq__
+        ):
             hashes = self.mm_hashes.get(modality, ())
             ranges = self.mm_placeholders.get(modality, ())
             items = self.mm_items.get(modality, ())
@@ -256,7 +260,7 @@ class MultiModalData:
                         remedy="Rebuild the sidecar from its items. A server could use other cached pixels",
                     )
                 spans.append(MediaSpan(modality, index, ranges[index], item))
-        spans.sort(key=lambda span: (span.range.offset, span.modality == "audio"))
+        spans.sort(key=attrgetter("range.offset"))
         stop, next_position = 0, dict.fromkeys(self.mm_items, 0)
         last: MediaSpan | None = None
         for span in spans:
@@ -270,8 +274,8 @@ class MultiModalData:
                     expected=f"an offset of {before.offset} or more",
                     got=str(start),
                 )
-            is_track = last is not None and span.is_track_of(last)
-            if not (stop <= start or is_track) or start >= end or (length is not None and end > length):
+            overlaps = start < stop and (last is None or not span.is_track_of(last))
+            if overlaps or start >= end or (length is not None and end > length):
                 bound = "the end" if length is None else length
                 raise PlaceholderError(
                     "a placeholder range overlaps another or leaves the sequence",
