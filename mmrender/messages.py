@@ -54,6 +54,20 @@ class ImagePart(MediaPart, frozen=True, tag="image"):
     modality: ClassVar[Modality] = "image"
 
 
+class AudioPart(MediaPart, frozen=True, tag="audio"):
+    """One audio clip.
+
+    Attributes:
+        source: Encoded audio as `bytes`, a `pathlib.Path` or a `str` (a `data:`, `http(s):` or `file:` URL,
+            or a path). Or samples as a numpy array or torch tensor, `(samples,)`, `(channels, samples)` or
+            `(samples, channels)`, of floats in -1..1 or of int16 or int32 levels.
+        sampling_rate: Samples per second of an array. Encoded audio contains its own rate.
+    """
+
+    modality: ClassVar[Modality] = "audio"
+    sampling_rate: int | None = None
+
+
 class VideoPart(MediaPart, frozen=True, tag="video"):
     """One video.
 
@@ -68,6 +82,7 @@ class VideoPart(MediaPart, frozen=True, tag="video"):
         frames_indices: Index of each frame in the source video.
         total_num_frames: Number of frames of the source video.
         duration: Duration of the source video, in seconds.
+        sound: The sound track, for a renderer that renders sound tracks. An encoded video may contain one.
     """
 
     modality: ClassVar[Modality] = "video"
@@ -76,20 +91,7 @@ class VideoPart(MediaPart, frozen=True, tag="video"):
     frames_indices: tuple[int, ...] | None = None
     total_num_frames: int | None = None
     duration: float | None = None
-
-
-class AudioPart(MediaPart, frozen=True, tag="audio"):
-    """One audio clip.
-
-    Attributes:
-        source: Encoded audio as `bytes`, a `pathlib.Path` or a `str` (a `data:`, `http(s):` or `file:` URL,
-            or a path). Or samples as a numpy array or torch tensor, `(samples,)`, `(channels, samples)` or
-            `(samples, channels)`, of floats in -1..1 or of int16 or int32 levels.
-        sampling_rate: Samples per second of an array. Encoded audio contains its own rate.
-    """
-
-    modality: ClassVar[Modality] = "audio"
-    sampling_rate: int | None = None
+    sound: AudioPart | None = None
 
 
 class ThinkingPart(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):

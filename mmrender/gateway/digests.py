@@ -132,8 +132,11 @@ def _parts(message: Message, position: int) -> list[Any]:
             parts += [part.text] if part.text else []
         elif isinstance(part, MediaPart):
             where = f"messages[{position}].content[{number}]"
-            settings = {name: getattr(part, name) for name in part.__struct_fields__ if name != "source"}
-            parts.append([part.modality, _source_digest(part.source, where), settings])
+            for medium in (part, getattr(part, "sound", None)):
+                if medium is not None:
+                    names = [name for name in medium.__struct_fields__ if name not in ("source", "sound")]
+                    settings = {name: getattr(medium, name) for name in names}
+                    parts.append([medium.modality, _source_digest(medium.source, where), settings])
     return parts
 
 

@@ -151,7 +151,9 @@ def _part(value: Any, where: str, types: Sequence[str]) -> Part:
     part = normalize_part({key: item for key, item in value.items() if key not in _PART_FIELDS}, where)
     if isinstance(part, MediaPart):
         frames = part.source if isinstance(part.source, tuple) else (part.source,)
-        for source in frames:  # a caller must not name files of this machine
+        sound = getattr(part, "sound", None)
+        for source in (*frames, *(() if sound is None else (sound.source,))):
+            # A caller must not name files of this machine.
             if not isinstance(source, str) or not source[:8].lower().startswith(_REMOTE):
                 raise MessageError(f"the {part.modality} must be a data: or http(s): URL", where=where)
     return part

@@ -27,7 +27,7 @@ from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import AudioProcessor, MediaProcessor, Prepared
 from mmrender.media.sources import read_source
-from mmrender.media.tracks import interleaved, is_encoded, load_track
+from mmrender.media.tracks import has_track, interleaved, is_encoded, load_track
 from mmrender.media.video import as_array, open_video
 from mmrender.messages import MODALITIES, AudioPart, MediaPart, Modality, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem, MultiModalData
@@ -172,6 +172,12 @@ class MediaResolver:
             key, source = entry.fingerprint, entry.part.source
             if source is None or not self.takes(entry.part.modality):
                 raise self.refusal(entry)
+            if getattr(entry.part, "sound", None) is not None and not self.processor.use_audio_in_video:
+                raise MediaError(
+                    "this renderer leaves the sound tracks of videos out",
+                    where=f"{entry.path}.audio",
+                    remedy="Open it with use_audio_in_video=True, or leave the sound out.",
+                )
             if key is None:
                 # Within one call a source cannot change, so without a fingerprint the object itself is a key.
                 same = source if isinstance(source, str) else id(source)
@@ -234,7 +240,7 @@ class MediaResolver:
         """Whether a part is audio, or a video that may have a sound track which is rendered."""
         part = entry.part
         if isinstance(part, VideoPart):
-            return self.processor.use_audio_in_video and is_encoded(part)
+            return self.processor.use_audio_in_video and has_track(part)
         return isinstance(part, AudioPart)
 
     def takes(self, modality: Modality) -> bool:
@@ -371,6 +377,9 @@ def part_fingerprint(part: MediaPart) -> Hashable | None:
         return None if fingerprint is None else ("audio", fingerprint, part.sampling_rate)
     if not isinstance(part, VideoPart):
         return source_fingerprint(source)
+    if part.sound is not None:
+        both = part_fingerprint(msgspec.structs.replace(part, sound=None)), part_fingerprint(part.sound)
+        return None if None in both else ("video with sound", *both)
     if isinstance(source, tuple | list):
         frames = tuple([source_fingerprint(frame) for frame in source])
         return None if None in frames else ("video", frames, timing_of(part))
@@ -385,7 +394,8 @@ def timing_of(part: MediaPart) -> Hashable:
         return part.sampling_rate
     if not isinstance(part, VideoPart):
         return None
-    return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration
+    sound = part.sound and (id(part.sound.source), part.sound.sampling_rate)
+    return part.fps, part.times, part.frames_indices, part.total_num_frames, part.duration, sound
 
 
 def source_fingerprint(source: Any) -> Hashable | None:

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, ProcessorError
-from mmrender.media.audio import LoadedAudio, Samples, check_form, check_length, resampled
+from mmrender.media.audio import LoadedAudio, Samples, check_form, check_length, load_audio, resampled
 from mmrender.media.decode import open_container
 from mmrender.media.item import TensorItem, expand_into, tensor_specs
 from mmrender.media.policy import MediaPolicy
@@ -30,9 +30,14 @@ _SECONDS: Final = ("video_second_per_grid", "second_per_grid_ts")
 
 
 def is_encoded(part: VideoPart) -> bool:
-    """Whether a video is a file, which may have a sound track. Frames have none."""
+    """Whether a video is a file, not frames."""
     source = part.source
     return source is not None and not isinstance(source, tuple | list) and as_array(source) is None
+
+
+def has_track(part: VideoPart) -> bool:
+    """Whether a video may have a sound track."""
+    return part.sound is not None or is_encoded(part)
 
 
 def load_track(part: VideoPart, rate: int, policy: MediaPolicy, where: str) -> LoadedAudio | None:
@@ -48,6 +53,9 @@ def load_track(part: VideoPart, rate: int, policy: MediaPolicy, where: str) -> L
         MediaError: As for `load_audio`. Or the codec is not supported.
         MissingDependencyError: PyAV or soxr is not installed.
     """
+    if part.sound is not None:
+        source, own_rate = part.sound.source, part.sound.sampling_rate
+        return load_audio(source, rate, policy, source_rate=own_rate, where=f"{where}.audio")
     if not is_encoded(part):
         return None
     try:

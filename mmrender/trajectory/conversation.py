@@ -9,7 +9,7 @@ import numpy as np
 
 from mmrender.content.parts import MEDIA_TYPES
 from mmrender.errors import TrajectoryError
-from mmrender.messages import MediaPart, Message, TextPart, ThinkingPart
+from mmrender.messages import MediaPart, Message, TextPart, ThinkingPart, VideoPart
 
 MediaSources: TypeAlias = Literal["drop", "keep"]
 """Whether messages keep the sources of their media, or hold None in their place."""
@@ -50,18 +50,21 @@ def without_sources(message: Any) -> Any:
     if isinstance(message, Message):
         if not isinstance(message.content, tuple):
             return message
-        parts = tuple(
-            msgspec.structs.replace(part, source=_blanked(part.source))
-            if isinstance(part, MediaPart)
-            else part
-            for part in message.content
-        )
-        return msgspec.structs.replace(message, content=parts)
+        return msgspec.structs.replace(message, content=tuple(map(_without_pixels, message.content)))
     if not isinstance(message, dict) or "content" not in message:
         return message
     content = message["content"]
     content = list(map(_without_source, content)) if isinstance(content, list) else _without_source(content)
     return {**message, "content": content}
+
+
+def _without_pixels(part: Any) -> Any:
+    if not isinstance(part, MediaPart):
+        return part
+    part = msgspec.structs.replace(part, source=_blanked(part.source))
+    if isinstance(part, VideoPart) and part.sound is not None:
+        part = msgspec.structs.replace(part, sound=_without_pixels(part.sound))
+    return part
 
 
 def same_message(later: Message, earlier: Message) -> bool:

@@ -243,6 +243,7 @@ BROKEN = {
     "file": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "/etc/passwd"}]}]},
     "file URL": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]}]},
     "frames": {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": ["/x"]}]}]},
+    "sound": {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "data:,", "audio": "/x"}]}]},
     "picture of an answer": {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": "/x"}]}]},
     "calls of a user": {"messages": [{"role": "user", "content": "", "tool_calls": [{"function": {"name": "x"}}]}]},
     "arguments": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": 3}}]}]},

@@ -19,6 +19,7 @@ from audio_cases import (
 from kit import assistant, error_of
 from mmrender import Renderer
 from mmrender.client.vllm_images import dense_spans
+from mmrender.content.messages import normalize_messages
 from mmrender.errors import EngineUnsupportedError, InputError, MediaError, ProcessorError, RenderError
 from mmrender.media import tracks
 from mmrender.media.audio import load_audio
@@ -142,3 +143,30 @@ def test_what_cannot_be_joined_is_refused(tmp_path, monkeypatch, sentence):
 def test_engines_that_lose_the_features_of_a_range_refuse_tracks(renderer, sentence):
     data = renderer.render([asked(film())]).multi_modal_data
     assert error_of(EngineUnsupportedError, dense_spans, data.spans()).split(", got ")[0] == sentence
+
+
+def test_frames_take_their_sound_with_them(renderer):
+    frames, sound = frames_of(8, 28, 56, 3), clip(3.0, 3)
+    part = {"type": "video", "video": frames, "fps": 2.0, "audio": sound, "sampling_rate": 16_000}
+    rendered = renderer.render([asked("See", part)])
+    video, track = rendered.multi_modal_data.spans(len(rendered))
+    assert track.is_track_of(video)
+    silent = renderer.render([asked("See", {**part, "audio": None, "sampling_rate": None})])
+    assert [*silent.multi_modal_data.mm_hashes] == ["video"]
+    louder = renderer.render([asked("See", {**part, "audio": (sound / 2, 16_000), "sampling_rate": None})])
+    assert louder.token_ids == rendered.token_ids
+    assert louder.multi_modal_data.mm_hashes["audio"] != rendered.multi_modal_data.mm_hashes["audio"]
+    # The sound of a part comes before that of its file.
+    file = renderer.render([asked("See", {**film(), "audio": sound[:16_000], "sampling_rate": 16_000})])
+    assert file.multi_modal_data.mm_items["audio"][0].size == (16_000, 16_000)
+    trajectory = Trajectory("films")
+    message = normalize_messages([asked(part)])[0]
+    trajectory.append([1, 2], [3], logprobs=[0.0], messages=[message])
+    received = Trajectory.from_frames(trajectory.to_frames()).steps[0].messages[0].content[0]
+    assert (received.source, received.sound.source, received.sound.sampling_rate) == (None, None, 16_000)
+
+
+def test_sound_that_would_be_left_out_is_refused(tiny_model, sentence):
+    renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
+    part = {"type": "video", "video": frames_of(4, 32, 32), "fps": 2.0, "audio": (clip(0.5), 16_000)}
+    assert error_of(MediaError, renderer.render, [asked(part)]) == sentence
