@@ -175,7 +175,7 @@ _OPENED_WITH = {
     # Transformers has two names for it.
     **dict.fromkeys(
         ("use_audio_in_video", "load_audio_from_video"),
-        ("a renderer treats the sound tracks of all videos alike", "use_audio_in_video"),
+        ("a renderer has one rule for the sound tracks of all videos", "use_audio_in_video"),
     ),
 }
 """Settings of a renderer that are not arguments of a call: the problem, and the option of a renderer."""

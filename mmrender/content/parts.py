@@ -268,7 +268,7 @@ def _take_audio(name: str | None, fields: dict[str, Any], where: str) -> AudioPa
 
 
 def _take_sound(fields: dict[str, Any], where: str) -> AudioPart | None:
-    """Take the sound track of a video, which stands in the part as that of an audio part does."""
+    """Take the sound track of a video, under the keys of an audio part."""
     if fields.get("audio") is None:
         return None
     own: dict[str, Any] = {"audio": fields.pop("audio"), "sampling_rate": fields.pop("sampling_rate", None)}
