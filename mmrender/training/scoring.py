@@ -240,7 +240,7 @@ def _compiled_on_a_gpu(steps: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(steps)
     def run(tile: _Tile, *rest: Any) -> Result:
-        if _failures or not _is_large(tile):
+        if torch.compiler.is_compiling() or _failures or not _is_large(tile):
             return steps(tile, *rest)
         try:
             result: Result = _compiled(steps)(tile, *rest)

@@ -1,7 +1,7 @@
 """Tokens scored within a model's forward equal the scores of its logits, whatever the model does to them."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from mmrender.training import (
     collate,
     hidden_states,
     score_tokens,
+    scoring,
     token_entropy,
     token_logprobs,
 )
@@ -214,6 +215,29 @@ def test_a_compiled_function_has_the_same_values_and_gradients() -> None:
         *(torch.autograd.grad(one, [hidden, weight]) for one in (found, plain)), strict=True
     ):
         torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps_over_tiles_become_one_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU for large tiles: graphs without a break, which serve tiles of all sizes."""
+    from torch._dynamo.testing import CompileCounter
+
+    model, batch, counter = model_of("capped"), batch_of(), CompileCounter()
+    reference = hidden_states(model_of("divided"), batch)
+    options: Any = {"temperature": 0.8, "entropy": True, "reference": reference, "tile": (4, 17)}
+
+    def results() -> list[Any]:
+        scores = score_tokens(model, batch, **options)
+        return [*scores, *gradients(model, (scores.logprobs * scores.entropy + scores.kl).sum())]
+
+    expected = results()
+    compiled = cache(partial(torch.compile, dynamic=True, fullgraph=True, backend=counter))
+    monkeypatch.setattr(scoring, "_compiled", compiled)
+    monkeypatch.setattr(scoring, "_is_large", lambda _: True)
+    for mine, plain in zip(results(), expected, strict=True):
+        torch.testing.assert_close(mine, plain)
+    assert counter.frame_count == 2
+    assert not scoring._failures
 
 
 class Masking(torch.nn.Module):
