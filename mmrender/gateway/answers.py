@@ -3,12 +3,12 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from mmrender.client.types import Generation, TurnFinishReason
+from mmrender.client.types import Generation
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
 from mmrender.gateway.deltas import without_stop
 from mmrender.gateway.reading import read_arguments
@@ -20,54 +20,27 @@ _READ: Final = ("ok", "unknown_tool")
 """Statuses of calls that the agent gets. Agents themselves answer a call of an unknown tool."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTurn:
+class ReadTurn(NamedTuple):
     """A completion, read.
 
     Attributes:
-        reasoning: The reasoning, or None.
-        content: The text. Calls that cannot be read, or are made without tools, are text at its end, so that
+        answer: The answer. Calls that cannot be read, or are made without tools, are text at its end, so that
             the agent sees them.
-        calls: Calls of tools, under unique ids.
         sampled_ids: The id that the model itself sampled for each call, or None.
         message: The message as the template prints it, with the model's own ids if there are any.
-        finish_reason: Why sampling ended.
-        stop: The stop string that was met, or None.
         notes: Calls that were left out, in words.
     """
 
-    reasoning: str | None
-    content: str
-    calls: tuple[AnswerCall, ...]
+    answer: Answer
     sampled_ids: tuple[str | None, ...]
     message: Message
-    finish_reason: TurnFinishReason
-    stop: str | None
     notes: tuple[str, ...]
 
-    def answer(self, renderer: RendererProtocol, call: Call, generation: Generation, **names: Any) -> Answer:
-        """Return the answer. `names` are its `id` and `step`."""
-        response = generation.response
-        alternatives = (token for entry in response.top_logprobs or () for token, _ in entry)
-        tokens = () if call.logprobs is None else dict.fromkeys([*response.completion_ids, *alternatives])
-        return Answer(
-            created=int(time.time()),
-            reasoning=self.reasoning,
-            content=self.content,
-            calls=self.calls,
-            finish_reason=self.finish_reason,
-            stop=self.stop,
-            usage=generation.usage,
-            token_ids=generation.completion_ids,
-            logprobs=generation.logprobs,
-            top_logprobs=response.top_logprobs,
-            token_texts={token: renderer.decode([token]) for token in tokens},
-            **names,
-        )
 
-
-def read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> ReadTurn:
-    """Read a completion that was sampled with these parameters.
+def read_turn(
+    renderer: RendererProtocol, generation: Generation, call: Call, params: Mapping[str, Any], **names: Any
+) -> ReadTurn:
+    """Read a completion that was sampled with these parameters. `names`: `id` and `step` of the answer.
 
     Without parallel calls the agent gets the first call alone. A stop string and the text after it in the
     same token are left out, as engines do.
@@ -94,16 +67,23 @@ def read_turn(generation: Generation, call: Call, params: Mapping[str, Any]) -> 
             for each, answered in zip(made, calls, strict=True)
         )
         message = msgspec.structs.replace(message, content=message.content or None, tool_calls=own_calls)
-    return ReadTurn(
+    alternatives = (token for entry in response.top_logprobs or () for token, _ in entry)
+    tokens = () if call.logprobs is None else dict.fromkeys([*response.completion_ids, *alternatives])
+    answer = Answer(
+        created=int(time.time()),
         reasoning=reasoning,
         content=content,
         calls=calls,
-        sampled_ids=tuple(each.id for each in made),
-        message=message,
         finish_reason="tool_calls" if calls and response.finish_reason == "stop" else response.finish_reason,
         stop=stop,
-        notes=notes,
+        usage=generation.usage,
+        token_ids=generation.completion_ids,
+        logprobs=generation.logprobs,
+        top_logprobs=response.top_logprobs,
+        token_texts={token: renderer.decode([token]) for token in tokens},
+        **names,
     )
+    return ReadTurn(answer, tuple(each.id for each in made), message, notes)
 
 
 def stop_strings(params: Mapping[str, Any]) -> Sequence[str]:

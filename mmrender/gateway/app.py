@@ -14,7 +14,6 @@ from blake3 import blake3
 from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
 from mmrender.gateway import work
 from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
-from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.limits import (
     Body,
     CallerLeftError,
@@ -203,10 +202,10 @@ class _Routes:
             body = await self._body(request)
             if (name := str(body.value.get("model"))) in self.host.aliases:
                 return await self._forwarded(request, name, body.value)
-            call, digests = await self._read(protocol, body, request)
+            call = await self._read(protocol, body, request)
             with ExitStack() as stack:
                 stack.enter_context(self._rate.charged(key_of(request), call.n))
-                pending = await session.begin(call, digests=digests)
+                pending = await session.begin(call)
                 stack.callback(pending.leave)
                 caller = Caller(request)
                 stack.callback(caller.close)
@@ -235,21 +234,22 @@ class _Routes:
 
         return answer
 
-    async def _read(self, protocol: AgentProtocol, body: Body, request: Request) -> tuple[Call, CallDigests]:
+    async def _read(self, protocol: AgentProtocol, body: Body, request: Request) -> Call:
         """Read a body into a call, and digest it."""
         check_charge(body.value, self.settings.max_messages)
         headers = dict(request.headers)
 
-        def read() -> tuple[Call, CallDigests]:
+        def read() -> Call:
             call = protocol.read(body.value, headers)
-            return call, CallDigests.of(call)
+            _ = call.digests
+            return call
 
-        call, digests = await work.do(read, size=body.size)
+        call = await work.do(read, size=body.size)
         if self.settings.models and call.model not in self.settings.models:
             served = ", ".join(self.settings.models)
             message = f"the model {call.model!r} is not served here, only {served}"
             raise RequestError(404, message, code="model_not_found", param="model")
-        return call, digests
+        return call
 
     async def _forwarded(self, request: Request, name: str, body: Mapping[str, Any]) -> Response:
         """Pass a call for another model on, unrecorded. The model's key takes the place of the caller's."""
@@ -274,7 +274,7 @@ class _Routes:
         async def answer(request: Request) -> Response:
             await self._session(request)
             body = await self._body(request)
-            count = await self.host.count_tokens(*await self._read(protocol, body, request))
+            count = await self.host.count_tokens(await self._read(protocol, body, request))
             return _json({"input_tokens": count})
 
         return answer

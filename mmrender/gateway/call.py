@@ -6,11 +6,15 @@ Everything between sees these values only.
 
 import secrets
 import string
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from mmrender.caching import cached_property
 from mmrender.client.types import TopLogprobs, TurnFinishReason, Usage
+from mmrender.gateway import work
+from mmrender.gateway.digests import CallDigests, digest_of, message_digest
 from mmrender.messages import Message
 
 ProtocolName: TypeAlias = Literal["chat", "responses", "messages"]
@@ -22,6 +26,9 @@ ID_LENGTH: Final = 24
 _ALPHABET: Final = (string.ascii_letters + string.digits).encode()
 _LETTERS: Final = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
 """A letter or digit for each byte. Some are a quarter more likely, which leaves 136 random bits of 142."""
+
+_MEMBERS: Final = 8
+"""Members that a message is taken to have, for the size of the work on it."""
 
 Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
 """Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
@@ -47,7 +54,7 @@ class Origin:
     client: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """One request of an agent.
 
@@ -100,6 +107,33 @@ class Call:
     def offered(self) -> tuple[Mapping[str, Any], ...] | None:
         """Tools that the model may call, or None. The prompt has all, so that it continues earlier turns."""
         return None if self.tool_choice == "none" else self.tools or None
+
+    @cached_property
+    def digests(self) -> CallDigests:
+        """Its digests. Large pictures take a while the first time: see `digest`.
+
+        Raises:
+            InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
+        """
+        messages = [message_digest(message, position) for position, message in enumerate(self.messages)]
+        answers = [message for message in self.messages if message.role == "assistant"]
+        tools = sys.intern(digest_of(self.tools or ()))  # equal digests of all steps are one object
+        request = (
+            (self.protocol, self.model, self.origin.thread, self.origin.agent),
+            (messages, answers, tools),  # a repetition has equal ids and blanks, too
+            (self.tool_choice, self.named_tools, self.parallel_tool_calls),
+            (self.sampling_params, self.template_arguments, self.thinking, self.n, self.logprobs),
+            (self.previous, self.instructions),
+        )
+        instructions = sys.intern(digest_of(self.instructions)) if self.instructions else ""
+        return CallDigests(bytes.fromhex(digest_of(request)), tools, tuple(messages), instructions)
+
+    async def digest(self) -> None:
+        """Make its digests without blocking the event loop. Errors are as of `digests`."""
+        sources = (part.source for message in self.messages for _, part in message.media())
+        nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
+        members = _MEMBERS * len(self.messages)
+        await work.do(lambda: self.digests, size=nbytes + work.MEMBER_BYTES * members)
 
 
 @dataclass(frozen=True, slots=True)

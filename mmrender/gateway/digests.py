@@ -12,7 +12,6 @@ alone decides when two messages are equal:
 """
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -20,8 +19,6 @@ import msgspec
 from blake3 import blake3
 
 from mmrender.errors import InputError
-from mmrender.gateway import work
-from mmrender.gateway.call import Call
 from mmrender.messages import MediaPart, Message, TextPart
 
 Digest: TypeAlias = str
@@ -30,13 +27,11 @@ Digest: TypeAlias = str
 _EXACT: Final = 2**53
 """Integers from here on are not exact in JavaScript, through which many agents send them."""
 _LARGEST: Final = 1 << 1023
-_MEMBERS: Final = 8
-"""Members that a message is taken to have, for the size of the work on it."""
 _ENCODE: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class CallDigests(NamedTuple):
-    """Digests of a call, which is walked once.
+    """Digests of a call. `Call.digests` makes them.
 
     Attributes:
         request: Digest by which a repetition of the request is known. Whether it is streamed does not count.
@@ -49,41 +44,6 @@ class CallDigests(NamedTuple):
     tools: Digest
     messages: tuple[Digest, ...]
     instructions: Digest = ""
-
-    @classmethod
-    def of(cls, call: Call) -> "CallDigests":
-        """Return the digests of a call. Large pictures take a while: see `digests_of`.
-
-        Raises:
-            InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
-        """
-        messages, answers = [], []
-        for position, message in enumerate(call.messages):
-            if message.role == "assistant":
-                calls = [(each.name, each.arguments) for each in message.tool_calls]
-                messages.append(answer_digest(message.text, calls))
-                answers.append(message)  # a repetition has equal ids and blanks, too
-            else:
-                messages.append(_message_digest(message, position))
-        tools = sys.intern(digest_of(call.tools or ()))  # equal digests of all steps are one object
-        origin = call.origin
-        request = (
-            (call.protocol, call.model, origin.thread, origin.agent),
-            (messages, answers, tools),
-            (call.tool_choice, call.named_tools, call.parallel_tool_calls),
-            (call.sampling_params, call.template_arguments, call.thinking, call.n, call.logprobs),
-            (call.previous, call.instructions),
-        )
-        instructions = sys.intern(digest_of(call.instructions)) if call.instructions else ""
-        return cls(bytes.fromhex(digest_of(request)), tools, tuple(messages), instructions)
-
-
-async def digests_of(call: Call) -> CallDigests:
-    """Return the digests of a call, without blocking the event loop. Errors are as of `CallDigests.of`."""
-    sources = (part.source for message in call.messages for _, part in message.media())
-    nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
-    members = _MEMBERS * len(call.messages)
-    return await work.do(CallDigests.of, call, size=nbytes + work.MEMBER_BYTES * members)
 
 
 def hash_of(data: bytes) -> Digest:
@@ -115,8 +75,10 @@ def _as_javascript(value: Any) -> Any:
     return value
 
 
-def _message_digest(message: Message, position: int) -> Digest:
-    """Digest of the canonical form of a message that is not an answer."""
+def message_digest(message: Message, position: int) -> Digest:
+    """Return the digest of a message in canonical form. Errors name its position."""
+    if message.role == "assistant":
+        return answer_digest(message.text, [(call.name, call.arguments) for call in message.tool_calls])
     parts = _parts(message, position)
     extra = {key: value for key, value in message.extra.items() if value not in (None, "", [], {})}
     return digest_of((message.role, message.name or "", message.tool_call_id or "", parts, extra))

@@ -1,14 +1,41 @@
 """`Gateway`: sessions over inference servers, and the server that agents call."""
 
+import asyncio
+import logging
+import socket
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError
+from functools import partial
+from typing import Any, Final, TypeVar, cast
 
 from mmrender.caching import cached_property
+from mmrender.errors import EngineStateError, MissingDependencyError
 from mmrender.gateway.app import App, build
-from mmrender.gateway.server import Server
+from mmrender.gateway.limits import TimedProtocol
+from mmrender.gateway.replies import StreamBrokenError
 from mmrender.gateway.sessions import Sessions
 
+try:
+    import uvicorn
+except ImportError as error:
+    raise MissingDependencyError.of_extra(error.name or "uvicorn", "serve", "the gateway") from error
+
 Result = TypeVar("Result")
+
+_KEEP_ALIVE_SECONDS: Final = 75
+"""Seconds that an idle connection is kept. Clients drop theirs first, httpx after 5 s and aiohttp after 15 s,
+since a request that meets the end of its connection is lost."""
+_LOOK_AGAIN: Final = 1.0
+"""Seconds after which a call from another thread checks that the server still runs."""
+
+
+def _log_in_one_line(record: logging.LogRecord) -> bool:
+    """Log a stream that was broken on purpose without the traceback that uvicorn adds."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, StreamBrokenError):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True
 
 
 class Gateway(Sessions):
@@ -38,14 +65,15 @@ class Gateway(Sessions):
         OSError: A file cannot be opened.
     """
 
+    _server: uvicorn.Server | None = None
+    _thread: threading.Thread | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _url: str | None = None
+
     @cached_property
     def app(self) -> App:
         """The ASGI application."""
         return build(self)
-
-    @cached_property
-    def _server(self) -> Server:
-        return Server(self.app, self.settings)
 
     @property
     def url(self) -> str:
@@ -54,7 +82,9 @@ class Gateway(Sessions):
         Raises:
             EngineStateError: It does not run.
         """
-        return self._server.url
+        if self._url is None:
+            raise EngineStateError("the server is not running")
+        return self._url
 
     async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
         """Serve on this event loop until cancelled, or until a signal ends the process's main thread.
@@ -65,7 +95,7 @@ class Gateway(Sessions):
         Raises:
             EngineStateError: It cannot listen.
         """
-        await self._server.serve(started=started)
+        await self._serve(*self._listen(), started)
 
     def start(self) -> str:
         """Serve on a thread of its own, and return the URL. Its event loop uses the gateway then; see `run`.
@@ -73,11 +103,27 @@ class Gateway(Sessions):
         Raises:
             EngineStateError: It runs already, or cannot listen.
         """
-        return self._server.start()
+        if self._thread is not None:
+            raise EngineStateError("the server is running already")
+        serving, url = self._serve(*self._listen()), self.url
+        loop = self._loop = asyncio.new_event_loop()  # at once, so that `run` finds it
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(serving)
+
+        self._thread = threading.Thread(target=run, name="mmrender-gateway", daemon=True)
+        self._thread.start()
+        return url  # connections made before it accepts them wait in the socket's queue
 
     def stop(self) -> None:
         """Stop a server that `start` began, and close the gateway. Idempotent."""
-        self._server.stop()
+        if self._server is not None:
+            self._server.should_exit = True
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._server = None
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
         """Run a call, such as `gateway.open_session()`, on the server's event loop from another thread.
@@ -85,4 +131,63 @@ class Gateway(Sessions):
         Raises:
             EngineStateError: The server does not run, or stops before the call ends.
         """
-        return self._server.run(call)
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            call.close()
+            raise EngineStateError("the server is not running")
+        future = asyncio.run_coroutine_threadsafe(call, loop)
+        while True:
+            try:
+                return future.result(_LOOK_AGAIN)
+            except CancelledError:
+                break
+            except TimeoutError:
+                if future.done():
+                    raise
+                if loop.is_closed():
+                    break
+        raise EngineStateError("the server stopped before the call ended")
+
+    def _listen(self) -> tuple[socket.socket, uvicorn.Server]:
+        """Bind the address, since uvicorn would end the process if the port is taken."""
+        host, port = self.settings.host, self.settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise EngineStateError(
+                "the server cannot listen", where=f"{host}:{port}", got=str(error)
+            ) from error
+        # Connections inherit it. asyncio sets it only for sockets that name TCP, and without it a reply in
+        # parts waits 40 ms for the caller's acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        address, number = listener.getsockname()[:2]
+        self._url = f"http://[{address}]:{number}" if ":" in address else f"http://{address}:{number}"
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            http=cast(Any, partial(TimedProtocol, head_seconds=self.settings.read_seconds)),
+            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+        )
+        logging.getLogger("uvicorn.error").addFilter(_log_in_one_line)  # once, however often
+        self._server = uvicorn.Server(config)
+        return listener, self._server
+
+    async def _serve(
+        self, listener: socket.socket, server: uvicorn.Server, started: Callable[[str], None] | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        with listener:
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                if started is not None:
+                    started(self.url)
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                server.should_exit = True
+                await serving
+                raise
+            finally:
+                self._url = self._loop = None

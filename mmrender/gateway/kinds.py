@@ -62,7 +62,7 @@ def root_of(call: Call, place: Place, steps: Sequence[Step]) -> Root:
         for part in texts_of(message)
     ]
     return Root(
-        tools=place.tools if call.tools else None,
+        tools=place.record.tools if call.tools else None,
         system=digest_of(systems) if systems else None,
         has_form="structured_outputs" in call.sampling_params,
         repeats=bool(place.borrowed),

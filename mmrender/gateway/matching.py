@@ -53,9 +53,9 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: Digest
     arguments: Digest
     path: tuple[Digest, ...]
-    answer: Digest
     question: Digest
     parent: int | None = None
+    answer: Digest = ""
     call_ids: tuple[str, ...] = ()
     speaker: str | None = None
     sampled_ids: tuple[str | None, ...] = ()
@@ -74,12 +74,7 @@ class Place:
         borrowed: Steps whose turns are repeated after another conversation, by index of the message.
         why: Why the call does not simply continue its parent, or None.
         rewritten: Steps whose turns the agent repeats with other text or calls.
-        path: Contexts of the messages from `start` on, see `Recorded`.
-        tools: Digest of the tools.
-        arguments: Digest of the template arguments.
-        question: Digest of the last message.
-        speaker: The agent, or the thread, that makes the call, if its headers say.
-        instructions: Digest of the instructions, empty without them.
+        record: Record of a step that answers the call, without the answer.
     """
 
     parent: int | None
@@ -88,27 +83,16 @@ class Place:
     borrowed: Mapping[int, int]
     why: str | None
     rewritten: tuple[int, ...]
-    path: tuple[Digest, ...]
-    tools: Digest
-    arguments: Digest
-    question: Digest
-    speaker: str | None
-    instructions: Digest
+    record: Recorded
 
     def recorded(self, answer: Answer, sampled_ids: Sequence[str | None] = ()) -> Recorded:
         """Return the record of the step that answers the call. `sampled_ids` are as in `Recorded`."""
         calls = [(call.name, read_arguments(call.arguments, "arguments")) for call in answer.calls]
-        return Recorded(
-            self.tools,
-            self.arguments,
-            self.path,
-            answer_digest(answer.content, calls),
-            self.question,
-            self.parent,
-            tuple(call.id for call in answer.calls),
-            self.speaker,
-            tuple(sampled_ids) if any(sampled_ids) else (),
-            self.instructions,
+        return msgspec.structs.replace(
+            self.record,
+            answer=answer_digest(answer.content, calls),
+            call_ids=tuple(call.id for call in answer.calls),
+            sampled_ids=tuple(sampled_ids) if any(sampled_ids) else (),
         )
 
 
@@ -185,7 +169,6 @@ class Index:
     def place(
         self,
         call: Call,
-        digests: CallDigests | None = None,
         template_arguments: Mapping[str, Any] | None = None,
         *,
         previous: int | None = None,
@@ -194,7 +177,6 @@ class Index:
 
         Args:
             call: The call.
-            digests: Its digests, if they are known.
             template_arguments: Template variables in force, by default its own.
             previous: The step whose turn the messages come after, if they are not all of the conversation.
 
@@ -209,7 +191,7 @@ class Index:
                 expected="a message of a user, a tool or a system",
                 got="an answer" if call.messages else "no messages",
             )
-        digests = CallDigests.of(call) if digests is None else digests
+        digests = call.digests
         variables = call.template_arguments if template_arguments is None else template_arguments
         arguments = sys.intern(digest_of(variables))
         root = hash_of((digests.tools + arguments).encode())
@@ -234,12 +216,15 @@ class Index:
             borrowed=best.borrowed,
             why=self._why(best, digests, call.messages),
             rewritten=best.rewritten,
-            path=tuple(best.path),
-            tools=digests.tools,
-            arguments=arguments,
-            question=question,
-            speaker=speaker,
-            instructions=digests.instructions,
+            record=Recorded(
+                tools=digests.tools,
+                arguments=arguments,
+                path=tuple(best.path),
+                question=question,
+                parent=best.parent,
+                speaker=speaker,
+                instructions=digests.instructions,
+            ),
         )
 
     def _check_previous(self, step: Recorded, digests: CallDigests, arguments: Digest) -> None:

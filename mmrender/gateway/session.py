@@ -26,7 +26,6 @@ from mmrender.errors import (
     TemplateError,
 )
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
-from mmrender.gateway.digests import CallDigests, digests_of
 from mmrender.gateway.matching import EXTRA
 from mmrender.gateway.memory import SessionMemory
 from mmrender.gateway.pending import Pending, Run
@@ -166,9 +165,7 @@ class Session:
 
     # --- calls ---
 
-    async def begin(
-        self, call: Call, *, digests: CallDigests | None = None, shows_text: bool | None = None
-    ) -> Pending:
+    async def begin(self, call: Call, *, shows_text: bool | None = None) -> Pending:
         """Begin to answer a call.
 
         The call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
@@ -177,7 +174,6 @@ class Session:
 
         Args:
             call: The call.
-            digests: Its digests, if they are known.
             shows_text: Whether the caller reads text before the end, by default if the call is streamed. Only
                 then are tokens streamed from the engine, which costs it and the gateway more.
 
@@ -191,8 +187,8 @@ class Session:
         self.used = time.monotonic()
         self._beginning += 1  # so that it stays in memory
         try:
-            digests = digests or await digests_of(call)
-            key = digests.request
+            await call.digest()
+            key = call.digests.request
             memory = await self._loaded()
             run = await memory.repeated(key, call.idempotency_key)
             self._check_open()
@@ -201,7 +197,7 @@ class Session:
                 run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
                 memory.keep(run)
                 on_delta = run.add_delta if (call.stream if shows_text is None else shows_text) else None
-                self._start(run, self._sampled(memory, run, call, digests, on_delta))
+                self._start(run, self._sampled(memory, run, call, on_delta))
             elif run.task is not None and run.answers and run.task.done() and run.task.exception():
                 self._start(run, self._written(run))
         finally:
@@ -396,7 +392,7 @@ class Session:
         run.task.add_done_callback(end)
 
     async def _sampled(
-        self, memory: SessionMemory, run: Run, call: Call, digests: CallDigests, on_delta: OnDelta | None
+        self, memory: SessionMemory, run: Run, call: Call, on_delta: OnDelta | None
     ) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
@@ -417,7 +413,6 @@ class Session:
                         memory.trajectory,
                         memory.index,
                         call,
-                        digests=digests,
                         previous=previous,
                         params=params,
                         template_arguments=self.opened.template_arguments,

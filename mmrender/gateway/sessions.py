@@ -25,7 +25,6 @@ from mmrender.errors import (
     SessionUnknownError,
 )
 from mmrender.gateway.call import Call
-from mmrender.gateway.digests import CallDigests, digests_of
 from mmrender.gateway.matching import Index
 from mmrender.gateway.prompts import make_prompt
 from mmrender.gateway.session import Session, SessionHost
@@ -270,7 +269,7 @@ class Sessions:
         """Return the maximum number of tokens of a prompt, or None if unknown."""
         return await self.engine.max_prompt_len()
 
-    async def count_tokens(self, call: Call, digests: CallDigests | None = None) -> int:
+    async def count_tokens(self, call: Call) -> int:
         """Return the number of tokens of a call's prompt, rendered in full.
 
         Raises:
@@ -280,7 +279,7 @@ class Sessions:
             problem = "tokens are counted of whole conversations"
             raise InputError(problem, where="previous_response_id", remedy="Send all of it in input")
         arguments = call.template_arguments
-        place = Index().place(call, digests or await digests_of(call))
+        place = Index().place(call)
         made = await make_prompt(self.engine, self.renderer, (), place, call, arguments, {})
         return len(made.prompt.ids)
 

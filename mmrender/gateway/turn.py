@@ -15,7 +15,7 @@ from mmrender.errors import InputError
 from mmrender.gateway.answers import read_turn, stop_strings
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
 from mmrender.gateway.deltas import TextDeltas
-from mmrender.gateway.digests import CallDigests, digest_of, digests_of
+from mmrender.gateway.digests import digest_of
 from mmrender.gateway.forms import profile_of
 from mmrender.gateway.kinds import note_kind, root_of
 from mmrender.gateway.matching import EXTRA, Index, Place
@@ -35,7 +35,6 @@ async def take_turn(
     index: Index,
     call: Call,
     *,
-    digests: CallDigests | None = None,
     previous: int | None = None,
     params: Mapping[str, Any] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
@@ -55,7 +54,6 @@ async def take_turn(
         trajectory: Receives the step.
         index: The recorded steps of the session.
         call: The call.
-        digests: Its digests, if they are known.
         previous: The step of the response that the call names as the one before.
         params: Sampling parameters of the session. They replace the call's, except that the smaller
             `max_tokens` counts.
@@ -76,7 +74,7 @@ async def take_turn(
     if renderer is None:
         raise InputError("a gateway renders conversations", where="engine", expected="a renderer")
     arguments, notes = await _template_arguments(renderer, call, template_arguments or {})
-    place = index.place(call, digests or await digests_of(call), arguments, previous=previous)
+    place = index.place(call, arguments, previous=previous)
     prompt = await make_prompt(engine, renderer, trajectory.steps, place, call, arguments, index.sampled_ids)
     sampling = await _sampling_params(engine, call, prompt, params or {}, number)
     if call.tool_choice == "required" or call.named_tools:
@@ -104,18 +102,18 @@ async def take_turn(
         on_tokens=None if deltas is None else deltas.add,
         **_request_options(options, session_name),
     )
-    read = read_turn(generation, call, sampling)
-    answer = read.answer(renderer, call, generation, id=answer_id or new_id(), step=len(trajectory))
+    names = {"id": answer_id or new_id(), "step": len(trajectory)}
+    answer, sampled_ids, message, lost = read_turn(renderer, generation, call, sampling, **names)
     if deltas is not None:
         deltas.finish(answer.reasoning, answer.content)
-    recorded = place.recorded(answer, read.sampled_ids)
+    recorded = place.recorded(answer, sampled_ids)
     record = _record(call, place, prompt, sampling, trajectory.steps) | {"response": answer.id}
-    if all_notes := [*call.notes, *notes, *prompt.notes, *read.notes]:
+    if all_notes := [*call.notes, *notes, *prompt.notes, *lost]:
         record["notes"] = all_notes
     step = trajectory.append_turn(
-        replace(generation, finish_reason=read.finish_reason),
+        replace(generation, finish_reason=answer.finish_reason),
         parent=prompt.parent,
-        messages=(*prompt.records, to_openai(read.message)),
+        messages=(*prompt.records, to_openai(message)),
         tools=prompt.tools,
         extra={EXTRA: {**record, "matching": msgspec.to_builtins(recorded)}},
     )

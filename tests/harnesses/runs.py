@@ -318,7 +318,7 @@ def play(
     place = Place("", "", folder / "task", folder / "home", tools)
     model = ScriptedModel(renderer, harness.script(place), tool_marker="<tools>" if harness.has_tools else "")
     gateway = Gateway(model, renderer, model="any", out=folder / "rollouts.mmr")
-    gateway._server._app = wrap(gateway.app)
+    gateway.app = wrap(gateway.app)
     url = gateway.start()
     try:
         session = gateway.run(gateway.open_session(name))

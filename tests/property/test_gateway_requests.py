@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agent_cases import ANSWERS, GO, LOOK, PICTURE, PICTURE_URL, answer, data_of
 from mmrender.errors import InputError
-from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.messages import Message
 
@@ -116,7 +115,7 @@ def test_a_changed_body_is_read_or_refused_by_name(name, data):
             holder[path[-1]] = odd
     try:
         call = PROTOCOLS[name].read(body, {})
-        assert len(CallDigests.of(call).messages) == len(call.messages)
+        assert len(call.digests.messages) == len(call.messages)
     except InputError:
         return
     for message in call.messages:

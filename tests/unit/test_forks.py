@@ -419,7 +419,7 @@ def test_every_module_with_locks_or_threads_renews_them():
         "mmrender/engines/pool.py": "conditions of a pool, which renews them",
         "mmrender/gateway/session.py": "a lock of an event loop, which a child does not go on with",
         "mmrender/gateway/store.py": "a thread of a gateway, which belongs to the process that opened its files",
-        "mmrender/gateway/server.py": "a thread that a child only joins, and that Python has marked as ended",
+        "mmrender/gateway/gateway.py": "a thread that a child only joins, and that Python has marked as ended",
         "mmrender/integrations/fleet.py": "a thread of a process that runs one function of a fleet",
         "mmrender/integrations/trl_rollouts.py": "a thread of one call",
         "mmrender/integrations/vllm.py": "a thread of an engine, which a child does not go on with",

@@ -17,7 +17,7 @@ import pytest
 from mmrender import Trajectory
 from mmrender.errors import EngineStatusError, EngineTimeoutError, InputError
 from mmrender.gateway import GatewaySettings, limits, work
-from mmrender.gateway.digests import CallDigests
+from mmrender.gateway import call as calls
 from mmrender.gateway.protocols import PROTOCOLS
 from session_cases import Script
 
@@ -359,7 +359,7 @@ def test_a_large_request_is_read_in_a_thread_however_it_comes(open_gateway, monk
     fields, is_on_loop = SIZES[size]
     decoding = spied(monkeypatch, limits, "_decoded")
     reading = spied(monkeypatch, PROTOCOLS["chat"], "read")
-    digesting = spied(monkeypatch, CallDigests, "of")
+    digesting = spied(monkeypatch, calls, "message_digest")
     text = json.dumps({"model": "any", **HELLO[CHAT], **fields}).encode()
     pieces = [text[start : start + 65536] for start in range(0, len(text), 65536)]
     path = f"/s/size-{size}-{is_chunked}/v1/chat/completions"
@@ -376,7 +376,7 @@ def test_parts_of_a_reply_leave_at_once_and_clients_end_idle_connections_first(o
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(1 << 16).split()[1] == b"200"
         own = connection.getsockname()
-        connections = gateway._server._server.server_state.connections
+        connections = gateway._server.server_state.connections
         [served] = [each for each in connections if each.transport.get_extra_info("peername") == own]
         assert served.timeout_keep_alive > 15  # aiohttp's, the longest of common clients
         option = served.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

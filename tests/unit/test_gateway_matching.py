@@ -9,7 +9,6 @@ from mmrender.client.types import Usage
 from mmrender.content import normalize_messages
 from mmrender.errors import InputError
 from mmrender.gateway.call import Answer, AnswerCall, Call, Origin, new_id
-from mmrender.gateway.digests import CallDigests
 from mmrender.gateway.matching import Index
 from rollout_cases import TOOLS
 
@@ -280,7 +279,7 @@ def test_arguments_that_are_no_json_are_their_text(raw):
     ]
     asked = {"role": "user", "content": "So?"}
     first, second = (session.index.place(call_of([session.messages[0], each, asked])) for each in foreign)
-    assert first.path == second.path
+    assert first.record.path == second.record.path
     assert first.why == "messages[1] is another turn than step 0 sampled"
 
 
@@ -301,7 +300,7 @@ def test_a_schema_may_have_numbers_beyond_64_bits():
         {"type": "function", "function": {"name": "look", "parameters": {"maximum": 10**30 + more}}}
         for more in (0, 0, 1)
     ]
-    digests = [CallDigests.of(call_of([{"role": "user", "content": "x"}], [tool])) for tool in tools]
+    digests = [call_of([{"role": "user", "content": "x"}], [tool]).digests for tool in tools]
     assert digests[0] == digests[1]
     assert digests[0].request != digests[2].request
 
