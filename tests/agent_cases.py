@@ -9,8 +9,9 @@ import msgspec
 
 from kit import blocks, encoded
 from mmrender.client.types import Usage
-from mmrender.gateway.call import AgentProtocol, Answer, AnswerCall, Call, Delta
+from mmrender.gateway.call import Answer, AnswerCall, Call, Delta
 from mmrender.gateway.reading import SAMPLING
+from mmrender.gateway.writing import AgentProtocol
 from mmrender.messages import Message, ToolCall
 
 PICTURE = base64.b64encode(encoded(blocks(0, 8, 8))).decode()

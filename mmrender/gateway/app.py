@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
 from mmrender.gateway import work
-from mmrender.gateway.call import AgentProtocol, Call, ProtocolName
+from mmrender.gateway.call import Call, ProtocolName
 from mmrender.gateway.limits import (
     Body,
     CallerLeftError,
@@ -32,6 +32,7 @@ from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import AnswerStream, Caller, Reply
 from mmrender.gateway.session import Session
 from mmrender.gateway.sessions import Sessions
+from mmrender.gateway.writing import AgentProtocol
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest

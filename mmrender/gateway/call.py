@@ -9,7 +9,7 @@ import string
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.caching import cached_property
 from mmrender.client.types import TopLogprobs, TurnFinishReason, Usage
@@ -198,62 +198,6 @@ class Delta:
 
 OnDelta: TypeAlias = Callable[[Delta], None]
 """Callback for text as it becomes certain. It runs on the event loop, so it must be quick."""
-
-
-class EventWriter(Protocol):
-    """Writes one streamed reply as server-sent events."""
-
-    def begin(self) -> bytes:
-        """Return the events before the first text."""
-        ...
-
-    def delta(self, delta: Delta) -> bytes:
-        """Return the events of a piece of text."""
-        ...
-
-    def keep_alive(self) -> bytes:
-        """Return bytes that clients ignore, to be sent while nothing is sampled."""
-        ...
-
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the events after the last text: calls, finish reasons, token counts."""
-        ...
-
-    def failure(self, status: int, code: str, message: str) -> bytes:
-        """Return the events that end the stream with an error. Nothing breaks it off instead."""
-        ...
-
-
-class AgentProtocol(Protocol):
-    """One protocol of agents. A module each: `chat`, `responses` and `messages`."""
-
-    name: ProtocolName
-
-    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
-        """Read a request.
-
-        Args:
-            body: The decoded JSON body.
-            headers: The request's headers, with names in lower case.
-
-        Raises:
-            InputError: A field is unknown, malformed or unsupported. `where` names it.
-            MessageError: A message is malformed.
-            SamplingParameterError: A sampling parameter has an unusable value.
-        """
-        ...
-
-    def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the body of an unstreamed reply."""
-        ...
-
-    def events(self, call: Call, answer_ids: Sequence[str]) -> EventWriter:
-        """Return the writer of a streamed reply, whose answers will have these ids."""
-        ...
-
-    def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
-        """Return the body of an error."""
-        ...
 
 
 def new_id() -> str:

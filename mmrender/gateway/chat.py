@@ -20,7 +20,16 @@ from mmrender.gateway.reading import (
     read_origin,
     set_structure,
 )
-from mmrender.gateway.writing import COMMENT, Shown, event, is_cut, openai_error, openai_logprobs, total_usage
+from mmrender.gateway.writing import (
+    AgentProtocol,
+    EventWriter,
+    Shown,
+    event,
+    is_cut,
+    openai_error,
+    openai_logprobs,
+    total_usage,
+)
 from mmrender.messages import Message, Role, ToolCall, text_of
 
 IGNORED: Final = frozenset({
@@ -155,7 +164,7 @@ class _AllowedTools(Strict, kw_only=True):
     allowed_tools: _Allowed
 
 
-class Chat:
+class Chat(AgentProtocol):
     """OpenAI's chat completions."""
 
     name: ProtocolName = "chat"
@@ -231,12 +240,8 @@ class Chat:
         """Return the writer of a streamed reply."""
         return ChatEvents(call, answer_ids)
 
-    def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
-        """Return the body of an error."""
-        return openai_error(status, code, message, param)
 
-
-class ChatEvents:
+class ChatEvents(EventWriter):
     """Writes one streamed reply as chunks."""
 
     def __init__(self, call: Call, answer_ids: Sequence[str]) -> None:
@@ -253,10 +258,6 @@ class ChatEvents:
         """Return the chunk of a piece of text."""
         self._shown[delta.index].add(delta)
         return self._chunk(delta.index, {_FIELDS[delta.field]: delta.text})
-
-    def keep_alive(self) -> bytes:
-        """Return a comment."""
-        return COMMENT
 
     def end(self, answers: Sequence[Answer]) -> bytes:
         """Return the chunks after the last text, and the end mark."""

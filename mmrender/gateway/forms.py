@@ -8,7 +8,7 @@ user message. Each change is noted on the step.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -25,9 +25,6 @@ _OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
 
 _printed: WeakKeyDictionary[RendererProtocol, dict[str, bool]] = WeakKeyDictionary()
 """By renderer and by template arguments: whether the template prints later system messages."""
-_profiles: WeakKeyDictionary[RendererProtocol, dict[str, TemplateProfile]] = WeakKeyDictionary()
-"""By renderer and by template arguments: the findings about the template."""
-_MAX_PROFILES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +91,8 @@ async def written_for(
 async def profile_of(
     renderer: RendererProtocol, template_arguments: Mapping[str, Any], *, has_tools: bool
 ) -> TemplateProfile:
-    """Return the findings about a template. The first time it is probed, in a thread."""
-    known = _profiles.setdefault(renderer, {})
-    key = repr((has_tools, sorted(template_arguments.items(), key=repr)))
-    if key not in known:
-        if len(known) >= _MAX_PROFILES:
-            known.clear()
-        known[key] = await asyncio.to_thread(
-            renderer.template_profile, has_tools=has_tools, **template_arguments
-        )
-    return known[key]
+    """Return the findings about a template. The first time it is probed, so this takes a thread."""
+    return await asyncio.to_thread(renderer.template_profile, has_tools=has_tools, **template_arguments)
 
 
 def _with_ids(message: Message, sampled_ids: Mapping[str, str]) -> Message:

@@ -23,7 +23,7 @@ from mmrender.gateway.reading import (
     set_structure,
     without_searches,
 )
-from mmrender.gateway.writing import Blocks, Field, event, is_cut, total_usage
+from mmrender.gateway.writing import AgentProtocol, Blocks, Field, event, is_cut, total_usage
 from mmrender.messages import Message, ToolCall, text_of
 
 IGNORED: Final = frozenset({
@@ -144,7 +144,7 @@ class _ThinkingBlock(Strict, kw_only=True):
     cache_control: Any = None
 
 
-class Messages:
+class Messages(AgentProtocol):
     """Anthropic's messages."""
 
     name: ProtocolName = "messages"

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Final
 
-from mmrender.gateway.call import AgentProtocol, ProtocolName
+from mmrender.gateway.call import ProtocolName
 from mmrender.gateway.chat import Chat
 from mmrender.gateway.messages import Messages
 from mmrender.gateway.responses import Responses
+from mmrender.gateway.writing import AgentProtocol
 
 PROTOCOLS: Final[Mapping[ProtocolName, AgentProtocol]] = {
     "chat": Chat(),

@@ -5,9 +5,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from mmrender.errors import MissingDependencyError
-from mmrender.gateway.call import Delta, EventWriter
+from mmrender.gateway.call import Delta
 from mmrender.gateway.limits import CallerLeftError, Failure, RequestError, failure_of
 from mmrender.gateway.pending import Pending
+from mmrender.gateway.writing import EventWriter
 
 try:
     from starlette.requests import Request

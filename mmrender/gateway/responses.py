@@ -24,12 +24,11 @@ from mmrender.gateway.reading import (
     without_searches,
 )
 from mmrender.gateway.writing import (
-    COMMENT,
+    AgentProtocol,
     Blocks,
     Field,
     event,
     is_cut,
-    openai_error,
     openai_logprobs,
     total_usage,
 )
@@ -173,7 +172,7 @@ class _ResultItem(_Item, kw_only=True):
     namespace: Any = None
 
 
-class Responses:
+class Responses(AgentProtocol):
     """OpenAI's responses."""
 
     name: ProtocolName = "responses"
@@ -225,25 +224,13 @@ class Responses:
     def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of an unstreamed reply."""
         answer = answers[0]
-        output: list[dict[str, Any]] = []
-        if answer.reasoning:
-            output.append(_reasoning(_item_id("rs", answer.id, 0), answer.reasoning))
-        if answer.content or not answer.calls:
-            item_id = _item_id("msg", answer.id, len(output))
-            output.append(_message(item_id, answer.content, answer, call))
-        output += [
-            _call(_item_id("fc", answer.id, number), each)
-            for number, each in enumerate(answer.calls, len(output))
-        ]
-        return _finished(call, answer, answer.created, output)
+        events = ResponseEvents(call, answer.id, answer.created)
+        events.end(answers)
+        return events.whole(answer)
 
     def events(self, call: Call, answer_ids: Sequence[str]) -> "ResponseEvents":
         """Return the writer of a streamed reply."""
-        return ResponseEvents(call, answer_ids[0])
-
-    def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
-        """Return the body of an error."""
-        return openai_error(status, code, message, param)
+        return ResponseEvents(call, answer_ids[0], int(time.time()))
 
 
 class _Conversation:
@@ -407,11 +394,11 @@ def _whole_name(named: _NamedTool | _CallItem) -> str:
 class ResponseEvents(Blocks):
     """Writes one streamed reply as the events of a response."""
 
-    def __init__(self, call: Call, answer_id: str) -> None:
+    def __init__(self, call: Call, answer_id: str, created: int) -> None:
         super().__init__()
         self._call = call
         self._id = answer_id
-        self._created = int(time.time())
+        self._created = created
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._answer: Answer | None = None
@@ -420,10 +407,6 @@ class ResponseEvents(Blocks):
         """Return the beginning of the response."""
         response = _response(self._call, self._id, self._created, "in_progress")
         return self._event("created", response=response) + self._event("in_progress", response=response)
-
-    def keep_alive(self) -> bytes:
-        """Return a comment."""
-        return COMMENT
 
     def opened(self, field: Field) -> bytes:
         """Return the beginning of an item and of its part."""
@@ -485,8 +468,24 @@ class ResponseEvents(Blocks):
                 ),
                 self._done(item),
             ]
-        response = _finished(self._call, answer, self._created, self._output)
+        response = self.whole(answer)
         return b"".join(events) + self._event(response["status"], response=response)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the response with all items, once they are written."""
+        usage = total_usage([answer])
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+        cut = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut(answer) else {}
+        status = "incomplete" if cut else "completed"
+        return _response(
+            self._call, self._id, self._created, status, output=self._output, usage=counts, **cut
+        )
 
     def failure(self, status: int, code: str, message: str) -> bytes:
         """Return the failed response."""
@@ -496,7 +495,7 @@ class ResponseEvents(Blocks):
 
     def _item_id(self, kind: str) -> str:
         """Return the id of the item that is open, or opens now."""
-        return _item_id(kind, self._id, len(self._output))
+        return f"{kind}_{self._id}_{len(self._output)}"
 
     def _added(self, item: Mapping[str, Any]) -> bytes:
         return self._event("output_item.added", output_index=len(self._output), item=item)
@@ -515,10 +514,6 @@ class ResponseEvents(Blocks):
         name = f"response.{kind}"
         self._number += 1
         return event({"type": name, "sequence_number": self._number - 1, **members}, name)
-
-
-def _item_id(kind: str, answer_id: str, number: int) -> str:
-    return f"{kind}_{answer_id}_{number}"
 
 
 def _reasoning(item_id: str, text: str) -> dict[str, Any]:
@@ -558,20 +553,6 @@ def _call(item_id: str, call: AnswerCall) -> dict[str, Any]:
         "status": "completed",
     }
     return {**item, "namespace": namespace} if namespace else item
-
-
-def _finished(call: Call, answer: Answer, created: int, output: Sequence[Any]) -> dict[str, Any]:
-    usage = total_usage([answer])
-    counts = {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
-    cut = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut(answer) else {}
-    status = "incomplete" if cut else "completed"
-    return _response(call, answer.id, created, status, output=output, usage=counts, **cut)
 
 
 def _response(call: Call, answer_id: str, created: int, status: str, **members: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _log = logging.getLogger("mmrender.gateway")
 
 _DELIVERY_SECONDS: Final = 0.05
 """Seconds in which a delivery may be written together with the next call."""
+_COUNTS: Final = ("incomplete", "steps", "tokens", "bytes", "running", "reward")
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
 
@@ -70,8 +71,6 @@ class Session:
         opened: Its settings.
         file: Its records.
         state: `open`, `closing` while running calls end, `finished`, or `abandoned`.
-        incomplete: Why the trajectory lacks a call of the agent, or None. After a restart it is known from
-            the first call on.
         used: Time of the newest call, as `time.monotonic`.
     """
 
@@ -79,18 +78,15 @@ class Session:
         self.opened = opened
         self.file = file
         self.state: SessionState = "open"
-        self.incomplete: str | None = None
         self.used = time.monotonic()
         self._host = host
         self._memory: SessionMemory | None = None
-        self._counts: dict[str, Any] = {}
+        self._left: dict[str, Any] = dict.fromkeys(_COUNTS)
         self._loading = asyncio.Lock()
         self._beginning = 0
         self._changed = Notifier()
         self._closing = Closed("finished", None)
         self._end: asyncio.Task[Trajectory | None] | None = None
-        self._flushes: set[asyncio.Task[None]] = set()
-        self._flush_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, {self.state})"
@@ -121,6 +117,12 @@ class Session:
         return f"{self._host.root()}/s/{self.name}"
 
     @property
+    def incomplete(self) -> str | None:
+        """Why the trajectory lacks a call of the agent, or None. After a restart a call finds it out."""
+        incomplete: str | None = self._counts()["incomplete"]
+        return incomplete
+
+    @property
     def in_memory(self) -> bool:
         """Whether it is in memory, besides its settings."""
         return self._memory is not None
@@ -146,7 +148,6 @@ class Session:
         `steps`, `tokens`, `bytes`, `running` and `reward` are None from a restart to the first call.
         """
         opened = self.opened
-        self._note()
         return {
             "name": opened.name,
             "state": self.state,
@@ -158,9 +159,7 @@ class Session:
             "template_arguments": opened.template_arguments,
             "max_turns": opened.max_turns,
             "max_tokens": opened.max_tokens,
-            "incomplete": self.incomplete,
-            **dict.fromkeys(("steps", "tokens", "bytes", "running", "reward")),
-            **self._counts,
+            **self._counts(),
         }
 
     # --- calls ---
@@ -305,15 +304,12 @@ class Session:
     async def spill(self) -> None:
         """Leave memory until the next call. A session with running calls stays."""
         if self.in_memory and not self.is_busy:
-            self._note()
-            self._memory = None
+            self._leave_memory()
             await self.file.close()
 
     async def stop(self) -> None:
         """Abort running calls. The session stays open on disk."""
         await self._abort()
-        self._end_timer()
-        await asyncio.gather(*self._flushes, return_exceptions=True)
         if self._end is not None and not self._end.done():
             await asyncio.wait({self._end}, timeout=self._host.settings.stop_seconds)
             self._end.cancel()
@@ -339,20 +335,25 @@ class Session:
                 self._memory = memory
                 for run in memory.undelivered_runs():
                     self._wait_for_retry(run)
-                self._note()
         return self._memory
 
-    def _note(self) -> None:
-        """Note counts that are shown while the session is not in memory."""
-        if (memory := self._memory) is not None:
-            self.incomplete = next(iter(memory.lost.values()), None)
-            self._counts = {
-                "steps": len(memory.trajectory),
-                "tokens": memory.tokens,
-                "bytes": memory.nbytes,
-                "running": sum(run.is_sampling for run in memory.undelivered_runs()),
-                "reward": memory.trajectory.reward,
-            }
+    def _counts(self) -> dict[str, Any]:
+        """Return what `describe` says of the calls so far. All is None from a restart to the first call."""
+        if (memory := self._memory) is None:
+            return self._left
+        values = (
+            next(iter(memory.lost.values()), None),
+            len(memory.trajectory),
+            memory.tokens,
+            memory.nbytes,
+            sum(run.is_sampling for run in memory.undelivered_runs()),
+            memory.trajectory.reward,
+        )
+        return dict(zip(_COUNTS, values, strict=True))
+
+    def _leave_memory(self) -> None:
+        self._left = self._counts()
+        self._memory = None
 
     # --- parts of a call ---
 
@@ -430,15 +431,12 @@ class Session:
             memory.drop(run, forget=True)
             memory.note_failure(run.key, lost)
             self.file.put(Refused(run.key, lost))
-            self._flush_soon()
+            self.file.flush_soon()
             raise
-        finally:
-            self._note()
         run.answers = tuple(answer for _, answer in turns)
         memory.note_answers(run)
         stored = [replace(answer, token_ids=(), logprobs=()) for answer in run.answers]
         self.file.put(Answered(run.key, stored, run.idempotency_key), memory.next_piece())
-        self._note()
         return await self._written(run)
 
     def _sampling_params(self, number: int) -> dict[str, Any]:
@@ -457,13 +455,10 @@ class Session:
         memory = self._memory
         if is_delivered:
             self.file.put(Delivered(list(run.answer_ids)))
-            if self._flush_timer is None:
-                loop = asyncio.get_running_loop()
-                self._flush_timer = loop.call_later(_DELIVERY_SECONDS, self._flush_soon)
+            asyncio.get_running_loop().call_later(_DELIVERY_SECONDS, self.file.flush_soon)
             if memory is not None:
                 memory.note_delivery(run.answer_ids)
                 memory.drop(run)
-                self._note()
         elif run.waits_for_retry:
             self._wait_for_retry(run)
         self._changed.notify()
@@ -479,27 +474,6 @@ class Session:
 
         loop = asyncio.get_running_loop()
         run.timer = loop.call_later(self._host.settings.retry_seconds, give_up)
-
-    def _flush_soon(self) -> None:
-        """Write waiting records while the caller goes on. The next write repeats a failed one."""
-        self._end_timer()
-        if self.file.is_written:
-            return
-
-        async def flush() -> None:
-            try:
-                await self.file.flush()
-            except OSError as error:
-                _log.warning("%s could not be written: %s", self, error)
-
-        task = asyncio.ensure_future(flush())
-        self._flushes.add(task)
-        task.add_done_callback(self._flushes.discard)
-
-    def _end_timer(self) -> None:
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-            self._flush_timer = None
 
     # --- parts of the end ---
 
@@ -534,8 +508,7 @@ class Session:
         self.file.put(closed)
         await self.file.flush()
         await self._host.leave(self, trajectory)
-        self._note()
-        self._memory = None
+        self._leave_memory()
         self.state = closed.state
         self._changed.notify()
         return trajectory
@@ -553,9 +526,9 @@ class Session:
                 )
         for run in memory.undelivered_runs():
             run.stop_timer()
-        self._note()
         trajectory = memory.trajectory
-        self.incomplete = closed.reason or self.incomplete
+        if closed.reason is not None:
+            memory.lost = {b"": closed.reason, **memory.lost}
         known = {"group": opened.group, "metadata": opened.metadata, "incomplete": self.incomplete}
         trajectory.extra = {name: value for name, value in known.items() if value}
         if self.incomplete is not None:

@@ -130,11 +130,6 @@ class SessionFile:
             self._waiting.append(Entry(event, piece))
             self._is_closed = isinstance(event, Closed)
 
-    @property
-    def is_written(self) -> bool:
-        """Whether all records so far are written."""
-        return not self._waiting
-
     async def flush(self) -> None:
         """Return when all records so far are written. A caller that is cancelled leaves the write going on.
 
@@ -270,7 +265,7 @@ class SessionStore:
                     future.set_result(None)
                 elif error is not None and not future.done():
                     future.set_exception(error)
-                    future.exception()  # `flush_soon` leaves it to the next `flush`
+                    _log.warning("a session could not be written: %s", future.exception())
             if self._unwritten:
                 self._write_all()
 

@@ -1,12 +1,12 @@
-"""Server-sent events, and the order of text in a streamed reply, for all protocols."""
+"""What a protocol is, and what all of them write: server-sent events, text in its order, errors."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from mmrender.client.types import Usage
-from mmrender.gateway.call import Answer, Delta
+from mmrender.gateway.call import Answer, Call, Delta, ProtocolName
 
 Field: TypeAlias = Literal["reasoning", "content"]
 
@@ -42,7 +42,31 @@ class Shown:
                 yield field, text
 
 
-class Blocks:
+class EventWriter(Protocol):
+    """Writes one streamed reply as server-sent events."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first text."""
+        ...
+
+    def delta(self, delta: Delta) -> bytes:
+        """Return the events of a piece of text."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Return bytes that clients ignore, to be sent while nothing is sampled."""
+        return COMMENT
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the events after the last text: calls, finish reasons, token counts."""
+        ...
+
+    def failure(self, status: int, code: str, message: str) -> bytes:
+        """Return the events that end the stream with an error. Nothing breaks it off instead."""
+        ...
+
+
+class Blocks(EventWriter):
     """Text of one answer as blocks, one open at a time, for the protocols with typed blocks.
 
     A subclass writes the events that open, extend and close a block.
@@ -120,3 +144,35 @@ def openai_logprobs(answer: Answer) -> list[dict[str, Any]]:
         {**entry(token_id, logprob), "top_logprobs": [entry(*other) for other in others]}
         for token_id, logprob, others in zip(answer.token_ids, answer.logprobs, alternatives, strict=True)
     ]
+
+
+class AgentProtocol(Protocol):
+    """One protocol of agents. A module each: `chat`, `responses` and `messages`."""
+
+    name: ProtocolName
+
+    def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
+        """Read a request.
+
+        Args:
+            body: The decoded JSON body.
+            headers: The request's headers, with names in lower case.
+
+        Raises:
+            InputError: A field is unknown, malformed or unsupported. `where` names it.
+            MessageError: A message is malformed.
+            SamplingParameterError: A sampling parameter has an unusable value.
+        """
+        ...
+
+    def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body of an unstreamed reply."""
+        ...
+
+    def events(self, call: Call, answer_ids: Sequence[str]) -> EventWriter:
+        """Return the writer of a streamed reply, whose answers will have these ids."""
+        ...
+
+    def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
+        """Return the body of an error."""
+        return openai_error(status, code, message, param)

@@ -17,10 +17,10 @@ import msgspec
 from mmrender.client.types import FinishReason, Usage
 from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
-from mmrender.gateway.call import AgentProtocol, Answer, AnswerCall, Call, ProtocolName, new_id
+from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
 from mmrender.gateway.limits import failure_of
 from mmrender.gateway.protocols import PROTOCOLS
-from mmrender.gateway.writing import event
+from mmrender.gateway.writing import AgentProtocol, event
 from mmrender.renderer import Renderer
 from mmrender.testing.agents.recordings import PATHS
 
