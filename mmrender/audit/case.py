@@ -51,9 +51,7 @@ class Trial(NamedTuple):
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
         fitted: Number of the sampler's numbers that were used to find it.
-        values: Returns the log-probabilities `(m,)` of the tokens of the loss mask, or None if they cannot be
-            computed, in place of a forward with changes.
-        head: The sample whose numbers are the first of `values` that must explain anything, if there is one.
+        parts: A trial for each completion that differs, of which it consists.
     """
 
     statement: str
@@ -67,8 +65,7 @@ class Trial(NamedTuple):
     since: int = 0
     until: int | None = None
     fitted: int = 0
-    values: Callable[[], Float32Array | None] | None = None
-    head: TrainingSample | None = None
+    parts: "Sequence[Trial]" = ()
 
 
 class Recorded(NamedTuple):
@@ -137,14 +134,21 @@ class Case:
 
     def shortened(self, trial: Trial) -> Trial | None:
         """Return a trial on the sample's head alone; None for changes that are bound to the whole sample."""
-        if trial.head is not None:
-            return Trial(trial.statement, trial.head)
+        if trial.parts:
+            return trial.parts[0]
         runs = self.runs if trial.sample is None else sampled_runs(trial.sample.loss_mask)
         # Runs in which a trial changes nothing may be left out of its sample.
         at = max(0, self.departing_runs[0] - len(self.runs) + len(runs))
-        if trial.values is not None or trial.inputs is not None or at + 1 >= len(runs):
+        if trial.inputs is not None or at + 1 >= len(runs):
             return None
         return trial._replace(sample=self.head if trial.sample is None else _cut(trial.sample, runs[at][1]))
+
+    def of_run(self, number: int) -> TrainingSample:
+        """Return the sample with the loss mask of one completion."""
+        start, stop = self.runs[number]
+        mask = np.zeros(len(self.sample), np.bool_)
+        mask[start:stop] = self.sample.loss_mask[start:stop]
+        return replace(self.sample, loss_mask=mask)
 
     @cached_property
     def departing_runs(self) -> list[int]:
@@ -199,8 +203,8 @@ class Case:
         renumbered = iter(self.trainer.sampled_of_many(*map(list, zip(*moved, strict=True))) if moved else ())
         out: list[Comparison | None] = []
         for trial in trials:
-            if trial.values is not None:
-                values = trial.values()
+            if trial.parts:
+                values = self._joined(self.run(trial.parts))
             elif trial.positions is not None:
                 values = next(renumbered)
             elif _is_plain(trial):
@@ -211,10 +215,20 @@ class Case:
             out.append(one if one is None or trial.until is None else one.before(trial.until))
         return out
 
+    def _joined(self, parts: Sequence[Comparison | None]) -> Float32Array | None:
+        """Return the trainer's log-probabilities, those of completions that differ from their own trials."""
+        values, positions = self.compared.trainer.copy(), self.compared.positions
+        for number, one in zip(self.departing_runs, parts, strict=True):
+            if one is None:
+                return None
+            start, stop = self.runs[number]
+            values[(positions >= start) & (positions < stop)] = one.trainer
+        return values
+
     def after(self, trial: Trial, compared: Comparison) -> "Case | None":
         """Return the case that is left after a trial, to be explained by a second cause."""
         departure = compared.first_departure(self.tolerance)
-        if departure is None or trial.until is not None or trial.values is not None:
+        if departure is None or trial.until is not None or trial.parts:
             return None
         trainer = self.trainer.changed(inputs=trial.inputs or trial.positions, model=trial.model)
         return replace(self, compared=compared, departure=departure, trainer=trainer)
@@ -222,8 +236,7 @@ class Case:
 
 def _is_plain(trial: Trial) -> bool:
     """Whether a trial changes the sample alone."""
-    changes = trial.inputs, trial.positions, trial.model, trial.values
-    return trial.sample is not None and all(change is None for change in changes)
+    return trial.sample is not None and not (trial.inputs or trial.positions or trial.model)
 
 
 class ChangedItem:

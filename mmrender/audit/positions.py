@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 from typing import Any, Final, TypeAlias
@@ -28,7 +27,7 @@ _Renumbered: TypeAlias = tuple[str, Sequence[tuple[int, int]], Callable[[Any, in
 
 def positions(case: Case) -> Iterator[Trial]:
     """Yield other numbers of tokens: `position_ids` of shape `(axes, 1, n)`, or `(1, n)`."""
-    spans, runs = case.sample.media_spans, [case.runs[number] for number in case.departing_runs]
+    spans = case.sample.media_spans
     # Between the features of an image there may be text.
     images = [(s.start + a, s.start + b) for s in spans for a, b in sampled_runs(s.range.is_embed)]
     for text, parts, change in chain(
@@ -40,11 +39,11 @@ def positions(case: Case) -> Iterator[Trial]:
         trial = Trial(f"the sampler {text}", positions=moved, token=since, since=since, image=image)
         yield trial
         # Of one completion alone: in later prompts its tokens may have their own positions again.
-        for start, stop in (run for run in runs if run[0] == since and len(case.runs) > 1):
-            inside = (np.arange(len(case.sample)) >= start) & (np.arange(len(case.sample)) < stop)
-            only = replace(case.sample, loss_mask=case.sample.loss_mask & inside)
-            statement = f"{trial.statement}, seen by its own tokens alone"
-            yield trial._replace(sample=only, statement=statement, until=stop)
+        for number in case.departing_runs if len(case.runs) > 1 else ():
+            start, stop = case.runs[number]
+            if start == since:
+                statement = f"{trial.statement}, seen by its own tokens alone"
+                yield trial._replace(sample=case.of_run(number), statement=statement, until=stop)
 
 
 def _of_images(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renumbered]:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes
-from mmrender.audit.report import Float32Array, sampled_runs
+from mmrender.audit.report import sampled_runs
 from mmrender.audit.vocabulary import configured, name_of, pieces, said, specials
 from mmrender.sidecar import common_prefix
 from mmrender.trajectory.sample import TrainingSample
@@ -206,24 +206,12 @@ def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
 
     Later prompts have the trainer's tokens there, as of templates that rewrite earlier turns.
     """
-    runs = [case.runs[number] for number in case.departing_runs]
-    samples = []
-    for (start, stop), own_edits in zip(runs, edits, strict=True):
-        mask = np.zeros(len(case.sample), np.bool_)
-        mask[start:stop] = True
-        samples.append(edited(part(replace(case.sample, loss_mask=mask), 0, stop), own_edits))
-
-    def values() -> Float32Array | None:
-        out, positions = case.compared.trainer.copy(), case.compared.positions
-        for (start, stop), own in zip(runs, case.trainer.sampled_of_many(samples), strict=True):
-            if own is None:
-                return None
-            out[(positions >= start) & (positions < stop)] = own
-        return out
-
-    since = edits[0][0][0]
-    what = f"the sampler's prompt {text} when it was sampled"
-    return Trial(what, values=values, head=samples[0], token=since, since=since)
+    parts = []
+    for number, own in zip(case.departing_runs, edits, strict=True):
+        alone = part(case.of_run(number), 0, case.runs[number][1])
+        parts.append(Trial("", edited(alone, own)))
+    what, since = f"the sampler's prompt {text} when it was sampled", edits[0][0][0]
+    return Trial(what, parts=parts, token=since, since=since)
 
 
 def bounds(case: Case, stop: int | None = None) -> list[int]:

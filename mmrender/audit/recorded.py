@@ -197,8 +197,13 @@ def _shifted(view: View) -> Iterator[Recorded]:
 
 
 def _late(view: View) -> Iterator[Recorded]:
-    """Yield numbers that are some places off from the first difference on, as after a repeated chunk."""
+    """Yield numbers of chunks that came in another order, twice or never, from the first difference on."""
     first, own = int(view.departing.argmax()), np.arange(len(view.rows))
+    last = len(own) - int(view.departing[::-1].argmax())
+    for by in range(1, last - first):
+        order = np.concatenate([own[:first], np.roll(own[first:last], by), own[last:]])
+        what = f"log-probabilities {first} to {last - 1} are two chunks in each other's place in {{}}"
+        yield Recorded(what, view.trainer[order], 1)
     for by in (by for by in range(-_MAX_LATE, _MAX_LATE + 1) if by and first):
         what = "a chunk of them came twice" if by > 0 else "a chunk of them was lost"
         text = f"the log-probabilities are {_moved(by)} from token {first} on, as if {what}, in {{}}"

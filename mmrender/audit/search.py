@@ -16,7 +16,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Array, Case, Recorded, Trial
-from mmrender.audit.draws import numbers
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
 from mmrender.audit.rows import ROWS, Row, finding_of
@@ -67,8 +66,6 @@ _SURVEYED: Final[dict[Stage, int]] = {"template": 12, "tokens": 12, "pixels": 6,
 """Changes of each row that run before any other, and decide the order of stages."""
 _NEARER: Final = 0.6
 """Maximum share of the differences of the first completion under a change that runs on the whole sample."""
-_LIKELIEST: Final = 64
-"""Tokens of each distribution that random faults of sampling tell apart."""
 _READ: Final = 8
 """Changes that are tried as the first of two causes, if the second needs no forward."""
 _FIRSTS: Final = 3
@@ -150,7 +147,6 @@ class Search:
         self.places: list[Place] = []
         self._effects: list[Effect] = []
         self._faults = {row.name: self._of_row(case, row) for row in ROWS}
-        self._slopes: Array = np.zeros((0, 3))
 
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
@@ -166,7 +162,6 @@ class Search:
         first = {_COMMONEST, "" if self._before is None else self._before.cause}
         self.fits = self._tried(case, [row for row in ROWS if row.name in first])
         if not any(map(self._is_certain, self.fits)):
-            self._read_off()
             for row in ROWS:
                 some = [*islice(self._faults[row.name], _SURVEYED.get(row.stage, 0))]
                 self.fits += self._run(case, some, all_whole=True)
@@ -227,32 +222,6 @@ class Search:
             fit = self._fit(case, _NAMED[fault.row], fault.trial, varied)
             fits += [] if fit is None else [fit]
         return fits
-
-    def _read_off(self) -> None:
-        """Make random faults without a forward."""
-        import torch
-
-        case, compared, chosen = self.case, self.case.compared, self._chosen
-        if not len(chosen):
-            return
-        positions, ids = compared.positions[chosen], case.sample.token_ids
-        runs = {
-            number: (positions >= start) & (positions < stop)
-            for number, (start, stop) in enumerate(case.runs)
-        }
-        logits = case.trainer.logits_at(case.sample, positions).double().cpu()
-        # The likeliest tokens by themselves, and all others as one.
-        held = np.union1d(logits.topk(min(_LIKELIEST, logits.shape[1]), -1).indices.numpy(), ids[positions])
-        rest = logits.index_fill(1, torch.from_numpy(held), -np.inf).logsumexp(-1, keepdim=True)
-        few = torch.cat([logits[:, held], rest.clamp(min=-1e4)], -1).numpy()
-        log = logits.log_softmax(-1)
-        own = compared.trainer[chosen].astype(np.float64)
-        entropy = -(log.exp() * log).sum(-1).numpy()
-        # How numbers change with the inverse temperature, a factor and an offset.
-        self._slopes = np.stack([own + entropy, own, np.ones(len(own))], 1)
-        counts = np.stack([np.bincount(ids[:at], minlength=logits.shape[1])[held] for at in positions])
-        counts = np.concatenate([counts, 0 * counts[:, :1]], 1)
-        self._effects += numbers(few, np.searchsorted(held, ids[positions]), runs, counts)
 
     def _keep(self, fault: Fault, varied: Comparison) -> None:
         """Keep the differences that a fault makes. Tokens before those that it must explain do not change."""
@@ -391,7 +360,7 @@ class Search:
 
     def _two(self) -> Finding | None:
         """Return two causes that explain the sample together. The second is a reading, or like the rest."""
-        for number, (first, change) in enumerate(self._ranked()[:_READ] if len(self._slopes) else ()):
+        for number, (first, change) in enumerate(self._ranked()[:_READ] if len(self._chosen) else ()):
             compared = self.case.run([first.trial])[0]
             rest = None if compared is None else self.case.after(first.trial, compared)
             if rest is None:
@@ -425,7 +394,7 @@ class Search:
 
     def _ranked(self) -> list[Effect]:
         """Return changes that bring the numbers nearer, but for a temperature, scale or offset of these."""
-        basis = np.linalg.qr(self._slopes)[0]
+        basis = np.linalg.qr(self._slopes())[0]
         before = self.case.compared.difference[self._chosen]
 
         def sizes(of: Array) -> Array:
@@ -437,6 +406,14 @@ class Search:
                 share = float((sizes(before - change) / sizes(before)).min())
                 ranked += [(share, (fault, change))] if share < _HALF else []
         return [effect for _, effect in sorted(ranked, key=itemgetter(0))]
+
+    def _slopes(self) -> Array:
+        """Return how the numbers change with the inverse temperature, a factor and an offset: `(m, 3)`."""
+        case, compared = self.case, self.case.compared
+        log = case.trainer.logits_at(case.sample, compared.positions[self._chosen]).double().log_softmax(-1)
+        entropy = -(log.exp() * log).sum(-1).cpu().numpy()
+        own = compared.trainer[self._chosen].astype(np.float64)
+        return np.stack([own + entropy, own, np.ones(len(own))], 1)
 
     def _both(self, first: Fault, fits: list[Fit]) -> Finding:
         """Return the finding of two causes, at the stage that runs first."""

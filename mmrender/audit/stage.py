@@ -1,7 +1,6 @@
 """The stage at which sampler and trainer differ: the stage whose faults are the likest to the differences.
 
-Faults are simulated. The changes of rows run through the trainer's program, a few of each row at least, and
-random faults of sampling and recording follow from its distributions (`draws`). Each shows by how much it
+The changes of rows run through the trainer's program, a few of each row at least. Each shows by how much it
 would change the log-probability of every token of the sample. The evidence of a stage is the likelihood of
 the observed differences among the differences of its faults, in two forms that are averaged:
 
@@ -12,6 +11,9 @@ the observed differences among the differences of its faults, in two forms that 
 Both are averages, so a stage of many faults has no advantage over a stage of few. Prompts, tokens and
 positions change by whole steps, so their faults have the size that was simulated. Other faults may be of any
 size.
+
+Faults of sampling and recording are not simulated, since their rows are read. Recorded numbers differ by
+noise, at all tokens or at a few. Distributions that were cut differ to one side.
 
 A sampler draws from its own distribution q, so `log p - log q` has a mean of about minus half its variance at
 the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q's are free of that.
@@ -28,11 +30,11 @@ from mmrender.audit.report import STAGES, Stage
 
 MAX_TOKENS: Final = 64
 """Tokens whose differences are weighed."""
-READ: Final = {"recording": -4.0, "sampling": -3.0}
+READ: Final = {"recording": -6.0, "sampling": -5.0}
 """Nats by which faults without a row are rarer in stages whose rows are almost all there is."""
 SLACK: Final = 0.2
 """Share of a token's variance that belongs to it alone."""
-FREE: Final = frozenset({"pixels", "model", "sampling", "recording"})
+FREE: Final = frozenset({"pixels", "model"})
 """Stages whose faults may be of any size."""
 SPREAD: Final = (0.7, 2.5)
 """Minimum deviation of the logarithm of sizes: as simulated, and of any size."""
@@ -40,15 +42,11 @@ ERRORS: Final = (0.15, 0.4, 0.7)
 """Errors of single faults, as a share of their size."""
 SCALES: Final = (-1.0, 0.5, 0.7, 1.0, 1.4, 2.0)
 """Sizes at which a single fault is compared."""
-CUT: Final = "the allowed tokens"
-"""Beginning of the places at which a distribution was cut."""
-SIGNED: Final = (CUT, "the vocabulary")
-"""Beginnings of the places of sampling whose faults are all to one side."""
 GRID: Final = 25
 
 
 class Fault(NamedTuple):
-    """A simulated fault: a random one, or a row's.
+    """A simulated fault.
 
     Attributes:
         stage: Its stage.
@@ -93,21 +91,21 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
     for fault, change in effects:
         if np.isfinite(change).all() and np.abs(change).max(initial=0) > noise:
             groups.setdefault((fault.stage, fault.place), []).append((fault, change))
-    alone = _Shape(0 * d, np.eye(len(d)), 0.0)
-    noisy = _averaged(d, alone, np.geomspace(1e-4, 30, GRID), np.zeros(GRID), noise)
+    sizes = np.geomspace(1e-4, 30, GRID)
+    noisy = _averaged(d, np.eye(len(d)), noise, sizes, 0 * sizes)
     wholes: dict[Stage, list[tuple[float, Fault]]] = {
         "recording": [
             (noisy, Fault("recording", "the recorded numbers")),
             (_sparse(d, noise), Fault("recording", "a few recorded numbers")),
         ],
-        "sampling": [(_one_sided(d, noise), Fault("sampling", f"{CUT} of all completions"))],
+        "sampling": [(_one_sided(d, noise), Fault("sampling", "the allowed tokens"))],
     }
     singles: dict[Stage, list[tuple[float, Fault]]] = {}
     pooled: dict[Stage, list[Array]] = {}
     for (stage, _), some in groups.items():
         changes = np.stack([change for _, change in some]).astype(np.float64)
         faults = [fault for fault, _ in some]
-        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, faults[0]), faults[0]))
+        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, stage), faults[0]))
         pooled.setdefault(stage, []).append(changes)
         singles.setdefault(stage, []).extend(zip(_single(d, changes, noise).tolist(), faults, strict=True))
     places = []
@@ -115,7 +113,7 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
         parts = [wholes[stage], *([singles[stage]] if stage in singles else [])]
         if len(pooled.get(stage, [])) > 1:
             best_of = max(wholes[stage], key=itemgetter(0))[1]
-            parts.append([(_gaussian(d, np.concatenate(pooled[stage]), noise, best_of), best_of)])
+            parts.append([(_gaussian(d, np.concatenate(pooled[stage]), noise, stage), best_of)])
         logs = [np.logaddexp.reduce([one for one, _ in part]) - np.log(len(part)) for part in parts]
         evidence = float(np.logaddexp.reduce(logs) - np.log(len(parts))) + READ.get(stage, 0.0)
         best = max((entry for part in parts for entry in part), key=itemgetter(0))[1]
@@ -123,41 +121,34 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
     return sorted(places, key=lambda place: -place.evidence)
 
 
-def _gaussian(d: Array, changes: Array, noise: float, of: Fault) -> float:
+def _gaussian(d: Array, changes: Array, noise: float, stage: Stage) -> float:
     """Return the log-likelihood of differences under the covariance of some faults, averaged over sizes."""
     sizes = np.sqrt(np.square(changes).mean(1)).clip(1e-9)
     shapes = changes / sizes[:, None]
-    # Numbers that were changed, and distributions that were cut, differ to one side.
-    signed = of.stage == "recording" or of.place.startswith(SIGNED)
-    centre = shapes.mean(0) if signed else np.zeros(len(d))
-    shared = (shapes - centre).T @ (shapes - centre) / len(shapes)
-    covariance = (1 - SLACK) * shared + SLACK * np.diag(np.diag(shared))
+    covariance = shapes.T @ shapes / len(shapes)
+    covariance = (1 - SLACK) * covariance + SLACK * np.diag(np.diag(covariance))
     middle, spread = float(np.log(sizes).mean()), float(np.log(sizes).std())
-    spread = max(spread, SPREAD[of.stage in FREE])
+    spread = max(spread, SPREAD[stage in FREE])
     grid = np.exp(middle + spread * np.linspace(-3, 3, GRID))
     weights = -0.5 * np.linspace(-3, 3, GRID) ** 2
     # A sampler's own numbers are the higher ones on average.
-    lower = 0.0 if signed or of.stage == "tokens" else 0.5
-    return _averaged(d, _Shape(centre, covariance, lower), grid, weights, noise)
+    return _averaged(d, covariance, noise, grid, weights, lower=0.5 * (stage != "tokens"))
 
 
-class _Shape(NamedTuple):
-    """A Gaussian of unit size, and the share of its variance that is taken off its mean."""
+def _averaged(
+    d: Array, covariance: Array, noise: float, sizes: Array, weights: Array, *, lower: float = 0.0
+) -> float:
+    """Return the log-likelihood under a Gaussian, averaged over weighted sizes.
 
-    centre: Array
-    covariance: Array
-    lower: float
-
-
-def _averaged(d: Array, shape: _Shape, sizes: Array, weights: Array, noise: float) -> float:
-    """Return the log-likelihood under a Gaussian, averaged over weighted sizes."""
-    values, vectors = np.linalg.eigh(shape.covariance)
+    A share `lower` of its variance is taken off its mean.
+    """
+    values, vectors = np.linalg.eigh(covariance)
     values = values.clip(0)
     logs = []
     for size in sizes:
-        taken = shape.lower * np.minimum(size**2 * np.diag(shape.covariance), 2.0)
+        taken = lower * np.minimum(size**2 * np.diag(covariance), 2.0)
         variances = size**2 * values + noise**2
-        squares = np.square(vectors.T @ (d - size * shape.centre + taken))
+        squares = np.square(vectors.T @ (d + taken))
         logs.append(-0.5 * float((squares / variances + np.log(2 * np.pi * variances)).sum()))
     total = np.asarray(logs) + weights
     return float(np.logaddexp.reduce(total) - np.logaddexp.reduce(weights))

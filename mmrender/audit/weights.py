@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Final
-
-import numpy as np
 
 from mmrender.audit.case import Case, Trial, fitted
 from mmrender.audit.computed import (
@@ -22,7 +19,6 @@ from mmrender.audit.computed import (
     tensors,
     through,
 )
-from mmrender.audit.report import Float32Array
 from mmrender.audit.trainer import LANGUAGE, parts_of
 
 _MAX_FITTED: Final = 3
@@ -196,24 +192,11 @@ def stale_prefix(case: Case) -> Iterator[Trial]:
     """Yield prompts whose keys and values were cached under other weights."""
     named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
     for name, given in case.weights.items():
-        values = partial(_behind_prefix, case, _as_given(given, named))
+        change = partial(bound, _after, case.trainer.model, _as_given(given, named))
+        starts = [(number, case.runs[number][0]) for number in case.departing_runs]
+        parts = [Trial("", case.of_run(number), model=change(start - 1)) for number, start in starts]
         text = f"the sampler's prefix cache held keys and values of the weights of {name}"
-        yield Trial(text, values=values)
-
-
-def _behind_prefix(case: Case, places: list[Place]) -> Float32Array | None:
-    """Return log-probabilities of completions behind a prompt that was cached under other weights."""
-    trainer, sample, out = case.trainer, case.sample, list[Float32Array]()
-    for start, stop in case.runs:
-        own = np.zeros(len(sample), np.bool_)
-        own[start:stop] = True
-        one = trainer.attempt(
-            replace(sample, loss_mask=own), model=bound(_after, trainer.model, places, start - 1)
-        )
-        if one is None:
-            return None
-        out.append(one)
-    return np.concatenate(out)
+        yield Trial(text, parts=parts)
 
 
 @contextmanager
