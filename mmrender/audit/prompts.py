@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.audit.case import Case, Edit, Trial, edited, joined, part, scopes
+from mmrender.audit.case import Array, Case, Edit, Trial, edited, joined, part, scopes
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.vocabulary import configured, name_of, pieces, said, specials
 from mmrender.sidecar import common_prefix
@@ -450,15 +450,27 @@ def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> b
     return stop == end and np.array_equal(one.token_ids[:end], two.token_ids[:end]) and media[0] == media[1]
 
 
-def _alternatives(case: Case) -> Iterator[Trial]:
+def _alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
+    """Yield the sample as something else builds it, with other media alone or with another text."""
     for name, other in case.alternatives.items():
-        if int(other.loss_mask.sum()) == len(case.compared.positions):
+        own, its = (_without_media(sample) for sample in (case.sample, other))
+        is_same = np.array_equal(own, its)
+        if is_same == of_media and int(other.loss_mask.sum()) == len(case.compared.positions):
             logprobs = np.zeros(len(other), np.float32)
             logprobs[other.loss_mask] = case.compared.sampler
             first = common_prefix(other.token_ids, case.sample.token_ids)
             text = f"the sampler's prompt was built by {name}: the tokens part at {first}"
+            text = f"the sampler saw the images or clips of {name}" if of_media else text
             since = min(first, *(span.start for span in case.sample.media_spans), len(case.sample))
             yield Trial(text, replace(other, logprobs=logprobs), token=first, since=since)
+
+
+def _without_media(sample: TrainingSample) -> Array:
+    """Return the tokens outside images and clips."""
+    is_text = np.ones(len(sample), np.bool_)
+    for span in sample.media_spans:
+        is_text[span.start : span.stop] = False
+    return sample.token_ids[is_text]
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
@@ -468,6 +480,7 @@ TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "image places": _image_places,
     "prompt text": _texts,
     "another's prompt": _others_prompt,
-    "another template": _alternatives,
+    "another template": partial(_alternatives, False),
+    "other media": partial(_alternatives, True),
 }
 """Changes to try, by row."""

@@ -1,4 +1,4 @@
-"""An audit names clips that the sampler heard in another order."""
+"""An audit names clips that the sampler loaded in another way, or heard in another order."""
 
 import pytest
 
@@ -19,17 +19,41 @@ def parts(tmp_path_factory):
     renderer = Renderer.from_pretrained(folder, image_backend="pil")
     model = qwen2_audio_model(renderer)
     remember_proof(model.config.to_dict(), Proof(None, "", None, {}, ("audio",)), on_disk=False)
-    messages = [asked(heard(clip(1.2)), "or", heard(clip(1.2, 1)), "?"), assistant("The first of both.")]
-    return TrainerModel(model), build_training_sample(renderer, messages)
+
+    def build(first):
+        question = asked(first, "or", heard(clip(1.2, 1)), "?")
+        return build_training_sample(renderer, [question, assistant("The first of both.")])
+
+    return TrainerModel(model), build
+
+
+OPTIONS = {"tolerance": 1e-4, "noise": Noise(1e-5, 1e-5, 1e-3, 1e-3)}
+STEREO = clip(1.2, 2, channels=2)
+WAYS = {
+    "a clip that ends early": heard(STEREO[:, :12_000]),
+    "a clip at half its rate": heard(STEREO, 8_000),
+    "a clip's left channel": heard(STEREO[0]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_the_sampler_loaded_a_clip_is_named(parts, way):
+    trainer, build = parts
+    others = {name: build(part) for name, part in WAYS.items()}
+    faulty = recorded(build(heard(STEREO)), trainer.sampled_logprobs(others[way]))
+    alternatives = {name: [sample] for name, sample in others.items()}
+    (finding, *_) = audit([faulty], trainer, alternatives=alternatives, **OPTIONS).findings
+    assert (finding.stage, finding.cause) == ("pixels", "other media")
+    assert finding.statement == f"the sampler saw the images or clips of {way}"
 
 
 def test_clips_that_the_sampler_heard_in_another_order_are_named(parts):
-    trainer, sample = parts
+    trainer, build = parts
+    sample = build(heard(clip(1.2)))
     first, second = sample.media_spans
     heard_by_sampler = with_items(sample, [(first, second.item), (second, first.item)])
-    options = {"tolerance": 1e-4, "noise": Noise(1e-5, 1e-5, 1e-3, 1e-3)}
     healthy, faulty = (recorded(sample, trainer.sampled_logprobs(one)) for one in (sample, heard_by_sampler))
-    assert audit([healthy], trainer, **options).ok
-    (finding, *_) = audit([faulty], trainer, **options).findings
+    assert audit([healthy], trainer, **OPTIONS).ok
+    (finding, *_) = audit([faulty], trainer, **OPTIONS).findings
     assert (finding.stage, finding.cause) == ("pixels", "clip order")
     assert "clips 0 and 1 in exchanged places" in finding.statement
