@@ -4,7 +4,9 @@ Each error has `where` (such as `messages[2].content[1]`), `expected`, `got` and
 this order. So a program can act on the parts and a person can read the sentence.
 """
 
-from typing import Self
+import math
+import numbers
+from typing import Any, Self
 
 from mmcodecs.errors import DetailedError
 
@@ -263,3 +265,34 @@ class MissingDependencyError(MMRenderError, ImportError):
             f"{purpose} needs {package}, which is not installed",
             remedy=f"{remedy}, or {otherwise}" if otherwise else remedy,
         )
+
+
+def check_number(where: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
+    """Require a finite number above `above`, or of `least` or more.
+
+    Raises:
+        InputError: It is another value.
+    """
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) < math.inf
+    if not is_number or (above is not None and value <= above) or (least is not None and value < least):
+        bound = f"more than {above}" if above is not None else f"{least} or more"
+        raise InputError("is out of range", where=where, expected=bound, got=repr(value))
+
+
+def check_count(
+    where: str,
+    value: Any,
+    *,
+    least: int = 1,
+    most: int | None = None,
+    error: type[MMRenderError] = InputError,
+) -> None:
+    """Require a whole number from `least` to `most`.
+
+    Raises:
+        MMRenderError: It is another value. `error` is the class.
+    """
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        bound = f"{least} or more" if most is None else f"{least} to {most}"
+        raise error("is out of range", where=where, expected=f"a whole number, {bound}", got=repr(value))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mmcodecs.forks import watch_forks
-from mmrender.errors import InputError, MMRenderError, PoolClosedError, PoolError
+from mmrender.errors import MMRenderError, PoolClosedError, PoolError, check_number
 
 _MEMORY = Path("/proc/self/statm")
 
@@ -41,13 +41,7 @@ class BoundedProcesses:
 
         if not _MEMORY.exists():
             raise PoolError("this platform cannot bound the memory of a process", expected="Linux")
-        if not 0 < cpu_seconds < math.inf:
-            raise InputError(
-                "not a bound on processor time",
-                where="cpu_seconds",
-                expected="a positive number of seconds",
-                got=repr(cpu_seconds),
-            )
+        check_number("cpu_seconds", cpu_seconds, above=0)
         self.limits = f"{memory_bytes:,} bytes of memory and {cpu_seconds:g} s of processor time"
         self.cpu_seconds = cpu_seconds
         self._start = partial(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
 from mmcodecs.forks import watch_forks
-from mmrender.errors import InputError, PoolClosedError, PoolFullError
+from mmrender.errors import PoolClosedError, PoolFullError, check_count
 
 if TYPE_CHECKING:
     import asyncio
@@ -80,9 +80,12 @@ class Workers:
 
     def __init__(self, count: int | None, queue_size: int | None, media_threads: int | None) -> None:
         processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
-        self.count = _size(count, min(4, processors), 1, "workers")
-        self.queue_size = _size(queue_size, self.count * _QUEUE_PER_WORKER, 0, "queue_size")
-        helping = _size(media_threads, self.count, 0, "media_threads")
+        self.count = min(4, processors) if count is None else count
+        check_count("workers", self.count)
+        self.queue_size = self.count * _QUEUE_PER_WORKER if queue_size is None else queue_size
+        check_count("queue_size", self.queue_size, least=0)
+        helping = self.count if media_threads is None else media_threads
+        check_count("media_threads", helping, least=0)
         self.media = Threads(helping, "mmrender-media") if helping else None
         self._threads = Threads(self.count, "mmrender-pool")
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -168,12 +171,3 @@ class Notifier:
                     finally:
                         self._waiters.discard(waiter)
         return condition()
-
-
-def _size(size: int | None, default: int, minimum: int, where: str) -> int:
-    if size is None:
-        return default
-    if type(size) is not int or size < minimum:
-        expected = f"a whole number, at least {minimum}"
-        raise InputError("not a pool size", where=where, expected=expected, got=repr(size))
-    return size

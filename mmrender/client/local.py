@@ -29,9 +29,9 @@ from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
-    InputError,
     PromptTooLongError,
     SamplingParameterError,
+    check_count,
 )
 from mmrender.messages import MODALITIES
 from mmrender.model.convert import open_model
@@ -79,8 +79,8 @@ class LocalBackend:
         processed_logprobs: bool = False,
     ) -> None:
         for name, bound in (("max_model_len", max_model_len), ("max_batch_size", max_batch_size)):
-            if bound is not None and bound < 1:
-                raise InputError("is too small", where=name, expected="1 or more", got=str(bound))
+            if bound is not None:
+                check_count(name, bound)
         self._directory = os.fspath(model) if isinstance(model, str | os.PathLike) else None
         self._model = model if self._directory is None else None
         self._tokenizer = tokenizer

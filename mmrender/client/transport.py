@@ -5,7 +5,6 @@ Needs no HTTP library.
 
 import contextlib
 import http
-import math
 import os
 import random
 import weakref
@@ -23,6 +22,7 @@ from mmrender.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
     InputError,
+    check_number,
 )
 
 MAX_ERROR_BYTES: Final = 8192
@@ -163,14 +163,6 @@ class NamedServer(Protocol):
 
 Server: TypeAlias = str | NamedServer
 """A server: its base URL, or an object that has it."""
-
-
-def check_number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite number above `above`, or of `least` or more."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (above is not None and value <= above) or (least is not None and value < least):
-        bound = f"more than {above:g}" if above is not None else f"{least:g} or more"
-        raise InputError("a setting is out of range", where=name, expected=bound, got=repr(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mmrender.client.transport import check_number
-from mmrender.errors import InputError
+from mmrender.errors import InputError, check_number
 from mmrender.shipping.address import is_loopback
 
 

@@ -27,7 +27,7 @@ from ssl import SSLContext
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from mmcodecs.errors import EncodeError
-from mmrender.errors import FleetError, InputError, TrajectoryError
+from mmrender.errors import FleetError, InputError, TrajectoryError, check_count
 from mmrender.shipping import Recorder
 
 RECEIVER: Final = "receiver"
@@ -188,10 +188,7 @@ class Fleet:
         for name, role in self.roles.items():
             if not name.isidentifier():
                 raise InputError("not a name of a role", where="roles", expected="letters", got=repr(name))
-            if role.count < 1:
-                raise InputError(
-                    "a role needs processes", where=name, expected="1 or more", got=str(role.count)
-                )
+            check_count(f"roles[{name!r}].count", role.count)
 
     def names(self) -> list[Name]:
         """Return all processes."""

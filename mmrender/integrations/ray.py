@@ -20,7 +20,7 @@ import numpy as np
 import ray
 
 from mmrender._version import __version__
-from mmrender.errors import InputError, PoolError
+from mmrender.errors import InputError, PoolError, check_count
 from mmrender.messages import MessageLike
 from mmrender.renderer import Renderer
 from mmrender.tokens.rendered import RenderedTokens
@@ -104,8 +104,8 @@ def render_to_files(
         MMRenderError: A conversation cannot be rendered.
         ray.exceptions.RayError: A shard's worker died more often than Ray retries.
     """
-    if shard_size < 1 or in_flight < 1:
-        raise InputError("is too small", where="shard_size or in_flight", expected="1 or more")
+    check_count("shard_size", shard_size)
+    check_count("in_flight", in_flight)
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     _require_same(

@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mmrender.client.types import RendererBackend
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.errors import InputError
+from mmrender.errors import InputError, check_count
 from mmrender.gateway.app import refusal
 from mmrender.gateway.gateway import Gateway
 from mmrender.gateway.limits import Failure
@@ -80,8 +80,8 @@ def gateway_deployment(
     Raises:
         InputError: `gateways` or `ingresses` is less than 1.
     """
-    if gateways < 1 or ingresses < 1:
-        raise InputError("is too small", where="gateways or ingresses", expected="1 or more")
+    check_count("gateways", gateways)
+    check_count("ingresses", ingresses)
     settings = settings or GatewaySettings()
     shared = {"settings": settings, "model": options.pop("engine_model", model), **options}
     limits: dict[str, Any] = {"max_ongoing_requests": _MAX_ONGOING, "health_check_period_s": _HEALTH_SECONDS}

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import InputError, MMRenderError
+from mmrender.errors import InputError, MMRenderError, check_count
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
 from mmrender.sidecar import MultiModalData, TensorDtype
@@ -140,10 +140,7 @@ class VLMGenerator:
     failures: Failures = "keep"
 
     def __post_init__(self) -> None:
-        if self.max_concurrency < 1:
-            raise InputError(
-                "is too small", where="max_concurrency", expected="1 or more", got=str(self.max_concurrency)
-            )
+        check_count("max_concurrency", self.max_concurrency)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Roll out a batch. Rows have the order of the input.

@@ -183,14 +183,6 @@ def from_wire(kind: str, value: Any) -> Any:
     return group if kind == GROUP else group[0]
 
 
-def check_options(**options: tuple[Any, int, int | None]) -> None:
-    """Check numbers, each with its minimum and its maximum."""
-    for name, (value, minimum, maximum) in options.items():
-        if not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
-            expected = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
-            raise ShippingError("an option is out of range", where=name, expected=expected, got=repr(value))
-
-
 class End:
     """One end of shipping. It belongs to the process that used it first, and is not copied."""
 

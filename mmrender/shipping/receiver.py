@@ -18,6 +18,7 @@ from mmrender.errors import (
     ShippingError,
     ShippingProtocolError,
     ShippingSecurityError,
+    check_count,
 )
 from mmrender.shipping.address import Address, broken, check_tls, listen
 from mmrender.shipping.connection import Connection
@@ -35,7 +36,6 @@ from mmrender.shipping.protocol import (
     Timing,
     Want,
     Welcome,
-    check_options,
     from_wire,
 )
 from mmrender.shipping.store import FrameStore
@@ -184,11 +184,9 @@ class Receiver(End):
         if ack not in ("taken", "explicit"):
             expected = "'taken' or 'explicit'"
             raise ShippingError("an option is out of range", where="ack", expected=expected, got=repr(ack))
-        check_options(
-            window_messages=(window_messages, 1, None),
-            memory_bytes=(memory_bytes, 1, None),
-            max_connections=(max_connections, 1, None),
-        )
+        check_count("window_messages", window_messages, error=ShippingError)
+        check_count("memory_bytes", memory_bytes, error=ShippingError)
+        check_count("max_connections", max_connections, error=ShippingError)
         self.ack: Acknowledge = ack
         self.window_messages = window_messages
         self.memory_bytes = memory_bytes

@@ -20,6 +20,7 @@ from mmrender.errors import (
     ShippingError,
     ShippingProtocolError,
     ShippingSecurityError,
+    check_count,
 )
 from mmrender.shipping.address import Address, ReceiverList, Receivers, dial
 from mmrender.shipping.connection import Connection
@@ -37,7 +38,6 @@ from mmrender.shipping.protocol import (
     Timing,
     Want,
     Welcome,
-    check_options,
     to_wire,
 )
 from mmrender.trajectory.delivery import DeliveryId
@@ -149,10 +149,8 @@ class Sender(End):
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.receivers = ReceiverList(receivers, ssl, timing.failover)
-        check_options(
-            max_unacked_messages=(max_unacked_messages, 1, MAX_UNACKED),
-            max_unacked_bytes=(max_unacked_bytes, 1, None),
-        )
+        check_count("max_unacked_messages", max_unacked_messages, most=MAX_UNACKED, error=ShippingError)
+        check_count("max_unacked_bytes", max_unacked_bytes, error=ShippingError)
         self._ssl = ssl
         self._max_unacked_messages = max_unacked_messages
         self._max_unacked_bytes = max_unacked_bytes

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from mmrender.errors import BatchError
+from mmrender.errors import BatchError, check_count
 from mmrender.training.families import ModelFamily
 from mmrender.training.predictions import Predictions, Tokens, predicted
 from mmrender.training.segments import (
@@ -328,8 +328,7 @@ class TrainingBatch(OutOfBand):
 
     def chunk(self, parts: int) -> "list[TrainingBatch]":
         """Cut into batches of equally many rows, one for each rank. Padding rows fill up the last."""
-        if parts < 1:
-            raise BatchError("a batch is cut into one part or more", where="parts", got=str(parts))
+        check_count("parts", parts, error=BatchError)
         size = -(-len(self) // parts)
         whole = self.with_padding_rows(size * parts - len(self))
         return [whole.rows(size * part, size * (part + 1)) for part in range(parts)]

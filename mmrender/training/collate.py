@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import BatchError, PlaceholderError
+from mmrender.errors import BatchError, PlaceholderError, check_count
 from mmrender.media.processors.patches import time_steps
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
@@ -73,8 +73,7 @@ def collate(
     """
     if padding_side not in ("left", "right"):
         raise BatchError("rows are filled on the left or right", where="padding_side", got=repr(padding_side))
-    if multiple < 1:
-        raise BatchError("a width is a multiple of 1 or more", where="multiple", got=str(multiple))
+    check_count("multiple", multiple, error=BatchError)
     if pad_token_id in family.feature_token_ids.values():
         raise BatchError("the pad token marks images", where="pad_token_id", got=str(pad_token_id))
     packed = rows is not None

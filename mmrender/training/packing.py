@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import BatchError
+from mmrender.errors import BatchError, check_count
 from mmrender.sidecar import MultiModalData
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.collate import collate
@@ -119,8 +119,7 @@ def balance(costs: Sequence[float], parts: int) -> list[list[int]]:
     Raises:
         BatchError: `parts` is not positive.
     """
-    if parts < 1:
-        raise BatchError("items are distributed over one part or more", where="parts", got=str(parts))
+    check_count("parts", parts, error=BatchError)
     size, larger = divmod(len(costs), parts)  # `larger` parts have one item more than `size`
     members: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, part) for part in range(parts)]
@@ -213,8 +212,7 @@ def plan_steps(
     Raises:
         BatchError: A sample is longer than `max_tokens`, or `ranks` is not positive.
     """
-    if ranks < 1:
-        raise BatchError("micro-batches are planned for one rank or more", where="ranks", got=str(ranks))
+    check_count("ranks", ranks, error=BatchError)
     lengths = [sample.length for sample in samples]
     costs = [compute_cost([length], hidden_size) for length in lengths]
     keys = [_image_key(sample, family) if sample.media else None for sample in samples]

@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import TrajectoryError
+from mmrender.errors import TrajectoryError, check_count
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.prefix import media_before
@@ -21,10 +21,7 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
     Raises:
         TrajectoryError: `max_tokens` is negative.
     """
-    if max_tokens < 0:
-        raise TrajectoryError(
-            "a length is negative", where="max_tokens", expected="0 or more", got=str(max_tokens)
-        )
+    check_count("max_tokens", max_tokens, least=0, error=TrajectoryError)
     before = media_before(sidecar.spans(), max_tokens)
     cut = bool(before) and before[-1].stop > max_tokens
     return before[-1].start if cut else max_tokens

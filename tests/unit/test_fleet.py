@@ -142,7 +142,7 @@ def test_roles_are_checked(tmp_path):
     error = error_of(InputError, Fleet, tmp_path, {"a/b": Role(stop)})
     assert str(error) == "roles: not a name of a role - expected letters, got 'a/b'"
     error = error_of(InputError, Fleet, tmp_path, {"worker": Role(stop, 0)})
-    assert str(error) == "worker: a role needs processes - expected 1 or more, got 0"
+    assert str(error) == "roles['worker'].count: is out of range - expected a whole number, 1 or more, got 0"
 
 
 def test_addresses_are_in_order_of_their_processes(tmp_path):

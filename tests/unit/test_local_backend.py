@@ -94,7 +94,9 @@ def test_it_is_a_backend_without_a_server_and_needs_a_model(backend, tmp_path):
         asyncio.run(backend.transport.request("GET", "/health"))
     with pytest.raises(ModelError, match="Transformers cannot load the model"):
         asyncio.run(LocalBackend(tmp_path).resolve_max_prompt_len("x"))
-    with pytest.raises(InputError, match=r"^max_model_len: is too small - expected 1 or more, got 0$"):
+    with pytest.raises(
+        InputError, match=r"^max_model_len: is out of range - expected a whole number, 1 or more, got 0$"
+    ):
         LocalBackend(tmp_path, max_model_len=0)
 
 

@@ -50,10 +50,10 @@ def test_a_malformed_address_is_refused_with_the_form_that_is_right(url):
 
 def test_options_that_cannot_be_are_refused():
     with pytest.raises(
-        ShippingError, match="max_unacked_messages: an option is out of range - expected 1 to 4096"
+        ShippingError, match="max_unacked_messages: is out of range - expected a whole number, 1 to 4096"
     ):
         Sender("unix:///a", max_unacked_messages=0)
     with pytest.raises(
-        ShippingError, match="window_messages: an option is out of range - expected 1 or more"
+        ShippingError, match="window_messages: is out of range - expected a whole number, 1 or more"
     ):
         Receiver("unix:///a", window_messages=0)

@@ -281,7 +281,7 @@ def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_a_bound_on_time_is_a_positive_number(seconds):
-    with pytest.raises(InputError, match="cpu_seconds: not a bound on processor time"):
+    with pytest.raises(InputError, match="cpu_seconds: is out of range"):
         BoundedProcesses(cpu_seconds=seconds)
 
 
