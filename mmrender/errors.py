@@ -273,7 +273,7 @@ def check_number(where: str, value: Any, *, above: float | None = None, least: f
     Raises:
         InputError: It is another value.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) < math.inf
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
     if not is_number or (above is not None and value <= above) or (least is not None and value < least):
         bound = f"more than {above}" if above is not None else f"{least} or more"
         raise InputError("is out of range", where=where, expected=bound, got=repr(value))
@@ -292,7 +292,7 @@ def check_count(
     Raises:
         MMRenderError: It is another value. `error` is the class.
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    is_whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
     if not is_whole or value < least or (most is not None and value > most):
         bound = f"{least} or more" if most is None else f"{least} to {most}"
         raise error("is out of range", where=where, expected=f"a whole number, {bound}", got=repr(value))

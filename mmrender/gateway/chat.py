@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from mmrender.client.sampling import check_sampling_params
-from mmrender.errors import InputError, MessageError
+from mmrender.errors import InputError, MessageError, check_count
 from mmrender.gateway.call import Answer, Call, Delta, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
     Strict,
@@ -176,8 +176,7 @@ class Chat(AgentProtocol):
             raise InputError("must be a list of one or more messages", where="messages")
         if request.continue_final_message:
             raise InputError("an answer cannot be continued", where="continue_final_message")
-        if not 1 <= request.n <= _MAX_ANSWERS:
-            raise InputError(f"must be from 1 to {_MAX_ANSWERS}", where="n")
+        check_count("n", request.n, most=_MAX_ANSWERS)
         tools = (
             None
             if request.tools is None

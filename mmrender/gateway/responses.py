@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from mmrender.client.sampling import check_sampling_params
-from mmrender.errors import InputError, MessageError
+from mmrender.errors import InputError, MessageError, check_count
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, ToolChoice
 from mmrender.gateway.reading import (
     Strict,
@@ -187,8 +187,8 @@ class Responses(AgentProtocol):
         check_choice(tools, choice, named, "tool_choice")
         if unknown := sorted(set(request.include) - _INCLUDES):
             raise InputError("cannot be included", where="include", got=repr(unknown[0]))
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 20:
-            raise InputError("must be from 0 to 20", where="top_logprobs")
+        if request.top_logprobs is not None:
+            check_count("top_logprobs", request.top_logprobs, least=0, most=20)
         wants_logprobs = _LOGPROBS in request.include or bool(request.top_logprobs)
         if request.max_output_tokens is not None:
             params["max_tokens"] = request.max_output_tokens
