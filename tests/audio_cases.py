@@ -19,7 +19,6 @@ from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor
 from mmrender.media.processors.patch_videos import PatchVideoProcessor
-from video_cases import encoded_video, frames_of
 
 RATE: Final = 16_000
 """Samples per second that the models here take."""
@@ -64,6 +63,8 @@ def film(frames: int = 8, seconds: float = 3.0, seed: int = 0) -> dict[str, Any]
 
 @cache  # the encoder, whose threads race, does not write the same file twice
 def _encoded_film(frames: int, seconds: float, seed: int) -> bytes:
+    from video_cases import encoded_video, frames_of  # it needs torch
+
     sound = clip(seconds, seed) if seconds else None
     return encoded_video(frames_of(frames, 28, 56, seed), fps=2, container="matroska", sound=sound)
 

@@ -6,6 +6,8 @@ is the range of both, and each marks its own features in it, as inference server
 """
 
 import time
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from typing import Any, Final
 
 import msgspec
@@ -17,11 +19,11 @@ from mmrender.media.audio import LoadedAudio, Samples, check_form, check_length,
 from mmrender.media.decode import open_container
 from mmrender.media.item import TensorItem, expand_into, tensor_specs
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processor import AudioProcessor, Prepared
+from mmrender.media.processor import AudioProcessor, Prepared, TokenRun
 from mmrender.media.sources import read_source
 from mmrender.media.video import as_array
-from mmrender.messages import VideoPart
-from mmrender.sidecar import Expansion, MediaItem, Repeat, feature_count
+from mmrender.messages import Modality, VideoPart
+from mmrender.sidecar import MediaItem, Repeat, feature_count
 
 CODECS: Final = ("aac", "mp3", "opus", "vorbis", "flac", "alac", "ac3", "pcm_s16le", "pcm_s24le", "pcm_f32le")
 """Codecs of sound that are decoded."""
@@ -120,11 +122,18 @@ def interleaved(audio: AudioProcessor, video: MediaItem, track: MediaItem) -> tu
     if not isinstance(video, TensorItem) or not isinstance(track, TensorItem):
         raise ProcessorError("items of this class cannot be joined", got=type(video).__name__)
 
+    tokens = {
+        item.modality: {piece.token for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds}
+        for item in (video, track)
+    }
+    order = cache(partial(_order, audio, video, track, tokens))
+
     def joined(item: Any, other: MediaItem) -> Prepared:
         identity = blake3(f"{item.identity} with {other.identity}".encode()).hexdigest()
 
         def finish() -> MediaItem:
-            expansion = _expansion(audio, video, track, item.modality)
+            own = tokens[item.modality]
+            expansion = tuple(Repeat(token, count, token in own) for token, count in order())
             whole: MediaItem = msgspec.structs.replace(item, identity=identity, expansion=expansion)
             return whole
 
@@ -133,15 +142,13 @@ def interleaved(audio: AudioProcessor, video: MediaItem, track: MediaItem) -> tu
     return joined(video, track), joined(track, video)
 
 
-def _expansion(audio: AudioProcessor, video: MediaItem, track: MediaItem, modality: str) -> Expansion:
-    """Return the tokens of both, of which those of a modality embed its features."""
-    counts: dict[str, int] = {item.modality: feature_count(item.expansion) for item in (video, track)}
+def _order(
+    audio: AudioProcessor, video: MediaItem, track: MediaItem, tokens: Mapping[Modality, set[str]]
+) -> Sequence[TokenRun]:
+    """Return the tokens of both in the order of their times, as many of each as they have by themselves."""
+    counts = {item.modality: feature_count(item.expansion) for item in (video, track)}
     frames = video.grid[0]
     runs = audio.alternate(frames, counts["video"] // frames, _seconds(video), counts["audio"])
-    tokens: dict[str, set[str]] = {
-        item.modality: {piece.token for piece in item.expansion if isinstance(piece, Repeat) and piece.embeds}
-        for item in (video, track)
-    }
     for kind, own in tokens.items():
         if sum(count for token, count in runs if token in own) != counts[kind]:
             raise ProcessorError(
@@ -149,7 +156,7 @@ def _expansion(audio: AudioProcessor, video: MediaItem, track: MediaItem, modali
                 expected=str(counts[kind]),
                 got=str(runs),
             )
-    return tuple(Repeat(token, count, token in tokens[modality]) for token, count in runs)
+    return runs
 
 
 def _seconds(video: MediaItem) -> float:
