@@ -29,7 +29,7 @@ from mmrender.gateway.limits import (
 )
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
-from mmrender.gateway.replies import AnswerStream, Caller, Reply
+from mmrender.gateway.replies import Caller, Reply, begin_stream, stream
 from mmrender.gateway.session import Session
 from mmrender.gateway.sessions import Sessions
 from mmrender.gateway.writing import AgentProtocol
@@ -212,10 +212,9 @@ class _Routes:
                 stack.callback(caller.close)
                 reply: bytes | AsyncIterator[bytes]
                 if call.stream:
-                    stream = AnswerStream(pending, self.settings.keep_alive_seconds)
-                    stack.callback(stream.close)
-                    await caller.wait_for(stream.begin())
-                    reply = stream.events(protocol.events(call, pending.answer_ids))
+                    seconds = self.settings.keep_alive_seconds
+                    await caller.wait_for(begin_stream(pending, seconds))
+                    reply = stream(pending, protocol.events(call, pending.answer_ids), seconds)
                     headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
                 else:
                     answers = await caller.wait_for(pending.answers())

@@ -20,8 +20,8 @@ from mmrender.gateway.reading import (
     read_content,
     read_fields,
     read_origin,
+    read_tools,
     set_structure,
-    without_searches,
 )
 from mmrender.gateway.writing import AgentProtocol, Blocks, Field, event, is_cut, total_usage
 from mmrender.messages import Message, ToolCall, text_of
@@ -154,7 +154,7 @@ class Messages(AgentProtocol):
         request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
         reader = _Reader()
         messages = reader.conversation(request)
-        tools = reader.tools(request.tools)
+        tools = read_tools(request.tools, reader.notes, reader.tool)
         choice = request.tool_choice or _ToolChoice(type="auto")
         named: tuple[str, ...] = ()
         if choice.type == "tool":
@@ -186,7 +186,7 @@ class Messages(AgentProtocol):
             thinking=None if thinking is None else _THINKING.get(thinking.type),
             stream=request.stream,
             with_usage=True,
-            notes=reader.notes,
+            notes=tuple(reader.notes),
             origin=read_origin(headers, thread=session if isinstance(session, str) else None),
             idempotency_key=headers.get("idempotency-key"),
         )
@@ -235,16 +235,11 @@ class _Reader:
     """Reads the conversation and the tools of one request, and collects notes."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, None] = {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Accepted fields without effect, each once."""
-        return tuple(self._notes)
+        self.notes: dict[str, None] = {}
 
     def note(self, field: str) -> None:
         """Note an accepted field without effect."""
-        self._notes[field] = None
+        self.notes[field] = None
 
     def conversation(self, request: _Request) -> tuple[Message, ...]:
         """Read the system prompt and the messages."""
@@ -271,28 +266,20 @@ class _Reader:
             )
         return tuple(messages)
 
-    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> tuple[Mapping[str, Any], ...] | None:
-        """Read the tools. Anthropic's own search is left out."""
-        if tools is None:
-            return None
-        read: list[Mapping[str, Any]] = []
-        for index, item in enumerate(tools):
-            kind = item.get("type")
-            if isinstance(kind, str) and kind.startswith("web_search_"):
-                self.note(f"tools.{kind}")
-                continue
-            if kind not in (None, "custom"):
-                raise InputError(
-                    "only the provider's own models know this tool",
-                    where=f"tools[{index}].type",
-                    got=repr(kind),
-                    remedy="Define it with a name and an input_schema",
-                )
-            tool = convert(item, _Tool, f"tools[{index}]")
-            if tool.strict:
-                self.note("tools.strict")
-            read.append(function_tool(tool.name, tool.description, tool.input_schema))
-        return without_searches(read, tools)
+    def tool(self, item: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        """Read a tool."""
+        kind = item.get("type")
+        if kind not in (None, "custom"):
+            raise InputError(
+                "only the provider's own models know this tool",
+                where=f"{where}.type",
+                got=repr(kind),
+                remedy="Define it with a name and an input_schema",
+            )
+        tool = convert(item, _Tool, where)
+        if tool.strict:
+            self.note("tools.strict")
+        return [function_tool(tool.name, tool.description, tool.input_schema)]
 
     def _user(self, content: str | list[Any], where: str) -> list[Message]:
         """Read a user message: results of tools are messages of their own, in order with the rest."""

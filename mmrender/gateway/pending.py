@@ -1,7 +1,7 @@
 """`Pending`: a call of an agent while it is answered. Equal calls may share the sampling of its answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmrender.errors import SessionClosedError
@@ -52,10 +52,6 @@ class Run:
         self.deltas.append(delta)
         self.changed.notify()
 
-    async def news(self, position: int) -> None:
-        """Wait until there are more pieces of text than `position`, or no more come."""
-        await self.changed.wait_until(lambda: len(self.deltas) > position or not self.is_sampling)
-
     def stop_timer(self) -> None:
         """Stay, since a caller has come back or nobody is waited for."""
         if self.timer is not None:
@@ -79,14 +75,17 @@ class Pending:
         run.callers += 1
         run.stop_timer()
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield text as it becomes certain, from the first on, until sampling has ended in any way."""
-        run, position = self._run, 0
-        while run.is_sampling or position < len(run.deltas):
-            for delta in run.deltas[position:]:
-                yield delta
-                position += 1
-            await run.news(position)
+    async def more(self, position: int, timeout: float | None = None) -> list[Delta] | None:
+        """Return the text after the first `position` deltas, once there is any that is certain.
+
+        Returns:
+            The deltas, empty if none came within `timeout` seconds. None once sampling has ended in any way.
+        """
+        run = self._run
+        ended = await run.changed.wait_until(
+            lambda: len(run.deltas) > position or not run.is_sampling, timeout
+        )
+        return run.deltas[position:] or (None if ended else [])
 
     async def answers(self) -> tuple[Answer, ...]:
         """Return the answers. Their turns are on disk then.

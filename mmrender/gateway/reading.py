@@ -1,7 +1,7 @@
 """Strict reading of requests, for all protocols: fields, content, tools, sampling parameters, headers."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -202,18 +202,29 @@ def function_tool(name: str, description: str | None, parameters: Any) -> dict[s
     return {"type": "function", "function": function}
 
 
-def without_searches(
-    tools: Sequence[Mapping[str, Any]], requested: Sequence[Any]
-) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that are left if the provider's own search is left out.
+def read_tools(
+    tools: Sequence[Mapping[str, Any]] | None,
+    notes: dict[str, None],
+    read: Callable[[Mapping[str, Any], str], Iterable[Mapping[str, Any]]],
+) -> tuple[Mapping[str, Any], ...] | None:
+    """Read each tool by `read(tool, where)`. The provider's own search is left out, and noted.
 
     Raises:
         InputError: None is left. A model that is asked to search without a search would make results up.
     """
-    if requested and not tools:
+    if tools is None:
+        return None
+    left: list[Mapping[str, Any]] = []
+    for index, tool in enumerate(tools):
+        kind = tool.get("type")
+        if isinstance(kind, str) and kind.startswith("web_search"):
+            notes[f"tools.{kind}"] = None
+        else:
+            left += read(tool, f"tools[{index}]")
+    if tools and not left:
         remedy = "Give the model a tool that searches"
         raise InputError("the search of the provider is not run here", where="tools", remedy=remedy)
-    return tuple(tools)
+    return tuple(left)
 
 
 def check_choice(

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from mmrender.errors import MissingDependencyError
-from mmrender.gateway.call import Delta
 from mmrender.gateway.limits import CallerLeftError, Failure, RequestError, failure_of
 from mmrender.gateway.pending import Pending
 from mmrender.gateway.writing import EventWriter
@@ -72,64 +71,40 @@ class Caller:
             self._leaving.cancel()
 
 
-class AnswerStream:
-    """The texts of an answer that is sampled, one after another."""
+async def begin_stream(pending: Pending, keep_alive_seconds: float) -> None:
+    """Wait for the first text of an answer, so that an error before it has a status of its own.
 
-    def __init__(self, pending: Pending, keep_alive_seconds: float) -> None:
-        self._pending = pending
-        self._deltas = pending.deltas()
-        self._seconds = keep_alive_seconds
-        self._coming: asyncio.Future[Delta | None] | None = None
+    The stream begins without a text after `keep_alive_seconds`.
+    """
+    if await pending.more(0, keep_alive_seconds) is None:
+        await pending.answers()
 
-    async def begin(self) -> None:
-        """Wait for the first text, so that an error before it has a status of its own.
 
-        The stream begins without a text after `keep_alive_seconds`.
-        """
-        coming = await self._wait()
-        if coming.done() and coming.result() is None:
-            await self._pending.answers()
+async def stream(
+    pending: Pending, writer: EventWriter, keep_alive_seconds: float
+) -> AsyncGenerator[bytes, None]:
+    """Yield all events of an answer that is sampled. An error is the last event, or breaks the stream.
 
-    async def events(self, writer: EventWriter) -> AsyncGenerator[bytes, None]:
-        """Yield all events. An error is the last event, or breaks the stream.
-
-        Raises:
-            StreamBrokenError: The protocol has no event for the error that clients repeat a call after.
-        """
-        yield writer.begin()
-        while True:
-            coming = await self._wait()
-            if not coming.done():
-                yield writer.keep_alive()
-                continue
-            self._coming = None
-            if (delta := coming.result()) is None:
-                break
+    Raises:
+        StreamBrokenError: The protocol has no event for the error that clients repeat a call after.
+    """
+    yield writer.begin()
+    position = 0
+    while (deltas := await pending.more(position, keep_alive_seconds)) is not None:
+        for delta in deltas:
             yield writer.delta(delta)
-        try:
-            answers = await self._pending.answers()
-        except Exception as error:  # the status is sent, so it goes into the stream
-            failure = failure_of(error)
-            if not (last := writer.failure(failure.status, failure.code, failure.message)):
-                raise StreamBrokenError(failure) from error
-            yield last
-        else:
-            yield writer.end(answers)
-
-    def close(self) -> None:
-        """End the wait for the next text."""
-        if self._coming is not None:
-            self._coming.cancel()
-
-    async def _wait(self) -> "asyncio.Future[Delta | None]":
-        """Wait `keep_alive_seconds` for the next text, or None at the end."""
-        if self._coming is None:
-            self._coming = asyncio.ensure_future(self._next())
-        await asyncio.wait({self._coming}, timeout=self._seconds)
-        return self._coming
-
-    async def _next(self) -> Delta | None:
-        return await anext(self._deltas, None)
+        if not deltas:
+            yield writer.keep_alive()
+        position += len(deltas)
+    try:
+        answers = await pending.answers()
+    except Exception as error:  # the status is sent, so it goes into the stream
+        failure = failure_of(error)
+        if not (last := writer.failure(failure.status, failure.code, failure.message)):
+            raise StreamBrokenError(failure) from error
+        yield last
+    else:
+        yield writer.end(answers)
 
 
 class Reply(Response):

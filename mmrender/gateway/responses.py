@@ -20,8 +20,8 @@ from mmrender.gateway.reading import (
     read_content,
     read_fields,
     read_origin,
+    read_tools,
     set_structure,
-    without_searches,
 )
 from mmrender.gateway.writing import (
     AgentProtocol,
@@ -182,7 +182,7 @@ class Responses(AgentProtocol):
         request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
         notes: dict[str, None] = {}
         messages = _Conversation(notes).read(request)
-        tools = None if request.tools is None else _tools(request.tools, notes)
+        tools = read_tools(request.tools, notes, lambda tool, where: _tools(tool, where, notes))
         choice, named = _choice(request.tool_choice)
         check_choice(tools, choice, named, "tool_choice")
         if unknown := sorted(set(request.include) - _INCLUDES):
@@ -341,29 +341,26 @@ def _with_one_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     return (Message(role="system", content="\n\n".join(texts)), *messages[count:])
 
 
-def _tools(tools: Sequence[Any], notes: dict[str, None]) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools, those of a namespace as `namespace.name`. OpenAI's own search is left out."""
-    read: list[Mapping[str, Any]] = []
-    for index, item in enumerate(tools):
-        where, kind = f"tools[{index}]", item.get("type")
-        if isinstance(kind, str) and kind.startswith("web_search"):
-            notes[f"tools.{kind}"] = None
-        elif kind == "namespace":
-            namespace = convert(item, _Namespace, where)
-            if namespace.description:
-                notes["tools.namespace.description"] = None
-            for number, inner in enumerate(namespace.tools):
-                read.append(_tool(inner, f"{where}.tools[{number}]", notes, f"{namespace.name}."))
-        elif kind == "function":
-            read.append(_tool(item, where, notes))
-        else:
-            raise InputError(
-                "only the provider's own models know this tool",
-                where=f"{where}.type",
-                expected="function, namespace or web_search",
-                got=repr(kind),
-            )
-    return without_searches(read, tools)
+def _tools(item: Mapping[str, Any], where: str, notes: dict[str, None]) -> list[Mapping[str, Any]]:
+    """Read a tool, or those of a namespace as `namespace.name`."""
+    kind = item.get("type")
+    if kind == "function":
+        return [_tool(item, where, notes)]
+    if kind != "namespace":
+        raise InputError(
+            "only the provider's own models know this tool",
+            where=f"{where}.type",
+            expected="function, namespace or web_search",
+            got=repr(kind),
+        )
+    namespace = convert(item, _Namespace, where)
+    if namespace.description:
+        notes["tools.namespace.description"] = None
+    prefix = f"{namespace.name}."
+    return [
+        _tool(inner, f"{where}.tools[{number}]", notes, prefix)
+        for number, inner in enumerate(namespace.tools)
+    ]
 
 
 def _tool(item: Any, where: str, notes: dict[str, None], prefix: str = "") -> dict[str, Any]:

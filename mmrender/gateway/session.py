@@ -211,8 +211,11 @@ class Session:
         pending = await self.begin(call, shows_text=on_delta is not None)
         try:
             if on_delta is not None:
-                async for delta in pending.deltas():
-                    on_delta(delta)
+                position = 0
+                while (deltas := await pending.more(position)) is not None:
+                    for delta in deltas:
+                        on_delta(delta)
+                    position += len(deltas)
             answers = await pending.answers()
             pending.delivered()
             return answers

@@ -208,8 +208,8 @@ async def test_a_retry_attaches_to_the_call_whose_caller_left(renderer):
         await left_while_sampling(session, script, streamed)
         script.gate.set()
         again = await session.begin(streamed)
-        texts = [delta.text async for delta in again.deltas()]
         [answer] = await again.answers()
+        texts = [delta.text for delta in await again.more(0)]
         assert (script.asked, again.answer_ids, "".join(texts)) == (1, (answer.id,), answer.content)
         again.leave()
         assert await session.answer(call) == (answer,)
