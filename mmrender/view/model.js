@@ -20,7 +20,7 @@ class Sequence {
       for (const [start, stop] of raw.trained) this.trained.fill(1, start, stop);
     }
     this.mediumAt = new Int32Array(count).fill(-1);
-    // A sound track has the range of its video, which is shown there.
+    // A sound track has the range of its video, which comes first.
     raw.media.forEach((medium, place) => this.mediumAt[medium.start] < 0 && this.mediumAt.fill(place, medium.start, medium.stop));
     this.values = {};
     for (const [name, runs] of Object.entries(raw.values)) {

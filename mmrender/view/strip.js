@@ -93,7 +93,8 @@ class Strip {
       const place = mediumAt[token];
       if (place >= 0 && media[place].start === token) {
         flush(token);
-        add("card", token, media[place].stop, CARD, { place });
+        // A sound track, which has the range of its video, has a card of its own.
+        for (let at = place; media[at]?.start === token; at += 1) add("card", token, media[at].stop, CARD, { place: at });
         if (!this.unfolded.has(place)) {
           token = media[place].stop - 1;
           begin = token + 1;
@@ -230,7 +231,7 @@ class Strip {
       if (item.frames) shown.append(element("span", { className: "time", textContent: `${+item.seconds[frame].toFixed(2)} s` }));
       frames.append(shown);
     }
-    const open = this.unfolded.has(place);
+    const open = this.unfolded.has(sequence.mediumAt[medium.start]);
     const isAudio = item.modality === "audio";
     const grid = !isAudio && medium.grid && `${medium.grid[0] > 1 ? `${medium.grid[0]} × ` : ""}${medium.grid[1]} × ${medium.grid[2]} patches`;
     const tiles = !isAudio && !medium.grid && item.layout.length ? `${item.layout.join(" × ")} tiles` : "";
@@ -281,8 +282,9 @@ class Strip {
     if (token >= 0) this.events.select(this, token);
   }
 
-  fold(place) {
-    const { media } = this.sequence;
+  fold(at) {
+    const { media, mediumAt } = this.sequence;
+    const place = mediumAt[media[at].start]; // a sound track is shown with its video
     const before = this.rows[this.rowOf(media[place].start)].y - this.scroller.scrollTop;
     if (!this.unfolded.delete(place)) this.unfolded.add(place);
     this.layout();
