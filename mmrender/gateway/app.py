@@ -284,7 +284,7 @@ class _Routes:
         key = key_of(request)
         if not (key and self.host.session_of_key(key)):
             self._owner(request)
-        limit = await self.host.max_prompt_len()
+        limit = await self.host.engine.max_prompt_len()
         more = {} if limit is None else {"max_model_len": limit + 1}
 
         def card(name: str) -> dict[str, Any]:

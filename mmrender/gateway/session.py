@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
+
 from mmrender.client.engine import Engine
 from mmrender.client.types import RequestOptions
 from mmrender.engines.interface import gather_all
@@ -40,6 +42,7 @@ _log = logging.getLogger("mmrender.gateway")
 
 _DELIVERY_SECONDS: Final = 0.05
 """Seconds in which a delivery may be written together with the next call."""
+_PRIVATE: Final = ("api_key", "owner", "version")
 _COUNTS: Final = ("incomplete", "steps", "tokens", "bytes", "running", "reward")
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
@@ -147,18 +150,11 @@ class Session:
 
         `steps`, `tokens`, `bytes`, `running` and `reward` are None from a restart to the first call.
         """
-        opened = self.opened
+        opened = msgspec.structs.asdict(self.opened)
         return {
-            "name": opened.name,
+            **{name: value for name, value in opened.items() if name not in _PRIVATE},
             "state": self.state,
-            "created": opened.created,
             "idle_seconds": round(time.monotonic() - self.used, 3),
-            "group": opened.group,
-            "metadata": opened.metadata,
-            "sampling_params": opened.sampling_params,
-            "template_arguments": opened.template_arguments,
-            "max_turns": opened.max_turns,
-            "max_tokens": opened.max_tokens,
             **self._counts(),
         }
 

@@ -265,10 +265,6 @@ class Sessions:
 
     # --- calls without a session ---
 
-    async def max_prompt_len(self) -> int | None:
-        """Return the maximum number of tokens of a prompt, or None if unknown."""
-        return await self.engine.max_prompt_len()
-
     async def count_tokens(self, call: Call) -> int:
         """Return the number of tokens of a call's prompt, rendered in full.
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
-from mmrender.errors import InputError, RenderError
+from mmrender.errors import InputError, RenderError, check_number
 from mmrender.messages import MODALITIES, ROLES, Message, Role
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
@@ -402,10 +402,7 @@ def _weights(weights: Mapping[int, float] | None, conversation: Sequence[Message
         values[index % len(conversation)] = f"weights[{name}]", value
     weights_of = np.ones(len(conversation), np.float32)
     for index, (where, value) in values.items():
-        is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < np.inf:
-            expected = "a finite number, 0 or more"
-            raise InputError("a weight is malformed", where=where, expected=expected, got=repr(value))
+        check_number(where, value, least=0)
         weights_of[index] = value
     return weights_of
 

@@ -125,12 +125,6 @@ def test_every_field_of_the_client_is_read_ignored_or_refused_by_name():
     assert not unlisted(CompletionCreateParamsStreaming, chat)
 
 
-@pytest.mark.parametrize("name", sorted(chat.REFUSED))
-def test_a_refused_field_is_named(name):
-    sentence = f"{name}: this field is not supported. {chat.REFUSED[name]}"
-    assert error_of(InputError, read, **{name: "x"}) == sentence
-
-
 def test_a_clip_is_read_in_both_forms():
     parts = [
         {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kit import error_of
+from mmrender.errors import InputError
 from mmrender.gateway import chat, messages, responses
+from mmrender.gateway.protocols import PROTOCOLS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "gateway-fields.md").read_text()
 ROWS = {
@@ -27,3 +30,11 @@ def test_the_page_lists_every_field(title, module):
     assert fields(title, effect="no effect") == module.IGNORED
     assert fields(title, effect="refused") == module.REFUSED.keys()
     assert set(module._Request.__struct_fields__) <= fields(title)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_a_refused_field_is_named(name):
+    modules = {"chat": chat, "messages": messages, "responses": responses}
+    for field, remedy in modules[name].REFUSED.items():
+        error = error_of(InputError, PROTOCOLS[name].read, {field: "x"}, {})
+        assert error == f"{field}: this field is not supported. {remedy}"

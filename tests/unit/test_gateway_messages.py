@@ -142,12 +142,6 @@ def test_every_field_of_the_client_is_read_ignored_or_refused_by_name():
         assert not unlisted(params, messages)
 
 
-@pytest.mark.parametrize("name", sorted(messages.REFUSED))
-def test_a_refused_field_is_named(name):
-    sentence = f"{name}: this field is not supported. {messages.REFUSED[name]}"
-    assert error_of(InputError, read, **{name: "x"}) == sentence
-
-
 def test_sampling_parameters_have_vllms_names():
     call = read(temperature=1, top_p=0.9, top_k=5, stop_sequences=["a"])
     assert call.sampling_params == {

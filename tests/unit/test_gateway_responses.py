@@ -157,12 +157,6 @@ def test_every_field_of_the_client_is_read_ignored_or_refused_by_name():
     assert not unlisted(ResponseCreateParamsStreaming, responses)
 
 
-@pytest.mark.parametrize("name", sorted(responses.REFUSED))
-def test_a_refused_field_is_named(name):
-    sentence = f"{name}: this field is not supported. {responses.REFUSED[name]}"
-    assert error_of(InputError, read, **{name: "x"}) == sentence
-
-
 def test_sampling_parameters_have_vllms_names():
     call = read(temperature=0.2, top_p=0.9, top_k=5, max_output_tokens=9)
     assert call.sampling_params == {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "max_tokens": 9}
