@@ -105,7 +105,7 @@ def audit(
     """Compare every sampled token, and find the stage and cause of differences.
 
     Samples that are faulty by themselves are reported first. Among further samples with differences, the
-    `explain` largest are explained: compared with simulated faults, and run again with one thing changed.
+    `explain` largest are explained: run again with one thing changed.
 
     Args:
         samples: As the trainer would get them, `logprobs` being the sampler's.
@@ -118,7 +118,7 @@ def audit(
         sources: Images before processing, by identity of their items: whatever a message may hold.
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
-        budget: Forward passes for each sample that is explained, at most.
+        budget: Changes that are tried for each sample that is explained, at most.
         noise: An earlier result of `measure_noise`, by default measured again.
         progress: Called with a text at the start of each stage.
     """

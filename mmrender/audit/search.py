@@ -23,7 +23,7 @@ from mmrender.audit.stage import MAX_TOKENS, Effect, Fault, Place, weigh
 from mmrender.caching import cached_property
 
 DEFAULT_BUDGET: Final = 1500
-"""Forward passes for one sample at most."""
+"""Changes that are tried for one sample at most."""
 _CERTAIN: Final = 12.0
 """Digits beyond which no other row can fit by chance, among the thousand or so trials."""
 _CHANCE: Final = 1.3
@@ -134,7 +134,7 @@ class Search:
     Args:
         case: The sample, and all data that may help.
         noise: Differences by arithmetic alone.
-        budget: Forward passes at most.
+        budget: Changes that are tried at most.
         before: The finding about another sample, whose row is tried first, or whose stage if it has none.
     """
 
@@ -234,8 +234,11 @@ class Search:
         """Return the stages, the likeliest first."""
         if not len(self._chosen):
             return [Place(0.0, Fault("recording", "the recorded numbers"))]
-        noise = max(self.noise.exact, self.noise.rms)
-        return weigh(self.case.compared.difference[self._chosen], self._effects, noise)
+        compared, noise = self.case.compared, max(self.noise.exact, self.noise.rms)
+        places = weigh(compared.difference[self._chosen], self._effects, noise)
+        # No distribution has positive log-probabilities.
+        is_one = not compared.sampler[self._chosen].max() > self.case.tolerance
+        return [place for place in places if is_one or place.stage != "sampling"]
 
     def _may_be_loose(self, case: Case) -> bool:
         """Whether the sampler may have had another dtype, and more differs than that makes."""
@@ -377,7 +380,7 @@ class Search:
         rest = self.case.compared.difference[self._chosen] - change
         apart: dict[str, float] = {}
         for fault, other in self._effects:
-            if fault.row and fault is not first:
+            if fault is not first:
                 left = float(np.square(rest - other).sum())
                 apart[fault.row] = min(left, apart.get(fault.row, float(np.square(rest).sum())))
         likely = sorted(apart, key=lambda name: apart[name])[:_SECONDS]
@@ -402,7 +405,7 @@ class Search:
 
         ranked: list[tuple[float, Effect]] = []
         for fault, change in self._effects:
-            if fault.row and np.isfinite(change).all():
+            if np.isfinite(change).all():
                 share = float((sizes(before - change) / sizes(before)).min())
                 ranked += [(share, (fault, change))] if share < _HALF else []
         return [effect for _, effect in sorted(ranked, key=itemgetter(0))]

@@ -37,8 +37,8 @@ ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 VISION: Final = "vision"
 LANGUAGE: Final = "language model"
 _SAMPLES_AT_ONCE: Final = 16
-_MAX_FEATURES: Final = 8
-"""Outputs of vision towers that are kept."""
+_MAX_FEATURES: Final = 4
+"""Calls of vision towers that are kept."""
 _TOKENS_AT_ONCE: Final = 1 << 14
 
 
