@@ -237,8 +237,8 @@ class Search:
         compared, noise = self.case.compared, max(self.noise.exact, self.noise.rms)
         places = weigh(compared.difference[self._chosen], self._effects, noise)
         # No distribution has positive log-probabilities.
-        is_one = not compared.sampler[self._chosen].max() > self.case.tolerance
-        return [place for place in places if is_one or place.stage != "sampling"]
+        positive = compared.sampler[self._chosen].max() > self.case.tolerance
+        return sorted(places, key=lambda place: place.stage != "recording") if positive else places
 
     def _may_be_loose(self, case: Case) -> bool:
         """Whether the sampler may have had another dtype, and more differs than that makes."""
