@@ -18,6 +18,7 @@ import msgspec
 
 from mmrender.client.engine import Engine
 from mmrender.client.types import RequestOptions
+from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.engines.interface import gather_all
 from mmrender.errors import (
     EngineStatusError,
@@ -83,6 +84,8 @@ class Session:
         self.state: SessionState = "open"
         self.used = time.monotonic()
         self._host = host
+        headers = {**(host.options.get("extra_headers") or {}), SESSION_HEADER: opened.name}
+        self._options: RequestOptions = {**host.options, "extra_headers": headers}
         self._memory: SessionMemory | None = None
         self._left: dict[str, Any] = dict.fromkeys(_COUNTS)
         self._loading = asyncio.Lock()
@@ -416,11 +419,10 @@ class Session:
                         previous=previous,
                         params=params,
                         template_arguments=self.opened.template_arguments,
-                        session_name=self.name,
                         on_delta=on_delta,
                         number=number,
                         answer_id=answer_id,
-                        options=host.options,
+                        options=self._options,
                     )
                     for number, answer_id in enumerate(run.answer_ids)
                 ]

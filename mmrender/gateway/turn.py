@@ -10,7 +10,6 @@ import msgspec
 from mmrender.client.engine import Engine
 from mmrender.client.types import RequestOptions
 from mmrender.content.messages import to_openai
-from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.errors import InputError
 from mmrender.gateway.answers import read_turn, stop_strings
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
@@ -38,7 +37,6 @@ async def take_turn(
     previous: int | None = None,
     params: Mapping[str, Any] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
-    session_name: str | None = None,
     on_delta: OnDelta | None = None,
     number: int = 0,
     answer_id: str | None = None,
@@ -58,7 +56,6 @@ async def take_turn(
         params: Sampling parameters of the session. They replace the call's, except that the smaller
             `max_tokens` counts.
         template_arguments: Template variables of the session. They replace the call's.
-        session_name: Name by which engines keep the session on one replica.
         on_delta: Called with text that is certain, before the turn is complete.
         number: Number of the answer among the answers of the call. It is added to the seed.
         answer_id: Id of the answer, by default a new one.
@@ -100,7 +97,7 @@ async def take_turn(
         tools=call.offered,
         template_arguments=arguments,
         on_tokens=None if deltas is None else deltas.add,
-        **_request_options(options, session_name),
+        **(options or {}),
     )
     names = {"id": answer_id or new_id(), "step": len(trajectory)}
     answer, sampled_ids, message, lost = read_turn(renderer, generation, call, sampling, **names)
@@ -133,13 +130,6 @@ async def _template_arguments(
     if _THINKING in profile.arguments:
         return {**arguments, _THINKING: call.thinking}, ()
     return arguments, (f"reasoning turned {'on' if call.thinking else 'off'}: the template cannot",)
-
-
-def _request_options(options: RequestOptions | None, session_name: str | None) -> RequestOptions:
-    headers = dict((options or {}).get("extra_headers") or {})
-    if session_name is not None:
-        headers[SESSION_HEADER] = session_name
-    return {**(options or {}), "extra_headers": headers}
 
 
 async def _sampling_params(

@@ -351,7 +351,6 @@ async def test_the_session_decides_how_is_sampled(renderer):
     session.options = {
         "params": {"temperature": 1.0, "max_tokens": 100, "seed": 5},
         "template_arguments": {"add_vision_id": False},
-        "session_name": "run-7",
         "number": 2,
         "options": {"cache_salt": "s"},
     }
@@ -360,7 +359,7 @@ async def test_the_session_decides_how_is_sampled(renderer):
     sent = session.backend.requests[-1]
     params = {"temperature": 1.0, "frequency_penalty": 0.3, "max_tokens": 100, "seed": 7, "logprobs": 2}
     assert {name: sent.sampling_params[name] for name in params} == params
-    assert (sent.extra_headers["X-Session-ID"], sent.cache_salt) == ("run-7", "s")
+    assert sent.cache_salt == "s"
     record = gateway(step)
     assert record["sampling_params"] == params
     assert record["replaced_params"] == {"temperature": 0.2, "max_tokens": 32000}
