@@ -207,8 +207,7 @@ soak: $(MAIN_STAMP) ## roll out and ship for SOAK_SECONDS; memory must stay flat
 
 faults: $(MAIN_STAMP) ## kill FAULTS senders and receivers over each link, and a gateway at each point; nothing may be lost or doubled
 	OMP_NUM_THREADS=1 $(BIN)/python tests/shipping_faults.py --kills $(FAULTS)
-	$(BIN)/python -c 'from mmrender.testing.tiny_model import build_tiny_model; build_tiny_model("runs/faults/model")'
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/gateway_kills.py runs/faults/model runs/faults
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/gateway_kills.py
 
 fleet: $(MAIN_STAMP) ## 1,000 environments, 64 engines, 4 receivers and 16 ranks for MINUTES, with 20 kills; FLEET="--flag" changes it
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/fleet_faults.py --minutes $(MINUTES) --seed $(SEED) $(FLEET)

@@ -1,4 +1,4 @@
-"""A gateway that is killed at each point of a session, and agents that come back: `python gateway_kills.py MODEL OUT`.
+"""A gateway that is killed at each point of a session, and agents that come back: `python gateway_kills.py [MODEL OUT]`.
 
 This process holds the agents, which know every answer that they have received. It forks a gateway for them. The
 gateway counts points: before and within each write to a file, before files are removed, in the engine, and
@@ -16,6 +16,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ import mmcodecs.files
 from mmrender.gateway.gateway import Gateway
 from mmrender.messages import Message
 from mmrender.renderer import Renderer
+from mmrender.testing.tiny_model import build_tiny_model
 from mmrender.trajectory.files import load_trajectories, received_ids
 from session_cases import Script, ask, user
 
@@ -244,21 +246,23 @@ def warm(renderer: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("model", nargs="?", help="directory of the model; by default a tiny one is built")
+    parser.add_argument("out", nargs="?", type=Path, help="folder of files; by default a temporary one")
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="how many points lie between two that are tried")
     parser.add_argument("--random", type=int, help="number of gateways to kill by a timer")
     options = parser.parse_args()
-    renderer = Renderer.from_pretrained(options.model, image_backend="pil")
+    out = options.out or Path(tempfile.mkdtemp())
+    model = options.model or build_tiny_model(out / "model")
+    renderer = Renderer.from_pretrained(model, image_backend="pil")
     warm(renderer)
     faults: list[str] = []
     kills = runs = 0
 
     def run(**how: Any) -> Agents:
         nonlocal kills, runs
-        agents = Agents(renderer, options.out / f"run{runs}.mmr", **how)
+        agents = Agents(renderer, out / f"run{runs}.mmr", **how)
         agents.play(options.sessions, options.turns)
         faults.extend(f"run {runs}: {fault}" for fault in agents.faults(options.turns))
         kills, runs = kills + agents.kills, runs + 1
