@@ -76,7 +76,7 @@ lint: $(MAIN_STAMP) ## ruff: rules and format
 
 types: $(MAIN_STAMP) ## mypy --strict
 	$(BIN)/mypy
-	$(BIN)/mypy tools
+	MYPYPATH=tests $(BIN)/mypy tools
 
 layers: $(MAIN_STAMP) ## imports run one way (import-linter)
 	$(BIN)/lint-imports
