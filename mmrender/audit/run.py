@@ -1,5 +1,6 @@
 """An audit: run the trainer's samples through its model, and compare with the sampler's numbers."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -281,8 +282,8 @@ def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:
 
 
 def _is_fault(finding: Finding) -> bool:
-    """Whether a difference as small as between dtypes has another cause."""
-    named = {*finding.cause.split(" or ")} - {UNKNOWN}
+    """Whether a difference as small as between dtypes has a cause that does without another dtype."""
+    named = {*re.split(" or | and ", finding.cause)} - {UNKNOWN}
     return bool(named) and not named & {"dtype", "logits dtype"}
 
 
