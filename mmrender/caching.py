@@ -25,6 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from mmcodecs.forks import watch_forks
+from mmcodecs.structs import ready
 from mmrender._version import __version__
 
 if TYPE_CHECKING:
@@ -268,10 +269,10 @@ class FileCache:
             return None
         file = self.folder / f"{name}.json"
         try:
-            entry = msgspec.json.decode(file.read_bytes(), type=_Entry)
+            entry = msgspec.json.decode(file.read_bytes(), type=ready(_Entry))
             if blake3(entry.value).hexdigest() != entry.digest:
                 raise msgspec.ValidationError("the digest belongs to another value")
-            value = msgspec.json.decode(entry.value, type=kind)
+            value = msgspec.json.decode(entry.value, type=ready(kind))
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -63,6 +63,7 @@ from mmcodecs.arrays import AnyArray, Framework, contiguous
 from mmcodecs.buffers import ALIGNMENT, Buffer, BufferPool, aligned_empty
 from mmcodecs.errors import BufferTooSmallError, CodecError, DecodeError, EncodeError, limit_exceeded
 from mmcodecs.shared import Entered, SharedTable, copied
+from mmcodecs.structs import ready
 from mmcodecs.values import DEFAULT_LIMITS, Limits, ValueReader, ValueWriter
 
 MAGIC = b"\x89mmcodec"
@@ -165,7 +166,7 @@ def convert(value: Any, target: Any) -> Any:
         return item if isinstance(kind, type) and isinstance(item, kind) else kind.model_validate(item)
 
     try:
-        return msgspec.convert(value, target, dec_hook=fill)
+        return msgspec.convert(value, ready(target), dec_hook=fill)
     except CodecError:
         raise
     except msgspec.ValidationError as error:

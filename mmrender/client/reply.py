@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
+from mmcodecs.structs import ready
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, TopLogprobs, Usage
 from mmrender.errors import EngineMismatchError, EngineReplyError, EngineUnsupportedError
 from mmrender.sidecar import common_prefix
@@ -51,7 +52,7 @@ class PromptNotShownError(EngineReplyError):
 def decode_as(body: bytes, type: type[T], *, where: str) -> T:
     """Decode a JSON reply strictly, to a struct or another type."""
     try:
-        return msgspec.json.decode(body, type=type)
+        return msgspec.json.decode(body, type=ready(type))
     except msgspec.ValidationError as error:
         raise _malformed(error, where) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -68,7 +69,7 @@ def only(completions: Sequence[T], *, where: str) -> T:
 def convert(value: Any, type: type[T], *, where: str) -> T:
     """Convert decoded JSON to a struct, strictly."""
     try:
-        return msgspec.convert(value, type)
+        return msgspec.convert(value, ready(type))
     except msgspec.ValidationError as error:
         raise _malformed(error, where) from error
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from mmcodecs.structs import ready
 from mmrender.client.types import EngineRequest, EngineResponse
 from mmrender.errors import SamplingParameterError
 from mmrender.trajectory.engine_data import AllowedTokens
@@ -232,7 +233,7 @@ def check_sampling_params(params: Mapping[str, Any]) -> dict[str, Any]:
             continue
         expected = None
         try:
-            msgspec.convert(value, PARAMETERS[name].type)
+            msgspec.convert(value, ready(PARAMETERS[name].type))
         except msgspec.ValidationError as error:
             expected = str(error).removeprefix("Expected ").partition(", got")[0]
         else:

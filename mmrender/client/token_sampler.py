@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from mmcodecs.structs import ready
 from mmrender.client.sampling import MAX_BIAS, PARAMETERS, check_sampling_params, token_budget, where
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import AllowedTokens
@@ -52,7 +53,7 @@ def checked_params(params: Mapping[str, Any], vocab_size: int) -> dict[str, Any]
                 got=str(outside[0]),
             )
     try:
-        msgspec.convert(checked.get("structured_outputs", {"choice": ["x"]}), _Choices)
+        msgspec.convert(checked.get("structured_outputs", {"choice": ["x"]}), ready(_Choices))
     except msgspec.ValidationError as error:
         raise SamplingParameterError(
             "the local backend does not know this structured output",

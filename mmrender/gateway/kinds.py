@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from mmcodecs.structs import ready
 from mmrender.gateway.call import Call, Kind
 from mmrender.gateway.digests import Digest, digest_of, folded, texts_of
 from mmrender.gateway.matching import EXTRA, Place
@@ -123,7 +124,7 @@ def _kind(record: Record, main: Record | None, records: Mapping[int, Record]) ->
         return kind
     if main is None or record is main:
         return "main"
-    return _kind_of_root(*(msgspec.convert(each["root"], Root) for each in (record, main)))
+    return _kind_of_root(*(msgspec.convert(each["root"], ready(Root)) for each in (record, main)))
 
 
 def _named_kind(record: Record) -> Kind | None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from mmcodecs.structs import ready
 from mmrender.errors import InputError
 from mmrender.gateway.call import ID_LENGTH, Answer, Call
 from mmrender.gateway.digests import CallDigests, Digest, answer_digest, digest_of, hash_of
@@ -160,7 +161,7 @@ class Index:
         index = cls(strict=strict)
         for step in steps:
             if (record := step.extra.get(EXTRA, {}).get("matching")) is not None:
-                index.add(step.index, msgspec.convert(record, Recorded))
+                index.add(step.index, msgspec.convert(record, ready(Recorded)))
         return index
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import inspect
 
+from mmcodecs.structs import ready
 from mmrender.client.sampling import PARAMETERS
 from mmrender.content.parts import normalize_part
 from mmrender.content.tools import parse_arguments
@@ -52,7 +53,7 @@ def convert(value: Any, form: type[FormT], where: str = "", *, error: type[Input
     if isinstance(value, dict):
         value = {name: item for name, item in value.items() if item is not None}
     try:
-        return msgspec.convert(value, form)
+        return msgspec.convert(value, ready(form))
     except msgspec.ValidationError as failure:
         problem, _, path = str(failure).partition(" - at ")
         path = path.strip("`").removeprefix("$").removeprefix("." if not where else "")

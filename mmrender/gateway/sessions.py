@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 import aiohttp
 import msgspec
 
+from mmcodecs.structs import ready
 from mmrender.client.engine import Engine
 from mmrender.client.resolve import BackendName
 from mmrender.client.types import RendererBackend, RequestOptions
@@ -180,7 +181,7 @@ class Sessions:
             "owner": owner,
         }
         try:
-            opened = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(fields)), Opened)
+            opened = msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(fields)), ready(Opened))
         except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
             raise InputError("the settings of a session are not plain data", got=str(error)) from error
         session = self._add(opened)

@@ -43,6 +43,7 @@ from mmcodecs.arrays import (
     restore,
 )
 from mmcodecs.errors import CodecError, DecodeError, UnsupportedTypeError, limit_exceeded
+from mmcodecs.structs import ready
 from mmcodecs.values import DEFAULT_LIMITS, Limits, pack, unsupported
 
 RAW_VIEW: Final = 3
@@ -346,7 +347,7 @@ class _ItemReader:
 def _converted(data: Any, kind: Any, where: str) -> Any:
     """Decode msgpack as a type, extensions as `Ext` over the same memory."""
     try:
-        return msgspec.msgpack.decode(data, type=kind, ext_hook=Ext)
+        return msgspec.msgpack.decode(data, type=ready(kind), ext_hook=Ext)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise DecodeError(f"malformed item: {error}", where=where) from error
 

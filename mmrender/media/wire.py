@@ -24,6 +24,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 import mmcodecs
+from mmcodecs.structs import ready
 from mmrender.errors import MediaError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import Item, ProcessedItem
@@ -88,7 +89,7 @@ def items_from_wire(wire: Mapping[str, Any], *, where: str = "wire") -> list[Med
         MediaError: The form has another version, or anything in it is missing, malformed or inconsistent.
     """
     try:
-        table = msgspec.convert(wire, _Table, dec_hook=_decoded)
+        table = msgspec.convert(wire, ready(_Table), dec_hook=_decoded)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         match = _EXPECTED_GOT.fullmatch(problem)

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from mmcodecs.structs import ready
 from mmrender.errors import TokenizerError
 from mmrender.model.files import ModelDir
 
@@ -234,7 +235,7 @@ def check_tekken(file: Path) -> None:
         TokenizerError: It is damaged, or its tokens, ranks and sizes contradict each other.
     """
     try:
-        content = msgspec.json.decode(read_bounded(file), type=_Tekken)
+        content = msgspec.json.decode(read_bounded(file), type=ready(_Tekken))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(file, "a tokenizer of mistral-common", str(error)) from error
     settings, vocab = content.config, content.vocab

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mmcodecs.structs import ready
 from mmrender.errors import TrajectoryError
 from mmrender.sidecar import MultiModalData
 
@@ -238,7 +239,7 @@ def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpa
 def _spans(value: Any, kind: type[S], count: int, where: str) -> tuple[S, ...]:
     """Return spans over `count` sampled tokens, which must be in order and not overlap."""
     try:
-        spans: list[Any] = [msgspec.convert(span, kind) for span in value]
+        spans: list[Any] = [msgspec.convert(span, ready(kind)) for span in value]
     except (TypeError, msgspec.ValidationError) as error:
         problem, expected = "a span is malformed", f"{', '.join(kind._fields)} of each"
         raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 import mmcodecs
 from mmcodecs.files import Block, Blocks
+from mmcodecs.structs import ready
 from mmrender.errors import MMRenderError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import tensor_specs
@@ -258,7 +259,7 @@ class IndexReader:
         place = bisect_right(self._firsts, number) - 1
         with suppress(msgspec.MsgspecError, IndexError):  # of another release
             if self._newest is None or self._newest[0] != place:
-                self._newest = place, msgspec.msgpack.decode(self._tables[place], type=_Table)
+                self._newest = place, msgspec.msgpack.decode(self._tables[place], type=ready(_Table))
             table = self._newest[1]
             rows = table.records[number - self._firsts[place]]
             if rows is not None:

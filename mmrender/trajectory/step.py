@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from mmcodecs.structs import ready
 from mmrender.caching import LRUCache
 from mmrender.content import normalize_tools
 from mmrender.errors import TrajectoryError
@@ -468,7 +469,7 @@ def check_extra(value: Any, where: str) -> dict[str, Any]:
 
 def shared_tools(encoded: bytes) -> Tools:
     """Return tool definitions from their msgpack. Equal ones are one object, as long as they are in use."""
-    decode = partial(msgspec.msgpack.decode, encoded, type=Tools)
+    decode = partial(msgspec.msgpack.decode, encoded, type=ready(Tools))
     return _TOOLS.get_or_compute(blake3(encoded).digest(), decode)
 
 

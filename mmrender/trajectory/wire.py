@@ -33,6 +33,7 @@ import numpy as np
 from blake3 import blake3
 
 import mmcodecs
+from mmcodecs.structs import ready
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
@@ -342,12 +343,14 @@ class Reader:
                 remedy="Write and read with the same release of mmrender",
             )
         try:
-            form = msgspec.convert(wire, _Form)
+            form = msgspec.convert(wire, ready(_Form))
             data = form.table
             if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 1:
                 got = f"{getattr(data, 'dtype', type(data).__name__)} {np.shape(data)}"
                 raise TypeError(f"table: expected an array of uint8 (bytes,), got {got}")
-            table = msgspec.msgpack.decode(np.ascontiguousarray(data).data, type=Table, ext_hook=_unpacked)
+            table = msgspec.msgpack.decode(
+                np.ascontiguousarray(data).data, type=ready(Table), ext_hook=_unpacked
+            )
         except _MALFORMED as error:
             raise TrajectoryError("trajectories are malformed", where="wire", got=str(error)) from error
         self.items += items_from_wire(form.items, where="wire.items")
@@ -465,7 +468,7 @@ def _read_message(row: Any, index: int) -> Any:
     try:
         is_coded = isinstance(row, list) and all(isinstance(part, bytes) for part in row)  # version 3 or 4
         is_message, plain = msgspec.convert(mmcodecs.decode(row) if is_coded else row, tuple[bool, Any])
-        return msgspec.convert(plain, Message) if is_message else plain
+        return msgspec.convert(plain, ready(Message)) if is_message else plain
     except (mmcodecs.CodecError, msgspec.ValidationError) as error:
         where = f"wire.messages[{index}]"
         raise TrajectoryError("a message is damaged", where=where, got=str(error)) from error

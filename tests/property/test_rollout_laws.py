@@ -133,13 +133,13 @@ class Caller:
         if done.why_rendered is None:
             # Bridged: the prompt begins with a step of the trajectory, all that was sampled included; or it
             # is a step's prompt again.
-            assert base is not None
             prompt = step.prompt_ids.tolist()
             earlier = [each for each in self.trajectory.steps if each is not step]
+            is_again = prompt in [each.prompt_ids.tolist() for each in earlier]
+            begun = [each for each in earlier if prompt[: len(each)] == each.token_ids.tolist()]
             if op.kind == "again":
-                assert prompt in [each.prompt_ids.tolist() for each in earlier]
-            else:
-                begun = [each for each in earlier if prompt[: len(each)] == each.token_ids.tolist()]
+                assert is_again
+            elif not is_again:
                 assert any(each.messages == step.messages[: len(each.messages)] for each in begun)
         else:
             full = self.renderer.render(messages, tools=TOOLS, add_generation_prompt=True)
