@@ -1,7 +1,6 @@
 # Needs python3 (3.11 or later), pip and make. Everything is installed into .venv, nothing elsewhere.
 PYTHON ?= python3
-# Tests wait for processes and servers a fifth of their time, so there is one more worker than cores.
-JOBS ?= $(shell expr 1 + "$$(getconf _NPROCESSORS_ONLN)")
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 FUZZ_SECONDS ?= 600
 FUZZ_MESSAGES ?= 300000
 FAULTS ?= 500
