@@ -198,10 +198,13 @@ class MultiModalData:
     def count(self, modality: Modality) -> int:
         """Return the number of items of a modality, without sound tracks of videos."""
         count = len(self.mm_hashes.get(modality, ()))
-        if modality == "audio" and "video" in self.mm_placeholders:
-            videos = {place.offset for place in self.mm_placeholders["video"]}
-            count -= sum(place.offset in videos for place in self.mm_placeholders.get("audio", ()))
-        return count
+        return count - self.num_tracks if modality == "audio" else count
+
+    @property
+    def num_tracks(self) -> int:
+        """The number of sound tracks of videos, which are items of audio."""
+        videos = {place.offset for place in self.mm_placeholders.get("video", ())}
+        return sum(place.offset in videos for place in self.mm_placeholders.get("audio", ()))
 
     def shifted(self, by: int) -> "MultiModalData":
         """Return the sidecar of the same items, `by` tokens later."""

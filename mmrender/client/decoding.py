@@ -156,8 +156,7 @@ class _Prompt:
     @property
     def options(self) -> tuple[tuple[str, Any], ...]:
         """The model's arguments besides tensors."""
-        has_tracks = self.data.count("audio") < len(self.data.mm_hashes.get("audio", ()))
-        return (("use_audio_in_video", True),) if has_tracks else ()
+        return (("use_audio_in_video", True),) if self.data.num_tracks else ()
 
 
 def decode(
@@ -434,7 +433,7 @@ def _media_arguments(model: Any, data: MultiModalData, length: int) -> dict[str,
     if not data:
         return {}
     spans = data.spans(length)
-    num_tracks = len(data.mm_hashes.get("audio", ())) - data.count("audio")
+    num_tracks = data.num_tracks
     if num_tracks and num_tracks < data.count("video"):
         raise EngineUnsupportedError(
             f"{type(model).__name__} numbers either all videos of a prompt with sound tracks, or none",

@@ -238,8 +238,9 @@ def check_versions(value: Any, count: int, where: str) -> tuple[WeightVersionSpa
 
 def _spans(value: Any, kind: type[S], count: int, where: str) -> tuple[S, ...]:
     """Return spans over `count` sampled tokens, which must be in order and not overlap."""
+    form = ready(kind)
     try:
-        spans: list[Any] = [msgspec.convert(span, ready(kind)) for span in value]
+        spans: list[Any] = [msgspec.convert(span, form) for span in value]
     except (TypeError, msgspec.ValidationError) as error:
         problem, expected = "a span is malformed", f"{', '.join(kind._fields)} of each"
         raise TrajectoryError(problem, where=where, expected=expected, got=str(error)) from error
