@@ -267,15 +267,15 @@ class MissingDependencyError(MMRenderError, ImportError):
         )
 
 
-def check_number(where: str, value: Any, *, above: float | None = None, least: float | None = None) -> None:
-    """Require a finite number above `above`, or of `least` or more.
+def check_number(where: str, value: Any, *, above: float | None = None, minimum: float | None = None) -> None:
+    """Require a finite number above `above`, or of `minimum` or more.
 
     Raises:
         InputError: It is another value.
     """
     is_number = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
-    if not is_number or (above is not None and value <= above) or (least is not None and value < least):
-        bound = f"more than {above}" if above is not None else f"{least} or more"
+    if not is_number or (above is not None and value <= above) or (minimum is not None and value < minimum):
+        bound = f"more than {above}" if above is not None else f"{minimum} or more"
         raise InputError("is out of range", where=where, expected=bound, got=repr(value))
 
 
@@ -283,16 +283,16 @@ def check_count(
     where: str,
     value: Any,
     *,
-    least: int = 1,
-    most: int | None = None,
+    minimum: int = 1,
+    maximum: int | None = None,
     error: type[MMRenderError] = InputError,
 ) -> None:
-    """Require a whole number from `least` to `most`.
+    """Require a whole number from `minimum` to `maximum`.
 
     Raises:
         MMRenderError: It is another value. `error` is the class.
     """
     is_whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-    if not is_whole or value < least or (most is not None and value > most):
-        bound = f"{least} or more" if most is None else f"{least} to {most}"
+    if not is_whole or value < minimum or (maximum is not None and value > maximum):
+        bound = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
         raise error("is out of range", where=where, expected=f"a whole number, {bound}", got=repr(value))

@@ -83,9 +83,9 @@ class Workers:
         self.count = min(4, processors) if count is None else count
         check_count("workers", self.count)
         self.queue_size = self.count * _QUEUE_PER_WORKER if queue_size is None else queue_size
-        check_count("queue_size", self.queue_size, least=0)
+        check_count("queue_size", self.queue_size, minimum=0)
         helping = self.count if media_threads is None else media_threads
-        check_count("media_threads", helping, least=0)
+        check_count("media_threads", helping, minimum=0)
         self.media = Threads(helping, "mmrender-media") if helping else None
         self._threads = Threads(self.count, "mmrender-pool")
         self._places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()

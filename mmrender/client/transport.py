@@ -187,7 +187,7 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         check_number("attempts", self.attempts, above=0)
         for name in ("wait_initial", "wait_jitter", "wait_max"):
-            check_number(name, getattr(self, name), least=0)
+            check_number(name, getattr(self, name), minimum=0)
 
     def wait_before(self, attempt: int) -> float:
         """Return the seconds to wait before an attempt, of which the first is 1."""
@@ -251,7 +251,7 @@ class TransportConfig:
         for name in ("connect_timeout", "max_reply_bytes"):
             check_number(name, getattr(self, name), above=0)
         for name in ("max_connections", "keepalive"):
-            check_number(name, getattr(self, name), least=0)
+            check_number(name, getattr(self, name), minimum=0)
 
     @property
     def all_headers(self) -> dict[str, str]:

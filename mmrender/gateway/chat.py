@@ -176,7 +176,7 @@ class Chat(AgentProtocol):
             raise InputError("must be a list of one or more messages", where="messages")
         if request.continue_final_message:
             raise InputError("an answer cannot be continued", where="continue_final_message")
-        check_count("n", request.n, most=_MAX_ANSWERS)
+        check_count("n", request.n, maximum=_MAX_ANSWERS)
         tools = (
             None
             if request.tools is None

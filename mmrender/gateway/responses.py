@@ -188,7 +188,7 @@ class Responses(AgentProtocol):
         if unknown := sorted(set(request.include) - _INCLUDES):
             raise InputError("cannot be included", where="include", got=repr(unknown[0]))
         if request.top_logprobs is not None:
-            check_count("top_logprobs", request.top_logprobs, least=0, most=20)
+            check_count("top_logprobs", request.top_logprobs, minimum=0, maximum=20)
         wants_logprobs = _LOGPROBS in request.include or bool(request.top_logprobs)
         if request.max_output_tokens is not None:
             params["max_tokens"] = request.max_output_tokens

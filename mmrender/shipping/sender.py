@@ -149,7 +149,7 @@ class Sender(End):
         timing: Timing = DEFAULT_TIMING,
     ) -> None:
         self.receivers = ReceiverList(receivers, ssl, timing.failover)
-        check_count("max_unacked_messages", max_unacked_messages, most=MAX_UNACKED, error=ShippingError)
+        check_count("max_unacked_messages", max_unacked_messages, maximum=MAX_UNACKED, error=ShippingError)
         check_count("max_unacked_bytes", max_unacked_bytes, error=ShippingError)
         self._ssl = ssl
         self._max_unacked_messages = max_unacked_messages

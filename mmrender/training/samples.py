@@ -402,7 +402,7 @@ def _weights(weights: Mapping[int, float] | None, conversation: Sequence[Message
         values[index % len(conversation)] = f"weights[{name}]", value
     weights_of = np.ones(len(conversation), np.float32)
     for index, (where, value) in values.items():
-        check_number(where, value, least=0)
+        check_number(where, value, minimum=0)
         weights_of[index] = value
     return weights_of
 

@@ -21,7 +21,7 @@ def whole_media_length(sidecar: MultiModalData, max_tokens: int) -> int:
     Raises:
         TrajectoryError: `max_tokens` is negative.
     """
-    check_count("max_tokens", max_tokens, least=0, error=TrajectoryError)
+    check_count("max_tokens", max_tokens, minimum=0, error=TrajectoryError)
     before = media_before(sidecar.spans(), max_tokens)
     cut = bool(before) and before[-1].stop > max_tokens
     return before[-1].start if cut else max_tokens
