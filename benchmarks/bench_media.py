@@ -76,7 +76,7 @@ class Bench:
         image = make_image(width, height)
 
         def cold() -> Any:
-            return self.resolver().resolve(_media([image]))[0]
+            return self.resolver().resolve(_media([image]))[0][0]
 
         item = cold()
         expanded = item.tensors("float32")["pixel_values"]
@@ -109,7 +109,7 @@ class Bench:
         """Time one message of several images."""
         images = [make_image(1024, 1024, seed) for seed in range(count)]
         seen = self.resolver()
-        planes = np.concatenate([item.frames for item in seen.resolve(_media(images))])  # type: ignore[attr-defined]
+        planes = np.concatenate([item.frames for (item,) in seen.resolve(_media(images))])  # type: ignore[attr-defined]
         contenders = {
             "levels": Contender(lambda: self.resolver().resolve(_media(images))),
             "levels, two threads": Contender(

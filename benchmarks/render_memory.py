@@ -35,7 +35,7 @@ def process(contender: str, directory: Path, backend: str, image: object) -> tup
     if contender == "ours":
         processor = load_processor(directory, image_backend=backend)
         media = [RequestMedia("image", 0, 0, "user", ImagePart(image), source_fingerprint(image))]
-        item = MediaResolver(processor, MediaPolicy(), MediaCache()).resolve(media)[0]
+        item = MediaResolver(processor, MediaPolicy(), MediaCache()).resolve(media)[0][0]
         return item, item.nbytes
     output = load_reference_image_processor(directory, backend)(image, return_tensors="pt")
     return output, sum(value.nbytes for value in output.values())

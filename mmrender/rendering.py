@@ -16,7 +16,7 @@ import msgspec
 
 from mmrender.caching import LRUCache
 from mmrender.content.values import NoKeyError, plain_key
-from mmrender.errors import InputError, MediaError, PlaceholderError, ProcessorError, TemplateError
+from mmrender.errors import InputError, PlaceholderError, ProcessorError, TemplateError
 from mmrender.media.resolve import MediaResolver
 from mmrender.messages import (
     UNKNOWN_SOURCE,
@@ -24,7 +24,6 @@ from mmrender.messages import (
     Message,
     Part,
     RenderRequest,
-    RequestMedia,
     TextPart,
 )
 from mmrender.sidecar import MediaItem, MultiModalData
@@ -222,7 +221,6 @@ class Rendering:
             ProcessorError: The model does not take media.
             MediaError: A part has no source, or cannot be loaded or processed.
         """
-        earlier = MultiModalData() if earlier is None else earlier
         groups: Sequence[tuple[MediaItem, ...]] = ()
         if request.media or layout.placeholders:
             placeholders = layout.placeholders
@@ -245,12 +243,12 @@ class Rendering:
             for item in group
         ]
         if not entries:
-            return encoded, earlier
+            return encoded, earlier or MultiModalData()
         sidecar = MultiModalData.of(entries)
-        return encoded, earlier.merged(sidecar) if earlier.mm_hashes else sidecar
+        return encoded, earlier.merged(sidecar) if earlier else sidecar
 
     def _items(
-        self, placeholders: Sequence[Placeholder], request: RenderRequest, earlier: MultiModalData
+        self, placeholders: Sequence[Placeholder], request: RenderRequest, earlier: MultiModalData | None
     ) -> Sequence[tuple[MediaItem, ...]]:
         """Return the items of each placeholder: none if it stays as it is, two with a sound track."""
         parts = request.media
@@ -272,27 +270,13 @@ class Rendering:
         if parts and not is_probe and self.media.processor.is_deferred:
             self.media.require_processor(parts[0].path)
         for entry in parts if not is_probe else ():
-            if entry.part.modality == "audio" and not self.media.takes("audio"):
-                raise self.media.refusal(entry)
+            if entry.part.modality == "audio":
+                self.media.processor.of("audio", entry.path)
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:
             return [()] * len(parts)
-        self._require_one_video(parts, earlier)
-        items = self.media.resolve_with_tracks(parts, earlier=earlier)
+        items = self.media.resolve(parts, earlier=earlier)
         return [items[index] for index in order]
-
-    def _require_one_video(self, parts: Sequence[RequestMedia], earlier: MultiModalData) -> None:
-        """Raise if there are several videos, and a prompt may have one."""
-        paths = [entry.path for entry in parts if entry.part.modality == "video"]
-        if self.media is None or not paths or len(paths) + earlier.count("video") < 2:
-            return
-        videos = self.media.processor.videos
-        if videos is not None and not videos.takes_several:
-            raise MediaError(
-                "the model's processor takes one video in a prompt",
-                where=paths[-1],
-                remedy="Pass the frames of further videos as images.",
-            )
 
     def _covered(self, layout: Layout) -> Layout:
         """Widen placeholders of videos to the template text around them that the processor replaces, too.

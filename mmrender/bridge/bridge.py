@@ -141,9 +141,10 @@ class Bridge:
             media.require_processor("new_messages")
             if media.processor.depends_on_image_count:
                 raise NotBridged("the processor treats an image differently when more of them follow")
-        if any(map(media.brings_audio, request.media)) and media.takes("audio"):
+        if any(map(media.brings_audio, request.media)):
             media.require_processor("new_messages")
-            effect = "none" if media.processor.audio is None else media.processor.audio.effect_of_others
+            audio = media.processor.audio
+            effect = "none" if audio is None else audio.effect_of_others
             is_unknown = not hashes and not self._writer.media_ids.isdisjoint(prompt)
             if effect != "none" and (is_unknown or media.changes_earlier_clips(request.media, previous)):
                 raise NotBridged("the processor pads earlier audio clips to a longer one that follows")

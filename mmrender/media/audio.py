@@ -14,8 +14,6 @@ import io
 import math
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MissingDependencyError
+from mmrender.media.load import damaged, named_errors
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import AUDIO_FORMATS, format_name, read_source
 from mmrender.media.video import as_array
@@ -211,10 +210,10 @@ def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
         _check_wav(data)
     elif kind == "Ogg audio":
         _check_ogg(data)
-    deadline = time.monotonic() + policy.decode_timeout
+    started = time.monotonic()
     blocks: list[Samples] = []
     count = 0
-    with _named_errors(kind), soundfile.SoundFile(io.BytesIO(data)) as file:
+    with named_errors(kind), soundfile.SoundFile(io.BytesIO(data)) as file:
         rate, channels = file.samplerate, file.channels
         stated = file.frames if kind != "MP3 audio" or _states_length(data) else 0
         check_form(rate, channels, file.frames, policy)
@@ -222,15 +221,10 @@ def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
         while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
             count += len(block)
             check_length(rate, channels, count, policy)
-            if time.monotonic() > deadline:
-                raise MediaLimitError(
-                    "decoding the audio takes too long",
-                    expected=f"at most {policy.decode_timeout} s",
-                    remedy="Raise MediaPolicy(decode_timeout=...), or pass a shorter clip.",
-                )
+            policy.check_time(started, "audio")
             blocks.append(block[:, 0] if channels == 1 else block.T.mean(axis=0))
         if count < stated:
-            raise _short(kind, f"{stated} samples, as its header states", str(count))
+            raise damaged(kind, f"{stated} samples, as its header states", str(count))
     return np.concatenate(blocks), rate
 
 
@@ -281,10 +275,10 @@ def _check_wav(data: bytes) -> None:
         if name == b"data":
             rest = len(data) - position
             if size > rest and size != _UNKNOWN_SIZE:
-                raise _short("WAV audio", f"{size} bytes of samples, as its header states", str(rest))
+                raise damaged("WAV audio", f"{size} bytes of samples, as its header states", str(rest))
             return
         position += size + size % 2
-    raise _short("WAV audio", "a part with samples", "none")
+    raise damaged("WAV audio", "a part with samples", "none")
 
 
 def _check_ogg(data: bytes) -> None:
@@ -294,7 +288,7 @@ def _check_ogg(data: bytes) -> None:
     lengths = data[last + 27 : last + 27 + header[26]] if len(header) == 27 else b""
     is_whole = len(header) == 27 and len(lengths) == header[26]
     if not is_whole or not header[5] & 4 or last + 27 + len(lengths) + sum(lengths) > len(data):
-        raise _short("Ogg audio", "a last page that ends the stream", "another last page")
+        raise damaged("Ogg audio", "a last page that ends the stream", "another last page")
 
 
 def _states_length(data: bytes) -> bool:
@@ -327,29 +321,4 @@ def resampled(mono: Samples, rate: int, target: int) -> Samples:
 def _missing(package: str) -> MissingDependencyError:
     return MissingDependencyError.of_extra(
         package, "audio", "encoded audio", otherwise="pass samples at the model's own rate"
-    )
-
-
-@contextmanager
-def _named_errors(kind: str) -> Iterator[None]:
-    """Turn any exception of libsndfile on bad bytes into an error with a name."""
-    try:
-        yield
-    except MediaError:
-        raise
-    except MemoryError as error:
-        raise MediaLimitError(f"there is too little memory to decode the {kind}") from error
-    except Exception as error:
-        raise MediaDecodeError(
-            f"the {kind} is damaged or truncated ({type(error).__name__}: {str(error)[:200]})",
-            remedy="Check that the file was written and transferred whole.",
-        ) from error
-
-
-def _short(kind: str, expected: str, got: str) -> MediaDecodeError:
-    return MediaDecodeError(
-        f"the {kind} is damaged or truncated",
-        expected=expected,
-        got=got,
-        remedy="Check that the file was written and transferred whole.",
     )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MissingDependencyError
-from mmrender.media.load import LoadedImage
+from mmrender.errors import MediaDecodeError, MediaError, MissingDependencyError
+from mmrender.media.load import LoadedImage, damaged
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import format_name
 
@@ -62,9 +62,9 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
         MediaLimitError: Too many frames or pixels, or too slow.
         MissingDependencyError: PyAV is not installed.
     """
-    deadline = time.monotonic() + policy.decode_timeout
+    started = time.monotonic()
     with open_container(data, policy) as container:
-        yield Decoder(container, policy, deadline)
+        yield Decoder(container, policy, started)
 
 
 @contextmanager
@@ -92,10 +92,7 @@ def open_container(data: bytes, policy: MediaPolicy) -> Iterator[Any]:
     except MediaError:
         raise
     except (av.FFmpegError, EOFError, ValueError) as error:
-        raise MediaDecodeError(
-            f"the video is damaged or truncated ({type(error).__name__}: {str(error)[:200]})",
-            remedy="Check that the file was written and transferred whole.",
-        ) from error
+        raise damaged("video", cause=error) from error
 
 
 class Decoder:
@@ -104,7 +101,7 @@ class Decoder:
     Args:
         container: As PyAV opens it.
         policy: Limits of decoding.
-        deadline: Time by which decoding must end, by the monotonic clock.
+        started: Time at which decoding began, by the monotonic clock.
 
     Attributes:
         count: Number of frames.
@@ -112,8 +109,8 @@ class Decoder:
         duration: In seconds, or None.
     """
 
-    def __init__(self, container: Any, policy: MediaPolicy, deadline: float) -> None:
-        self._container, self._policy, self._deadline = container, policy, deadline
+    def __init__(self, container: Any, policy: MediaPolicy, started: float) -> None:
+        self._container, self._policy, self._started = container, policy, started
         # The first may be a cover.
         self._stream = container.streams.best("video")
         if self._stream is None:
@@ -126,7 +123,7 @@ class Decoder:
                 got="an unknown codec" if context is None else context.codec.canonical_name,
                 remedy="Decode it yourself, and pass its frames.",
             )
-        self._check_pixels(context.width, context.height)
+        policy.check_pixels(context.width, context.height)
         context.options = {"max_pixels": str(policy.max_pixels), "err_detect": "explode"}
         context.thread_type, context.thread_count = "AUTO", _THREADS
         self._packets = self._scan()
@@ -174,20 +171,20 @@ class Decoder:
             if times is None or frame.pts == times[index]:
                 return self._image(frame)
             if frame.pts is None or frame.pts > times[index]:
-                raise _short(f"a frame at {times[index]}", f"one at {frame.pts}")
-        raise _short(f"{self._packets.number} frames", f"no frame {index}")
+                raise damaged("video", f"a frame at {times[index]}", f"one at {frame.pts}")
+        raise damaged("video", f"{self._packets.number} frames", f"no frame {index}")
 
     def _decoded(self, seek: int | None) -> Iterator[Any]:
         if seek is not None:
             self._container.seek(seek, stream=self._stream, backward=True)
         for frame in self._container.decode(self._stream):
-            self._check_time()
+            self._policy.check_time(self._started, "video")
             if frame.is_corrupt:
-                raise _short("whole frames", "a damaged one")
+                raise damaged("video", "whole frames", "a damaged one")
             yield frame
 
     def _image(self, frame: Any) -> LoadedImage:
-        self._check_pixels(frame.width, frame.height)
+        self._policy.check_pixels(frame.width, frame.height)
         pixels = frame.to_ndarray(format="rgb24")
         if frame.rotation % 90 == 0:
             pixels = np.rot90(pixels, frame.rotation // 90)
@@ -203,11 +200,11 @@ class Decoder:
         rate = self._stream.average_rate or self._stream.guessed_rate
         frame_ticks = int(1 / rate / self._stream.time_base) if rate else 0
         for packet in self._container.demux():
-            self._check_time()
+            self._policy.check_time(self._started, "video")
             if packet.size == 0 or packet.is_discard:
                 continue
             if packet.is_corrupt:
-                raise _short("whole packets", "a damaged one")
+                raise damaged("video", "whole packets", "a damaged one")
             is_frame = packet.stream.index == self._stream.index
             start = packet.pts if packet.pts is not None else packet.dts
             end = (start or 0) + (packet.duration or (frame_ticks if is_frame else 0))
@@ -225,33 +222,15 @@ class Decoder:
             raise MediaDecodeError("the video has no frames", expected="at least 1", got="0")
         stated = self._stream.frames
         if stated > count:
-            raise _short(f"the {stated} frames that its header states", f"{count}")
+            raise damaged("video", f"the {stated} frames that its header states", f"{count}")
         # Matroska states no number of frames, only the duration of its longest track.
         duration = Fraction(self._container.duration or 0, 1_000_000)
         if not stated and duration > seconds * (1 + Fraction(1, 2 * count)):
-            raise _short(f"the {float(duration):.3f} s that its header states", f"{float(seconds):.3f} s")
+            raise damaged(
+                "video", f"the {float(duration):.3f} s that its header states", f"{float(seconds):.3f} s"
+            )
         shown = sorted(stamp for stamp in times if stamp is not None)
         if len(set(shown)) != count:
             return _Packets(None, [], count, None)
         duration = (max(ends) - shown[0]) * self._stream.time_base
         return _Packets(shown, sorted(keys), count, duration)
-
-    def _check_pixels(self, width: int, height: int) -> None:
-        self._policy.check("max_pixels", width * height, got=f"{width}x{height} = {width * height}")
-
-    def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise MediaLimitError(
-                "decoding the video takes too long",
-                expected=f"at most {self._policy.decode_timeout} s",
-                remedy="Raise MediaPolicy(decode_timeout=...), or pass a shorter video.",
-            )
-
-
-def _short(expected: str, got: str) -> MediaError:
-    return MediaDecodeError(
-        "the video is damaged or truncated",
-        expected=expected,
-        got=got,
-        remedy="Check that the file was written and transferred whole.",
-    )

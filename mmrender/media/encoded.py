@@ -13,15 +13,13 @@ from PIL import Image
 
 from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
-from mmrender.media.audio import load_audio
 from mmrender.media.item import Item
 from mmrender.media.load import Coding, load_image, open_image, orientation_of
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.patches import PatchItem
 from mmrender.media.sources import sniff
-from mmrender.media.video import open_video
-from mmrender.messages import VideoPart
+from mmrender.messages import UNKNOWN_PARTS
 from mmrender.sidecar import Count, Framework, MediaItem, TensorDtype
 
 _PNG_COMPRESSION: Final = 1
@@ -91,19 +89,11 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
 
         Raises:
             MediaError: It cannot be loaded, or becomes an unexpected item.
+            ProcessorError: The model does not take media of this modality.
         """
+        part = msgspec.structs.replace(UNKNOWN_PARTS[self.modality], source=self.source)
         where = f"item {self.identity[:12]}"
-        if self.modality == "image":
-            item = processor.process(load_image(self.source, policy, where=where), num_images=num_images)
-        elif self.modality == "audio" and processor.audio is not None:
-            clip = load_audio(self.source, processor.audio.sampling_rate, policy, where=where)
-            item = processor.audio.prepare(clip).finish()
-        elif self.modality == "audio" or processor.videos is None:
-            noun = "audio is" if self.modality == "audio" else "videos are"
-            raise MediaError(f"{noun} not supported for {processor.name}", where=where)
-        else:
-            with open_video(VideoPart(self.source), policy or MediaPolicy(), where) as video:
-                item = processor.videos.prepare(video).finish()
+        item = processor.load_part(part, policy or MediaPolicy(), where, num_images=num_images).finish()
         for name in ("identity", "grid", "expansion"):
             expected, got = getattr(self, name), getattr(item, name)
             if expected != got:

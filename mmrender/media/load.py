@@ -110,7 +110,7 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
         if isinstance(source, np.ndarray):
             return _of_array(source, policy)
         if isinstance(source, Image.Image):
-            _check_pixels(*source.size, policy)
+            policy.check_pixels(*source.size)
             return _of_image(source)
         return policy.decode(_of_bytes, read_source(source, policy))
     except MediaError as error:
@@ -163,11 +163,11 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     _refuse_lenient_pillow()
     check_pieces(name, data)
     plugin = name if name == "WebP" else name.capitalize()
-    with _named_errors(name):
+    with named_errors(name):
         # Not `jpeg_factory`: the first picture of an MPO file is the JPEG itself.
         opener = getattr(importlib.import_module(f"PIL.{plugin}ImagePlugin"), f"{plugin}ImageFile")
         image: ImageFile.ImageFile = opener(io.BytesIO(data), "")
-    _check_pixels(*image.size, policy)
+    policy.check_pixels(*image.size)
     if name == "JPEG":
         check_passes(data, image.width * image.height, policy)
     return image
@@ -188,7 +188,7 @@ def decode_in_place(image: Image.Image) -> Image.Transpose | None:
         return bool(getattr(image, "tile", None) or (image.info and getattr(image, "_exif", None) is None))
 
     # Neither Pillow's lazy decoding nor its lazy EXIF parsing may run twice at once on one image.
-    with image_locks.reading(image, is_lazy), _named_errors(image.format or "image"):
+    with image_locks.reading(image, is_lazy), named_errors(image.format or "image"):
         tiles = getattr(image, "tile", None)
         if tiles:
             _refuse_lenient_pillow()
@@ -264,7 +264,7 @@ def _of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> LoadedImage:
             got=f"{array.dtype} of shape {array.shape}",
             remedy=remedy,
         )
-    _check_pixels(array.shape[1], array.shape[0], policy)
+    policy.check_pixels(array.shape[1], array.shape[0])
     if array.ndim == 2 or array.shape[2] == 1:
         array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
     elif array.shape[2] == 4:
@@ -274,17 +274,9 @@ def _of_array(array: npt.NDArray[Any], policy: MediaPolicy) -> LoadedImage:
     return LoadedImage(view, *view.shape[:2])
 
 
-def _check_pixels(width: int, height: int, policy: MediaPolicy) -> None:
-    """Refuse an image without pixels, or with more pixels than the policy allows."""
-    if width <= 0 or height <= 0:
-        raise MediaDecodeError("the image has no pixels", expected="at least 1x1", got=f"{width}x{height}")
-    count = width * height
-    policy.check("max_pixels", count, got=f"{width}x{height} = {count}")
-
-
 @contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Turn any exception of Pillow on bad bytes into an error with a name.
+def named_errors(name: str) -> Iterator[None]:
+    """Turn any exception of Pillow or libsndfile on bad bytes into an error with a name.
 
     Pillow's plugins raise a dozen types on hostile input, including warnings that the program has made
     errors, so nothing narrower than `Exception` is complete.
@@ -304,7 +296,17 @@ def _named_errors(name: str) -> Iterator[None]:
             remedy="If you trust the source, allow the process more memory.",
         ) from error
     except Exception as error:
-        raise MediaDecodeError(
-            f"the {name} is damaged or truncated ({type(error).__name__}: {str(error)[:200]})",
-            remedy="Check that the file was written and transferred whole.",
-        ) from error
+        raise damaged(name, cause=error) from error
+
+
+def damaged(
+    kind: str, expected: str | None = None, got: str | None = None, *, cause: Exception | None = None
+) -> MediaDecodeError:
+    """Build the error for a file of a kind that cannot be decoded to its end."""
+    reason = "" if cause is None else f" ({type(cause).__name__}: {str(cause)[:200]})"
+    return MediaDecodeError(
+        f"the {kind} is damaged or truncated{reason}",
+        expected=expected,
+        got=got,
+        remedy="Check that the file was written and transferred whole.",
+    )

@@ -85,10 +85,15 @@ def raw_strips(image: Image.Image) -> Iterator[npt.NDArray[np.uint8]]:
 def rgb_planes(loaded: LoadedImage, out: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.uint8]:
     """Return the pixels as a uint8 array of shape `(3, height, width)`: `out`, or a new one."""
     planes = _new_array(3, loaded.height, loaded.width) if out is None else out
+    rows = max(1, _BLOCK_PIXELS // loaded.width)
+    scratch = np.empty((rows, loaded.width), "<u4")
     top = 0
     for strip in [loaded.pixels] if isinstance(loaded.pixels, np.ndarray) else raw_strips(loaded.pixels):
-        _split_planes(strip, planes[:, top : top + len(strip)])
-        top += len(strip)
+        for start in range(0, len(strip), rows):
+            block = strip[start : start + rows]
+            for channel in range(3):
+                _copy_channel(block, channel, planes[channel, top : top + len(block)], scratch)
+            top += len(block)
     return planes
 
 
@@ -105,15 +110,6 @@ def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
     with suppress(AttributeError, OSError):  # not on macOS, nor in every kernel
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(shape)
-
-
-def _split_planes(pixels: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-    """Write pixels `(rows, width, 3 or 4)` into planes `(3, rows, width)`, without a fourth channel."""
-    rows = max(1, _BLOCK_PIXELS // pixels.shape[1])
-    scratch = np.empty((rows, pixels.shape[1]), "<u4")
-    for top in range(0, len(pixels), rows):
-        for channel in range(3):
-            _copy_channel(pixels[top : top + rows], channel, out[channel, top : top + rows], scratch)
 
 
 def _copy_channel(
@@ -199,8 +195,7 @@ def resized_planes(
     # `interpolate` calls this kernel but has no `out`, and its own allocation would stay in the heap.
     torch.ops.aten._upsample_bicubic2d_aa.out(source_view, [height, width], False, None, None, out=out_view)
     del source, source_view
-    _split_planes(resampled, planes)
-    return planes
+    return rgb_planes(LoadedImage(resampled, height, width), planes)
 
 
 def _whole_pixels(loaded: LoadedImage) -> npt.NDArray[np.uint8]:

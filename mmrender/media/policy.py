@@ -5,12 +5,14 @@ unless the program itself passes it as a `pathlib.Path`. Each refusal names the 
 """
 
 import ipaddress
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from mmrender.errors import InputError, MediaBlockedError, MediaLimitError
+from mmrender.errors import InputError, MediaBlockedError, MediaDecodeError, MediaLimitError, check_number
 from mmrender.processes import BoundedProcesses
 
 Result = TypeVar("Result")
@@ -117,9 +119,9 @@ class MediaPolicy:
         for field in fields(self):
             if field.name.startswith("max_") or field.name.endswith("_timeout"):
                 value = getattr(self, field.name)
-                # Not `value < ...`: NaN is refused too.
-                if not value >= (0 if field.name == "max_redirects" else 1e-3):
-                    raise _bad_field(field.name, "a positive number", repr(value))
+                if value != math.inf:  # no limit
+                    floor = {"minimum": 0} if field.name == "max_redirects" else {"above": 0}
+                    check_number(f"MediaPolicy.{field.name}", value, **floor)
 
     def decode(self, function: Callable[..., Result], data: bytes, *arguments: Any) -> Result:
         """Call a decoder with encoded bytes, this policy and arguments, in a child process if there is one.
@@ -153,6 +155,23 @@ class MediaPolicy:
                 expected=f"at most {bound} {unit}".rstrip(),
                 got=got or f"{count} {unit}".rstrip(),
                 remedy=f"Raise MediaPolicy({limit}=...){advice}.",
+            )
+
+    def check_pixels(self, width: int, height: int) -> None:
+        """Refuse an image or frame without pixels, or with more pixels than the policy allows."""
+        if width <= 0 or height <= 0:
+            raise MediaDecodeError(
+                "the image has no pixels", expected="at least 1x1", got=f"{width}x{height}"
+            )
+        self.check("max_pixels", width * height, got=f"{width}x{height} = {width * height}")
+
+    def check_time(self, started: float, medium: str) -> None:
+        """Raise MediaLimitError if decoding a medium, which began at this monotonic time, takes too long."""
+        if time.monotonic() - started > self.decode_timeout:
+            raise MediaLimitError(
+                f"decoding the {medium} takes too long",
+                expected=f"at most {self.decode_timeout} s",
+                remedy="Raise MediaPolicy(decode_timeout=...), or pass a shorter one.",
             )
 
     def check_scheme(self, scheme: str) -> None:

@@ -7,7 +7,7 @@ height and width alone. It is immutable and may be used from many threads.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,10 +16,11 @@ from blake3 import blake3
 
 from mmrender.caching import cached_property
 from mmrender.errors import ProcessorError
-from mmrender.media.audio import LoadedAudio
-from mmrender.media.load import LoadedImage
+from mmrender.media.audio import LoadedAudio, load_audio
+from mmrender.media.load import Coding, LoadedImage, load_image
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.video import Video
+from mmrender.media.policy import MediaPolicy
+from mmrender.media.video import Video, open_video
 from mmrender.messages import Modality
 from mmrender.model.files import ModelDir
 from mmrender.sidecar import Expansion, MediaItem, feature_count
@@ -47,10 +48,14 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A medium with a known identity; `finish` makes its item."""
+    """A medium with a known identity; `finish` makes its item.
+
+    `encoded` is as for `LoadedImage`.
+    """
 
     identity: str
     finish: Callable[[], MediaItem]
+    encoded: tuple[bytes, Coding] | None = None
 
 
 BosPlace: TypeAlias = Literal["none", "first", "later"]
@@ -119,6 +124,60 @@ class MediaProcessor(ABC):
     audio: "AudioProcessor | None" = None
     use_audio_in_video: bool = False
     is_deferred: bool = False
+
+    def of(
+        self, modality: Modality, where: str | None = None
+    ) -> "MediaProcessor | VideoProcessor | AudioProcessor":
+        """Return the processing of media of a modality: for images, the object itself.
+
+        Args:
+            modality: The modality.
+            where: Path of the part, for the error.
+
+        Raises:
+            ProcessorError: The model does not take them. Images are refused by `prepare`.
+        """
+        if modality == "image":
+            return self
+        if modality == "video" and self.videos is not None:
+            return self.videos
+        if modality == "audio" and self.audio is not None:
+            return self.audio
+        is_video = modality == "video"
+        raise ProcessorError(
+            f"{'videos are' if is_video else 'audio is'} not supported for {self.name}",
+            where=where,
+            expected="images" if is_video else "a feature extractor, and a placeholder of the template",
+            remedy="Pass the frames as images." if is_video else "Pass a transcript as text.",
+        )
+
+    def load_part(
+        self, part: Any, policy: MediaPolicy, where: str, *, num_images: int = 1, longest: int | None = None
+    ) -> Prepared:
+        """Load the source of a media part, and identify it.
+
+        Args:
+            part: A `MediaPart` with a source.
+            policy: Limits of loading.
+            where: Path of the part, for errors.
+            num_images: As for `prepare`.
+            longest: As for `AudioProcessor.prepare`.
+
+        Raises:
+            MediaError: It cannot be loaded, or the family cannot process it.
+            ProcessorError: The model does not take media of this modality.
+        """
+        processor = self.of(part.modality, where)
+        if isinstance(processor, VideoProcessor):
+            with open_video(part, policy, where) as video:
+                return processor.prepare(video)
+        if isinstance(processor, AudioProcessor):
+            rate, source_rate = processor.sampling_rate, part.sampling_rate
+            clip = load_audio(part.source, rate, policy, source_rate=source_rate, where=where)
+            return processor.prepare(clip, longest=longest)
+        loaded = load_image(part.source, policy, where=where)
+        prepared = processor.prepare(loaded, num_images=num_images)
+        return prepared if loaded.encoded is None else replace(prepared, encoded=loaded.encoded)
 
     @abstractmethod
     def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:

@@ -6,6 +6,7 @@ with known pixels is decoded and not processed.
 """
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor, Future
 from functools import cache, partial
@@ -19,17 +20,17 @@ from PIL import Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache, SingleFlight
 from mmrender.content.parts import MEDIA_ARGUMENTS
-from mmrender.errors import MediaError, MessageError, MMRenderError, ProcessorError
+from mmrender.errors import MediaError, MessageError, MMRenderError
 from mmrender.media.audio import LoadedAudio, load_audio
 from mmrender.media.encoded import keep_original
-from mmrender.media.load import LoadedImage, decode_in_place, load_image
+from mmrender.media.load import decode_in_place
 from mmrender.media.pixels import raw_strips
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import AudioProcessor, MediaProcessor, Prepared
 from mmrender.media.sources import read_source
 from mmrender.media.tracks import has_track, interleaved, is_encoded, load_track
-from mmrender.media.video import as_array, open_video
-from mmrender.messages import MODALITIES, AudioPart, MediaPart, Modality, RequestMedia, VideoPart
+from mmrender.media.video import as_array
+from mmrender.messages import MODALITIES, AudioPart, ImagePart, MediaPart, Modality, RequestMedia, VideoPart
 from mmrender.sidecar import MediaItem, MultiModalData
 
 Argument = TypeVar("Argument")
@@ -82,22 +83,24 @@ class MediaCache:
         identity = self._identities.get(source)
         return None if identity is None else self._items.get(identity)
 
-    def get_or_load(self, source: Hashable | None, prepare: Callable[[], Prepared]) -> MediaItem:
-        """Return the item of a source. An unknown source is loaded and processed.
+    def finished(self, prepared: Prepared, source: Hashable | None = None) -> MediaItem:
+        """Return the item of an identified medium, which is processed if its item is not kept.
 
-        Args:
-            source: A key that determines the item, or None for a source that may change.
-            prepare: Loads and identifies the source.
+        `source` is a key that determines the item, or None for a source that may change.
         """
+        item = self._items.get_or_compute(prepared.identity, prepared.finish)
+        if prepared.encoded is not None:
+            keep_original(item, prepared.encoded)
+        if source is not None:
+            self._identities.put(source, item.identity)
+        return item
 
-        def load() -> MediaItem:
-            prepared = prepare()
-            item = self._items.get_or_compute(prepared.identity, prepared.finish)
-            if source is not None:
-                self._identities.put(source, item.identity)
-            return item
-
-        return load() if source is None else self._loading.run(source, partial(self.find, source), load)
+    def get_or_load(self, source: Hashable | None, load: Callable[[], Prepared]) -> MediaItem:
+        """Return the item of a source, as `finished` does. An unknown source is loaded and identified."""
+        if source is None:
+            return self.finished(load())
+        find = partial(self.find, source)
+        return self._loading.run(source, find, lambda: self.finished(load(), source))
 
     def clear(self) -> None:
         """Drop all items. Counters stay."""
@@ -151,8 +154,10 @@ class MediaResolver:
 
     def resolve(
         self, media: Sequence[RequestMedia], *, earlier: MultiModalData | None = None
-    ) -> list[MediaItem]:
-        """Return one item per media part, in order. Equal sources have the same item.
+    ) -> list[tuple[MediaItem, ...]]:
+        """Return the items of each media part: one, or two for a video with a sound track that is rendered.
+
+        Equal sources have the same item.
 
         Args:
             media: The parts.
@@ -160,18 +165,28 @@ class MediaResolver:
 
         Raises:
             MessageError: A part has no source; `where` is the part's path.
-            MediaError: A part cannot be loaded or processed.
+            MediaError: A part cannot be loaded or processed, or is one too many.
             ProcessorError: The model does not support this kind of medium.
         """
-        known = {} if earlier is None else {each: earlier.count(each) for each in MODALITIES}
-        self.policy.check("max_items", len(media) + sum(known.values()), where="messages")
-        num_images = known.get("image", 0) + sum(entry.part.modality == "image" for entry in media)
+        counts = Counter({each: earlier.count(each) for each in MODALITIES} if earlier is not None else {})
+        counts.update([entry.part.modality for entry in media])
+        self.policy.check("max_items", counts.total(), where="messages")
+        if self.processor.use_audio_in_video:
+            media = [self._read(entry) for entry in media]
         distinct: dict[Hashable, RequestMedia] = {}
         keys: list[Hashable] = []
         for entry in media:
-            key, source = entry.fingerprint, entry.part.source
-            if source is None or not self.takes(entry.part.modality):
-                raise self.refusal(entry)
+            key, source, modality = entry.fingerprint, entry.part.source, entry.part.modality
+            self.processor.of(modality, entry.path)
+            if source is None:
+                raise MessageError(
+                    f"the {modality} part has no source",
+                    where=entry.path,
+                    expected=_EXPECTED_SOURCES[modality],
+                    got="None",
+                    remedy="Put it into the part, or pass it with the messages: "
+                    f"{MEDIA_ARGUMENTS[modality]}=[...]",
+                )
             if getattr(entry.part, "sound", None) is not None and not self.processor.use_audio_in_video:
                 raise MediaError(
                     "this renderer leaves the sound tracks of videos out",
@@ -181,28 +196,22 @@ class MediaResolver:
             if key is None:
                 # Within one call a source cannot change, so without a fingerprint the object itself is a key.
                 same = source if isinstance(source, str) else id(source)
-                key = ("object", entry.part.modality, same, timing_of(entry.part))
+                key = ("object", modality, same, timing_of(entry.part))
             keys.append(key)
             distinct.setdefault(key, entry)
-        has_clips = any(isinstance(entry.part, AudioPart) for entry in media)
-        longest = self.longest_clip(media, earlier) if has_clips else None
-        item_of = partial(self._item, num_images=num_images, longest=longest)
+        videos, paths = self.processor.videos, [each.path for each in media if each.part.modality == "video"]
+        if paths and counts["video"] > 1 and videos is not None and not videos.takes_several:
+            raise MediaError(
+                "the model's processor takes one video in a prompt",
+                where=paths[-1],
+                remedy="Pass the frames of further videos as images.",
+            )
+        longest = self.longest_clip(media, earlier) if counts.total() > counts["image"] else None
+        item_of = partial(self._item, num_images=counts["image"], longest=longest)
         items = dict(zip(distinct, map_shared(item_of, list(distinct.values()), self._executor), strict=True))
-        return [items[key] for key in keys]
-
-    def resolve_with_tracks(
-        self, media: Sequence[RequestMedia], *, earlier: MultiModalData | None = None
-    ) -> list[tuple[MediaItem, ...]]:
-        """Return the items of each media part: one, or two for a video with a sound track that is rendered.
-
-        Args and errors as for `resolve`.
-        """
         if not self.processor.use_audio_in_video:
-            return [(item,) for item in self.resolve(media, earlier=earlier)]
-        media = [self._read(entry) for entry in media]
-        items = self.resolve(media, earlier=earlier)
-        longest = self.longest_clip(media, earlier)
-        return [self._with_track(entry, item, longest) for entry, item in zip(media, items, strict=True)]
+            return [(items[key],) for key in keys]
+        return [self._with_track(entry, items[key], longest) for entry, key in zip(media, keys, strict=True)]
 
     def _read(self, entry: RequestMedia) -> RequestMedia:
         """Read a video that may change, so that frames and sound track are of one reading."""
@@ -234,7 +243,7 @@ class MediaResolver:
         except MMRenderError as error:
             error.at(entry.path)
             raise
-        return tuple([self.cache.get_or_load(None, partial(_itself, each)) for each in pair])
+        return tuple(map(self.cache.finished, pair))
 
     def brings_audio(self, entry: RequestMedia) -> bool:
         """Whether a part is audio, or a video that may have a sound track which is rendered."""
@@ -242,30 +251,6 @@ class MediaResolver:
         if isinstance(part, VideoPart):
             return self.processor.use_audio_in_video and has_track(part)
         return isinstance(part, AudioPart)
-
-    def takes(self, modality: Modality) -> bool:
-        """Whether the model's processor takes media of a modality. Images are refused by the processor."""
-        parts = {"video": self.processor.videos, "audio": self.processor.audio}
-        return modality == "image" or parts[modality] is not None
-
-    def refusal(self, entry: RequestMedia) -> MMRenderError:
-        """Build the error for a part without a source, or of a modality that the model does not take."""
-        modality = entry.part.modality
-        if not self.takes(modality):
-            is_video = modality == "video"
-            return ProcessorError(
-                f"{'videos are' if is_video else 'audio is'} not supported for {self.processor.name}",
-                where=entry.path,
-                expected="images" if is_video else "a feature extractor, and a placeholder of the template",
-                remedy="Pass the frames as images." if is_video else "Pass a transcript as text.",
-            )
-        return MessageError(
-            f"the {modality} part has no source",
-            where=entry.path,
-            expected=_EXPECTED_SOURCES[modality],
-            got="None",
-            remedy=f"Put it into the part, or pass it with the messages: {MEDIA_ARGUMENTS[modality]}=[...]",
-        )
 
     def longest_clip(self, media: Sequence[RequestMedia], earlier: MultiModalData | None) -> int | None:
         """Return the number of samples of a prompt's longest clip, if the processor pads the others to it.
@@ -300,14 +285,11 @@ class MediaResolver:
 
     def _load_sound(self, entry: RequestMedia, audio: AudioProcessor) -> LoadedAudio | None:
         """Load a clip, or the sound track of a video if it has one."""
-        if isinstance(entry.part, VideoPart):
-            return load_track(entry.part, audio.sampling_rate, self.policy, entry.path)
-        return self._load_clip(entry, audio)
-
-    def _load_clip(self, entry: RequestMedia, audio: AudioProcessor) -> LoadedAudio:
         part: Any = entry.part
-        source, rate = part.source, part.sampling_rate
-        return load_audio(source, audio.sampling_rate, self.policy, source_rate=rate, where=entry.path)
+        if isinstance(part, VideoPart):
+            return load_track(part, audio.sampling_rate, self.policy, entry.path)
+        rate = part.sampling_rate
+        return load_audio(part.source, audio.sampling_rate, self.policy, source_rate=rate, where=entry.path)
 
     def _clip_length(self, entry: RequestMedia, load: Callable[[], LoadedAudio | None] | None = None) -> int:
         """Return the number of samples of a clip or track at the model's rate, which is remembered.
@@ -328,44 +310,25 @@ class MediaResolver:
 
     def _item(self, entry: RequestMedia, num_images: int, longest: int | None) -> MediaItem:
         """Return the item of one part, from the cache or loaded, identified and processed."""
-        part, processor, policy = entry.part, self.processor, self.policy
-        videos = processor.videos if isinstance(part, VideoPart) else None
-        audio = processor.audio if isinstance(part, AudioPart) else None
-        other = videos or audio
-        fingerprint = entry.fingerprint
-        loaded: LoadedImage | None = None
-
-        def prepare() -> Prepared:
-            nonlocal loaded
-            if audio is not None:
-                return audio.prepare(self._load_clip(entry, audio), longest=longest)
-            if isinstance(part, VideoPart) and videos is not None:
-                with open_video(part, policy, entry.path) as video:
-                    return videos.prepare(video)
-            loaded = loaded or load_image(part.source, policy, where=entry.path)
-            return processor.prepare(loaded, num_images=num_images)
-
+        part, processor, policy, fingerprint = entry.part, self.processor, self.policy, entry.fingerprint
         try:
-            if fingerprint is None and other is None:
-                loaded = load_image(part.source, policy, where=entry.path)
+            if fingerprint is None and isinstance(part.source, Image.Image):
                 # An image that was opened lazily has a fingerprint once it is decoded.
+                policy.check_pixels(*part.source.size)
+                decode_in_place(part.source)
                 fingerprint = source_fingerprint(part.source)
+            others: int | None = longest if isinstance(part, AudioPart) else None
+            if isinstance(part, ImagePart) and processor.depends_on_image_count:
+                others = num_images
             # With the policy: a shared cache must not lend an item that a resolver's own policy forbids.
-            counted = num_images if processor.depends_on_image_count and other is None else None
-            counted = counted if audio is None else longest
-            digest = (processor if other is None else other).settings_digest
-            key = None if fingerprint is None else (fingerprint, counted, digest, policy)
-            item = self.cache.get_or_load(key, prepare)
-            if loaded is not None and loaded.encoded is not None:
-                keep_original(item, loaded.encoded)
-            return item
+            key = (fingerprint, others, processor.of(part.modality).settings_digest, policy)
+            load = partial(
+                processor.load_part, part, policy, entry.path, num_images=num_images, longest=longest
+            )
+            return self.cache.get_or_load(None if fingerprint is None else key, load)
         except MMRenderError as error:
             error.at(entry.path)
             raise
-
-
-def _itself(prepared: Prepared) -> Prepared:
-    return prepared
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:

@@ -129,7 +129,8 @@ class KnownTemplate:
             return text
         prompts = filter(text.endswith, self.profile.generation_prompts)
         cut = len(text) - max(map(len, prompts), default=0)
-        if cut == len(text) or any(stop > cut and origin.is_content for _, stop, origin in text.spans):
+        beyond = [origin for _, stop, origin in text.spans if stop > cut]
+        if not beyond or any(origin.is_content for origin in beyond):
             return text
         return TracedStr(plain(text), clip(text.spans, 0, cut))
 

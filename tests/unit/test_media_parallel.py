@@ -88,8 +88,8 @@ def pictures(count: int) -> list[Image.Image]:
 def test_a_resolver_with_threads_gives_what_it_gives_without(tiny_model):
     parts = [media_part(ImagePart(image), f"part[{index}]") for index, image in enumerate(pictures(6) * 2)]
     with ThreadPoolExecutor(3) as executor:
-        shared = resolver(tiny_model, executor).resolve(parts)
-    alone = resolver(tiny_model).resolve(parts)
+        shared = [item for (item,) in resolver(tiny_model, executor).resolve(parts)]
+    alone = [item for (item,) in resolver(tiny_model).resolve(parts)]
     assert [item.identity for item in shared] == [item.identity for item in alone]
     for one, other in zip(shared, alone, strict=True):
         assert one.expansion == other.expansion

@@ -41,27 +41,17 @@ class Gated(Renderer):
 
 
 class Meeting:
-    """A processor that goes on only when so many threads are at it, and notes their names."""
+    """Has a processor go on only when so many threads are at it, and notes their names."""
 
     def __init__(self, processor: Any, count: int) -> None:
-        self.processor, self.threads, self.barrier = processor, [], threading.Barrier(count)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.processor, name)
-
-    def load(self) -> Any:
-        return self
+        self.threads: list[str] = []
+        self._barrier = threading.Barrier(count)
+        self._prepare, processor.prepare = processor.prepare, self.prepare
 
     def prepare(self, *given: Any, **options: Any) -> Any:
         self.threads.append(threading.current_thread().name)
-        self.barrier.wait(timeout=60)
-        return self.processor.prepare(*given, **options)
-
-
-def meet_in(renderer: Renderer, count: int) -> Meeting:
-    meeting = Meeting(renderer.media.processor, count)
-    renderer.media.processor = meeting
-    return meeting
+        self._barrier.wait(timeout=60)
+        return self._prepare(*given, **options)
 
 
 @pytest.fixture
@@ -193,7 +183,7 @@ def test_images_of_one_conversation_are_processed_side_by_side(tiny_model):
     content = [shown(PHOTO.rotate(angle)) for angle in (0, 90, 180, 270)]
     expected = renderer.render([{"role": "user", "content": content}])
     renderer = Renderer.from_pretrained(tiny_model, image_backend="pil")
-    meeting = meet_in(renderer, 4)
+    meeting = Meeting(renderer.media.processor, 4)
     with RendererPool(renderer, workers=1, media_threads=3) as pool:
         assert run(pool.arender([{"role": "user", "content": content}])) == expected
     assert len(meeting.threads) == 4
@@ -311,7 +301,7 @@ def test_bridges_that_the_renderer_made_first_use_the_threads_of_the_pool(tiny_m
     prompt = renderer.render(MESSAGES[2:], add_generation_prompt=True)
     turn = prompt.token_ids, [*renderer.tokenizer.encode("Yes."), *renderer.get_stop_token_ids()[-1:]]
     assert renderer.bridge_to_next_turn(*turn, [user("Hi")]) is not None
-    meeting = meet_in(renderer, 2)
+    meeting = Meeting(renderer.media.processor, 2)
     content = [shown(PHOTO.rotate(angle)) for angle in (0, 90)]
     with RendererPool(renderer, media_threads=1) as pool:
         assert pool.bridge_to_next_turn(*turn, [{"role": "user", "content": content}]) is not None

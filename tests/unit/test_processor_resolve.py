@@ -17,23 +17,23 @@ from kit import encoded, error_of, raised
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaError, MediaLimitError, MessageError
 from mmrender.media.load import LoadedImage
 from mmrender.media.policy import MediaPolicy
-from mmrender.media.processor import Prepared
+from mmrender.media.processor import Geometry, MediaProcessor, Prepared
 from mmrender.media.resolve import MediaCache, MediaResolver, source_fingerprint
 from mmrender.messages import ImagePart, RequestMedia
 from mmrender.sidecar import MediaItem, MultiModalData
 
 
 @dataclass
-class Counting:
+class Counting(MediaProcessor):
     """A processor that counts what it does; items are the images' sizes and sums."""
 
     settings_digest: bytes = b"settings"
-    videos: None = None
-    audio: None = None
-    depends_on_image_count: bool = False
     prepared: int = 0
     finished: int = 0
     entered: Callable[[], None] = field(default=lambda: None)
+
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+        raise NotImplementedError
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         self.prepared += 1
@@ -76,7 +76,7 @@ def path(tmp_path: Path) -> Path:
 def test_one_item_for_all_forms_of_one_image_loaded_once(path):
     image = Image.open(path)
     made = resolver()
-    items = made.resolve(parts(png(), path, image, np.asarray(image), png()))
+    items = [item for (item,) in made.resolve(parts(png(), path, image, np.asarray(image), png()))]
     assert all(item is items[0] for item in items)
     assert made.processor.finished == 1
     sources = parts(png((9, 9, 9)), path, Image.new("RGB", (8, 8)))
@@ -104,7 +104,7 @@ def test_an_image_changed_in_place_and_a_file_written_again_are_others(path):
     image.putpixel((7, 7), (0, 0, 1))
     path.write_bytes(png((2, 2, 2)))
     os.utime(path, ns=(1, 1))
-    for old, new in zip(before, made.resolve(parts(image, path)), strict=True):
+    for (old,), (new,) in zip(before, made.resolve(parts(image, path)), strict=True):
         assert old.identity != new.identity
 
 
@@ -133,10 +133,11 @@ def test_the_images_of_a_conversation_are_bounded_with_those_of_earlier_turns():
 def test_the_number_of_images_is_part_of_the_key_only_where_it_matters():
     made = resolver()
     made.processor.depends_on_image_count = True
-    alone = made.resolve(parts(png()))[0]
-    together = made.resolve(parts(png(), png((5, 5, 5))))[0]
+    [(alone,)] = made.resolve(parts(png()))
+    (together,), _ = made.resolve(parts(png(), png((5, 5, 5))))
     assert alone.identity != together.identity
-    assert made.resolve(parts(png()), earlier=MultiModalData({"image": ["1"]}))[0] is together
+    [(again,)] = made.resolve(parts(png()), earlier=MultiModalData({"image": ["1"]}))
+    assert again is together
 
 
 def test_fingerprints_see_all_that_pixels_are_made_of():
@@ -248,6 +249,6 @@ def test_a_fingerprint_that_the_caller_took_is_not_taken_again(monkeypatch):
     image = Image.new("RGB", (8, 8))
     made, media = resolver(), parts(image)
     monkeypatch.setattr("mmrender.media.resolve.source_fingerprint", lambda _: pytest.fail("taken again"))
-    item = made.resolve(media)[0]
-    assert made.resolve(media)[0] is item
+    [(item,)] = made.resolve(media)
+    assert made.resolve(media) == [(item,)]
     assert made.processor.prepared == 1
