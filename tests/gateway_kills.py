@@ -253,7 +253,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="how many points lie between two that are tried")
     parser.add_argument("--random", type=int, help="number of gateways to kill by a timer")
     options = parser.parse_args()
-    out = options.out or Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory(prefix="mmrender-kills-") as folder:
+        faults = kill_gateways(options, options.out or Path(folder))
+    sys.exit(bool(faults))
+
+
+def kill_gateways(options: argparse.Namespace, out: Path) -> list[str]:
+    """Play runs, print the result, and return the faults."""
     model = options.model or build_tiny_model(out / "model")
     renderer = Renderer.from_pretrained(model, image_backend="pil")
     warm(renderer)
@@ -277,7 +283,7 @@ def main() -> None:
         while kills < options.random:
             run(ends=[], kill_after=lambda: chance.uniform(0.0, 0.5))
     print(json.dumps({"runs": runs, "kills": kills, "faults": faults}))
-    sys.exit(bool(faults))
+    return faults
 
 
 if __name__ == "__main__":

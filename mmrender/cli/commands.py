@@ -7,24 +7,28 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
-from mmcodecs.files import MAGIC
 from mmrender._version import __version__
+from mmrender.cli.inputs import (
+    OPTIONS,
+    conversation_in,
+    is_trajectories,
+    load,
+    load_for_tokens,
+    log,
+    read_document,
+    render_conversation,
+    renderable,
+)
 from mmrender.cli.overview import STATUSES
-from mmrender.content import normalize_messages
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.policy import MediaPolicy
-from mmrender.media.processors.registry import backend_of_tokens
 from mmrender.model.files import find_model
-from mmrender.processes import BoundedProcesses
-from mmrender.renderer import Renderer
 from mmrender.sidecar import common_prefix
 
 if TYPE_CHECKING:
     from mmrender.client.resolve import BackendName
-    from mmrender.tokens.rendered import RenderedTokens
     from mmrender.view import Page
 
 try:
@@ -42,7 +46,6 @@ app = typer.Typer(
 )
 
 _out = Console()
-_log = Console(stderr=True)
 
 ModelArgument = Annotated[str, typer.Argument(help="Model directory or hub id.", metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", "-m", help="Model directory or hub id.")]
@@ -91,11 +94,7 @@ def _options(
     ] = False,
 ) -> None:
     """Render multimodal chat exactly, and look at rendered, sampled and trained tokens."""
-    _options_of_all["trust_remote_code"] = trust_remote_code
-
-
-_options_of_all = {"trust_remote_code": False}
-"""Options that are given before the command."""
+    OPTIONS["trust_remote_code"] = trust_remote_code
 
 
 @app.command()
@@ -106,7 +105,8 @@ def render(
     image_backend: BackendOption = "torch",
 ) -> None:
     """Render a conversation and print ids, spans and media as JSON."""
-    rendered = _render(_conversation(_document(file), file), _load(model, image_backend), generation_prompt)
+    conversation = conversation_in(read_document(file), file)
+    rendered = render_conversation(conversation, load(model, image_backend), generation_prompt)
     data = rendered.multi_modal_data
     document = {
         "token_ids": rendered.token_ids,
@@ -145,10 +145,10 @@ def view(
     """Show every token, coloured by kind: in the terminal, or as one self-contained page."""
     from mmrender.view.terminal import legend, message_table, token_strip
 
-    if _is_trajectories(file):
+    if is_trajectories(file):
         return _view_trajectories(Path(file), model, image_backend, html, tools)
-    renderer = _load_for_tokens(model, image_backend, html)
-    rendered = _render(_conversation(_document(file), file), renderer, generation_prompt)
+    renderer = load_for_tokens(model, image_backend, html)
+    rendered = render_conversation(conversation_in(read_document(file), file), renderer, generation_prompt)
     if html is not None:
         from mmrender.view import Page
 
@@ -156,15 +156,6 @@ def view(
     _out.print(legend(), "")
     _out.print(token_strip(rendered), "", soft_wrap=not _out.is_terminal)  # a pipe's lines are the tokens'
     _out.print(message_table(rendered))
-
-
-def _is_trajectories(file: str) -> bool:
-    """Whether a file is one of records; JSON begins otherwise."""
-    try:
-        with Path(file).open("rb") as opened:
-            return opened.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 def _view_trajectories(
@@ -176,13 +167,13 @@ def _view_trajectories(
     if html is None:
         remedy = "Name a file for a page: --html tokens.html"
         raise InputError("trajectories are shown as a page", where=str(file), remedy=remedy)
-    renderer = _load(model, image_backend or "torch")
-    offered = None if tools is None else _document(str(tools))
-    with _log.status("reading"):
+    renderer = load(model, image_backend or "torch")
+    offered = None if tools is None else read_document(str(tools))
+    with log.status("reading"):
         trajectories = load_trajectories(file)
     if not trajectories:
         raise InputError("the file is without trajectories", where=str(file))
-    with _log.status("rendering"):
+    with log.status("rendering"):
         page = Page(*trajectories, renderer=renderer, tools=offered, title=file.name)
     _save(page, html)
 
@@ -192,7 +183,7 @@ def _save(page: "Page", path: Path) -> None:
         page.save(path)
     except OSError as error:
         raise InputError("cannot write the page", where=str(path), got=error.strerror) from error
-    _log.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    log.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -212,8 +203,8 @@ def diff(
     if first == second == "-":
         remedy = "Name a file for one of the two"
         raise InputError("standard input is read once, not twice", where="-", remedy=remedy)
-    renderer = _load_for_tokens(model, image_backend, html)
-    pair = [_renderable(file, renderer, generation_prompt) for file in (first, second)]
+    renderer = load_for_tokens(model, image_backend, html)
+    pair = [renderable(file, renderer, generation_prompt) for file in (first, second)]
     names = (first, second) if first != second else (f"{first} (1)", f"{second} (2)")
     equal = common_prefix(pair[0].token_ids, pair[1].token_ids)
     differ = equal < max(map(len, pair))
@@ -230,19 +221,6 @@ def diff(
     raise typer.Exit(1 if differ else 0)
 
 
-def _renderable(file: str, renderer: Renderer, generation_prompt: bool | None) -> "RenderedTokens":
-    """Render a conversation, or take token ids as they are."""
-    from mmrender.tokens.rendered import RenderedTokens, TokenSpan
-
-    document = _document(file)
-    ids = document.get("token_ids") if isinstance(document, dict) else None
-    if ids is None:
-        return _render(_conversation(document, file), renderer, generation_prompt)
-    if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
-        raise InputError("token_ids must be a list of ids", where=file, got=repr(ids)[:80])
-    return RenderedTokens(ids, (TokenSpan(0, len(ids), -1, "prompt", False),) if ids else ())
-
-
 @app.command()
 def doctor(
     model: ModelArgument,
@@ -255,8 +233,8 @@ def doctor(
     """
     from mmrender.view.doctor import diagnose, findings_table, next_steps
 
-    renderer = _load(model, image_backend)
-    with _log.status("probing"):
+    renderer = load(model, image_backend)
+    with log.status("probing"):
         findings = diagnose(renderer, find_model(model).path)
     if as_json:
         _out.out(json.dumps(findings, indent=2), highlight=False)
@@ -299,7 +277,7 @@ def parity(
     pictures = load_pictures(images) if images is not None else []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     reports = []
-    with Progress(*columns, console=_log) as bars:
+    with Progress(*columns, console=log) as bars:
         for model, backend in product(models, backends):
             bar = bars.add_task(f"{model.name} {backend}", total=cases)
             report = check_parity(
@@ -309,12 +287,12 @@ def parity(
                 seed=seed,
                 pictures=pictures,
                 progress=partial(bars.advance, bar),
-                trust_remote_code=_options_of_all["trust_remote_code"],
+                trust_remote_code=OPTIONS["trust_remote_code"],
             )
             reports.append(report)
     if as_json:
         _out.out(json.dumps([report.counts() for report in reports], indent=1), highlight=False)
-    printed = _log if as_json else _out
+    printed = log if as_json else _out
     printed.print(parity_table(reports))
     write = partial(printed.print, markup=False, highlight=False, soft_wrap=True)
     for report in reports:
@@ -332,8 +310,8 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
     write = partial(_out.print, markup=False, highlight=False, soft_wrap=True)
     reports: list[BridgeReport] = []
     for model in models:
-        renderer = _load(str(model), image_backend)
-        with _log.status(f"bridging {model.name}"):
+        renderer = load(str(model), image_backend)
+        with log.status(f"bridging {model.name}"):
             reports.append(check_bridge(renderer, model.name, cases=cases, seed=seed))
         if not as_json:
             write("\n".join([*(BridgeReport.HEADER if len(reports) == 1 else ()), reports[-1].row()]))
@@ -341,7 +319,7 @@ def _bridge_parity(models: list[Path], cases: int, seed: int, image_backend: str
         _out.out(json.dumps([report.counts() for report in reports], indent=1), highlight=False)
     problems = [problem for report in reports for problem in report.problems()]
     for problem in problems[:3]:
-        (_log if as_json else _out).print(f"\n{problem}", markup=False, highlight=False)
+        (log if as_json else _out).print(f"\n{problem}", markup=False, highlight=False)
     raise typer.Exit(1 if problems else 0)
 
 
@@ -433,7 +411,7 @@ def gateway(
         raise InputError("a key belongs to no alias", where="--alias-key", got=min(unknown)[:40])
     running = Gateway(
         urls,
-        _load(model, "torch", files=False),
+        load(model, "torch", files=False),
         model=engine_model or model,
         out=out,
         settings=GatewaySettings(host=host, port=port, api_key=api_key or None, strict=strict, sync=sync),
@@ -444,7 +422,7 @@ def gateway(
 
     async def run() -> None:
         async with running:
-            await running.serve(started=lambda url: _log.print(f"{model} at {url}/s/NAME/v1", markup=False))
+            await running.serve(started=lambda url: log.print(f"{model} at {url}/s/NAME/v1", markup=False))
 
     with suppress(KeyboardInterrupt):
         asyncio.run(run())
@@ -482,7 +460,7 @@ def audit(
     """
     from mmrender.audit.files import audit_files
 
-    with _log.status("loading") as status:
+    with log.status("loading") as status:
         report = audit_files(
             files,
             model,
@@ -500,66 +478,11 @@ def audit(
     raise typer.Exit(0 if report.ok else 1 if report.tokens else 2)
 
 
-def _document(file: str) -> Any:
-    try:
-        return json.loads(sys.stdin.read() if file == "-" else Path(file).read_text("utf-8"))
-    except OSError as error:
-        raise InputError("cannot read the file", where=file, got=error.strerror) from error
-    except ValueError as error:
-        raise InputError("the file is not JSON", where=file, got=str(error)) from error
-
-
-def _conversation(document: Any, file: str) -> dict[str, Any]:
-    """Return the arguments of `Renderer.render` that a file's JSON holds."""
-    arguments = dict(document) if isinstance(document, dict) else {"messages": document}
-    if "messages" not in arguments:
-        expected = 'a list, or an object with "messages"'
-        raise InputError("no messages in the input", where=file, expected=expected)
-    return arguments
-
-
-def _render(
-    arguments: dict[str, Any], renderer: Renderer, generation_prompt: bool | None
-) -> "RenderedTokens":
-    messages = normalize_messages(arguments.pop("messages"))
-    if generation_prompt is None:
-        generation_prompt = not messages or messages[-1].role != "assistant"
-    with _log.status("rendering"):
-        return renderer.render(messages, **{"add_generation_prompt": generation_prompt, **arguments})
-
-
-def _load_for_tokens(model: str, image_backend: str | None, html: Path | None) -> Renderer:
-    """Load a renderer for a page, or else for tokens alone: without torch for native families."""
-    if image_backend is None and html is None:
-        with _log.status(f"loading {model}"):
-            image_backend = backend_of_tokens(find_model(model))
-    return _load(model, image_backend or "torch")
-
-
-def _load(model: str, image_backend: str, *, files: bool = True) -> Renderer:
-    processes = None
-    if files:
-        # A file of the current folder that is named on the command line is meant to be read.
-        policy = MediaPolicy(local_roots=(Path.cwd(),))
-    else:
-        # A remote caller names no file, and may send anything.
-        processes = BoundedProcesses(4) if sys.platform == "linux" else None
-        policy = MediaPolicy(schemes=frozenset({"data", "http", "https"}), processes=processes)
-    with _log.status(f"loading {model}"):
-        return Renderer.from_pretrained(
-            model,
-            image_backend=cast(ImageBackend, image_backend),
-            media_policy=policy,
-            template_processes=processes,
-            trust_remote_code=_options_of_all["trust_remote_code"],
-        )
-
-
 def run() -> None:
     """Run the command. An error of mmrender ends it with one line and status 2."""
     try:
         app()
     except MMRenderError as error:
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        _log.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        log.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

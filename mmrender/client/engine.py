@@ -255,6 +255,7 @@ class Engine:
             weight_versions=response.weight_versions,
             allowed=response.allowed,
             restricted=tuple(sorted(structures)) if structures and not response.allowed else (),
+            sampler=response.sampler,
         )
 
     def prompt(

@@ -75,12 +75,12 @@ class ServerFacts:
         recall: How well it recalls images that it processed itself.
         limits_failed_at: When the look-up of a prompt limit failed, by backend and model.
         used_at: Time of the last question.
-        used_over: Connections to the server at that time.
+        connections: Connections to the server at that time. None if the transport does not know them.
         processes: Facts of the last 16 processes that have answered at this address.
         is_silent: Whether the server does not say which process answers.
         latest: Name of the process that answered last.
         named_at: Time of the last answer to which process it is.
-        connections: Pools of connections as they were when that process answered over them.
+        answered_over: Pools of connections as they were when that process answered over them.
         alternates: Whether processes answer in turn, rather than one after another.
         agreed: By question, what all processes answered that were asked.
         is_unlike: Whether two processes have answered differently.
@@ -94,25 +94,26 @@ class ServerFacts:
     recall: Recall = field(default_factory=Recall)
     limits_failed_at: dict[Hashable, float] = field(default_factory=dict)
     used_at: float = 0.0
-    used_over: Connections | None = None
+    connections: Connections | None = None
     processes: LRUCache[str, "ServerFacts"] = field(default_factory=lambda: LRUCache(16))
     is_silent: bool = False
     latest: str = ""
     named_at: float = 0.0
-    connections: LRUCache[Connections, bool] = field(default_factory=lambda: LRUCache(16))
+    answered_over: LRUCache[Connections, bool] = field(default_factory=lambda: LRUCache(16))
     alternates: bool = False
     agreed: dict[Hashable, Any] = field(default_factory=dict)
     is_unlike: bool = False
     sampler: dict[str, str] = field(default_factory=dict)
 
-    def knows_process(self, connections: Connections | None) -> bool:
+    @property
+    def knows_process(self) -> bool:
         """Whether the latest process still answers, or one of several equal ones, without asking again."""
-        if connections is None or not connections.is_open or not self.latest:
+        if self.connections is None or not self.connections.is_open or not self.latest:
             return False
-        if time.monotonic() - self.named_at > _NAMED:
+        if self.used_at - self.named_at > _NAMED:
             return False
         is_balanced = self.alternates and not self.is_unlike
-        return is_balanced or self.connections.get(connections) is not None
+        return is_balanced or self.answered_over.get(self.connections) is not None
 
     def process(self, name: str) -> "ServerFacts":
         """Return the facts about one process."""
@@ -124,12 +125,12 @@ _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
 
 def facts_of(transport: Transport) -> ServerFacts:
     """Return the facts about the server of a transport."""
-    now, connections = time.monotonic(), _connections_of(transport)
-    facts = _facts.get(transport)
+    now, facts = time.monotonic(), _facts.get(transport)
+    connections: Connections | None = getattr(transport, "connections", None)
     stays = facts is not None and connections is not None and connections.is_open
-    if facts is None or (now - facts.used_at > _IDLE and not (stays and connections == facts.used_over)):
+    if facts is None or (now - facts.used_at > _IDLE and not (stays and connections == facts.connections)):
         facts = _facts[transport] = ServerFacts()
-    facts.used_at, facts.used_over = now, connections
+    facts.used_at, facts.connections = now, connections
     return facts
 
 
@@ -167,7 +168,7 @@ class Process(NamedTuple):
         facts = facts_of(transport)
         if facts.is_silent:
             return cls(transport, facts)
-        if not anew and facts.knows_process(_connections_of(transport)):
+        if not anew and facts.knows_process:
             return cls(transport, facts.process(facts.latest))
         name: str = await _shared(transport, "process", partial(_ask_process, transport, facts))
         return cls(transport, facts.process(name) if name else facts)
@@ -229,15 +230,9 @@ class Process(NamedTuple):
             )
 
 
-def _connections_of(transport: Transport) -> Connections | None:
-    """Return a transport's connections, or None if it does not know them."""
-    connections: Connections | None = getattr(transport, "connections", None)
-    return connections
-
-
 async def _ask_process(transport: Transport, facts: ServerFacts) -> str:
     """Ask which process answers. Its name is empty if the server does not say."""
-    before = _connections_of(transport)
+    before = facts_of(transport).connections
     try:
         reply = await transport.request("GET", _PROCESS_PATH)
     except EngineStatusError as error:
@@ -250,13 +245,13 @@ async def _ask_process(transport: Transport, facts: ServerFacts) -> str:
     facts.is_silent = not name
     facts.alternates |= name != facts.latest and name in facts.processes
     if name != facts.latest:
-        facts.connections.clear()
+        facts.answered_over.clear()
     facts.latest, facts.named_at = name, time.monotonic()
-    now = _connections_of(transport)
+    now = facts_of(transport).connections
     if now is not None and before is not None:
         made = now.made - (before.made if before.pool == now.pool else 0)
         if made == reply.is_first:  # no other connection was made meanwhile
-            facts.connections.put(now, True)
+            facts.answered_over.put(now, True)
     return name
 
 

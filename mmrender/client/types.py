@@ -209,6 +209,7 @@ class Generation:
             them.
         restricted: Kinds of grammar or choices that limited the completion, such as `json`, if the engine
             does not report the tokens that they allowed. Log-probabilities are then of these alone.
+        sampler: Facts about the program that sampled, such as its `dtype`, as far as they are known.
     """
 
     prompt_ids: list[int]
@@ -225,11 +226,7 @@ class Generation:
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     allowed: tuple[AllowedTokens, ...] = ()
     restricted: tuple[str, ...] = ()
-
-    @property
-    def sampler(self) -> Mapping[str, str]:
-        """Facts about the program that sampled, such as its `dtype`, as far as they are known."""
-        return self.response.sampler
+    sampler: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def content(self) -> str:

@@ -49,10 +49,8 @@ def compare_clip(
         raise mismatch("placeholder tokens", where, theirs, f"{len(tokens)} of it", modality="audio")
     kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
     layout = layout_for(served.keys(), kinds, modality="audio")
-    dtypes = {
-        dtype_of(elem.data) for name, elem in served.items() if "mask" not in name and _is_float(elem.data)
-    }
-    form = WireForm(layout, known_dtype(dtypes, where, "audio"))
+    dtypes = {dtype_of(elem.data) for name, elem in served.items() if "mask" not in name}
+    form = WireForm(layout, known_dtype({each for each in dtypes if "float" in each}, where, "audio"))
     (ours,) = collate_items(layout, [item_tensors(item, form)])
     if ours.keys() != served.keys():
         raise mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(ours)), modality="audio")
@@ -62,10 +60,6 @@ def compare_clip(
         if shapes[0] != shapes[1] and not is_unused:
             raise mismatch(name, where, *shapes, modality="audio")
     return form
-
-
-def _is_float(tensor: Any) -> bool:
-    return "float" in dtype_of(tensor)
 
 
 def _described(tensor: Any) -> str:

@@ -11,7 +11,7 @@ From then on the uuid stands for that widening, and the number of the prompt's t
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -58,11 +58,11 @@ class PartsPlan:
     max_bytes: int | None
     is_packed: bool = True
     originals: Collection[str] = ()
-    names: list[str] = field(init=False)
-    """The uuid of each item. It differs from the hash of an item that goes as tensors."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", [f"{span.item.identity}-image" for span in self.spans])
+    @property
+    def names(self) -> list[str]:
+        """The uuid of each item. It differs from the hash of an item that goes as tensors."""
+        return [f"{span.item.identity}-image" for span in self.spans]
 
     @property
     def known(self) -> set[str]:

@@ -31,7 +31,6 @@ from mmrender.errors import (
     EngineError,
     EngineTimeoutError,
     EngineUnavailableError,
-    EngineUnsupportedError,
     InputError,
     PromptTooLongError,
 )
@@ -301,50 +300,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                 paused.
             EngineError: An engine refused, or none obeyed. Nothing is paused.
         """
-        pool = self._pool
-        await pool.release_held()
-        pool.move("open", "pausing", "the client is paused already")
-        try:
-            results = await self._pause(mode, clear_cache, deadline)
-        except BaseException as error:
-            halted = pool.hold_halted("its pause was given up")
-            if pool.state == "pausing":
-                pool.move("pausing", "open")
-            if isinstance(error, Exception):  # a caller who was cancelled does not wait
-                await asyncio.gather(*map(pool.look_at, halted))
-            raise
-        pool.move("pausing", "paused")
-        return self._listed(results)
-
-    async def _pause(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> Results:
-        pool, clock = self._pool, asyncio.get_running_loop().time
-        others = [each for each in pool.healthy() if mode not in each.engine.pause_modes]
-        if mode == "keep" and others:
-            problem, remedy = "the engine cannot freeze requests", "Pause with 'abort' or 'wait'"
-            raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
-        # Before engines pause: a request that reaches one after its pause would never end.
-        if mode == "wait":
-            await pool.until_ended(deadline)
-        until = clock() + pool.timeouts.pause
-        for call in pool.calls():
-            call.set_time(None)
-        results = pool.absent()
-        able = [each for each in pool.healthy() if each not in others]
-        for each in able:
-            each.halted = True
-        told = await pool.tell(able, "pause_generation", mode=mode, clear_cache=clear_cache)
-        told |= {each: EngineResult(each.name) for each in others}
-        results |= pool.settle(told, "pause_generation", {})
-        if mode == "abort":
-            await pool.end_calls(max(until - clock(), 0.0))
-        if clear_cache:
-            others = [each for each in others if each.down is None]
-            reset = await pool.tell(others, "reset_prefix_cache", within=max(until - clock(), HEALTH_TIMEOUT))
-            for each in pool.replicas:
-                if each.down is not None:
-                    each.owe("reset_prefix_cache", {})
-            results |= pool.settle(reset, "reset_prefix_cache", {}) if reset else {}
-        return results
+        return self._listed(await self._pool.pause(mode, clear_cache, deadline))
 
     async def resume_generation(self) -> list[EngineResult]:
         """Resume all engines. One that does not resume gets no requests until it does.
@@ -357,27 +313,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             EngineUnavailableError: No engine resumes. Requests then fail, waiting ones too. Each asks the
                 engines again, and so does `check_health`.
         """
-        pool = self._pool
-        pool.enter()
-        if pool.state != "open" or not await pool.adopt_pause():
-            pool.move("paused", "resuming", "the client is not paused")
-        try:
-            halted = [each for each in pool.healthy() if each.halted]
-            results = await pool.tell(halted, "resume_generation")
-        except BaseException:
-            if pool.state == "resuming":
-                pool.move("resuming", "paused")
-            raise
-        errors = []
-        for replica, result in results.items():
-            if result.error is not None:
-                errors.append(result.error)
-                pool.take_down(replica, f"it did not resume: {result.error}")
-        if pool.state == "resuming":
-            pool.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
-        if not pool.healthy():
-            raise pool.unavailable() from (errors[0] if errors else None)
-        return self._listed(pool.presence() | results)
+        return self._listed(await self._pool.resume())
 
     async def reports_pause(self) -> bool | None:
         """Return whether this client or an engine of it is paused, or None if an engine does not say."""

@@ -1,4 +1,4 @@
-"""`ReplicaPool`: which engine gets a request, the requests in flight, and their ends."""
+"""`ReplicaPool`: which engine gets a request, the requests in flight, their ends, and pauses."""
 
 import asyncio
 import hashlib
@@ -7,14 +7,15 @@ from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from mmrender.client.transport import RetryPolicy, is_lost, is_transient
-from mmrender.engines.fleet import Fleet, Results, Timeouts, torn_down
-from mmrender.engines.interface import EngineResult, InferenceEngineInterface, Result
+from mmrender.engines.control import FleetControl
+from mmrender.engines.fleet import HEALTH_TIMEOUT, Results, Timeouts, torn_down
+from mmrender.engines.interface import EngineResult, InferenceEngineInterface, PauseMode, Result
 from mmrender.engines.replicas import Replica, Work
 from mmrender.errors import EngineError, EngineTimeoutError, EngineUnsupportedError
 from mmrender.workers import Notifier
 
 
-class ReplicaPool(Fleet):
+class ReplicaPool(FleetControl):
     """Sends requests to engines. It waits while the client is paused, and asks the next engine if one fails.
 
     Pickled, it arrives open and without requests.
@@ -224,3 +225,74 @@ class ReplicaPool(Fleet):
                 await self.leave_paused(work.last, lasts)
             await asyncio.sleep(self.retries.wait_before(next(waits)))
         return was_paused or paused
+
+    # --- pauses ---
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> Results:
+        """Pause engines. See `InferenceEngineClient.pause_generation`."""
+        await self.release_held()
+        self.move("open", "pausing", "the client is paused already")
+        try:
+            results = await self._halt(mode, clear_cache, deadline)
+        except BaseException as error:
+            halted = self.hold_halted("its pause was given up")
+            if self.state == "pausing":
+                self.move("pausing", "open")
+            if isinstance(error, Exception):  # a caller who was cancelled does not wait
+                await asyncio.gather(*map(self.look_at, halted))
+            raise
+        self.move("pausing", "paused")
+        return results
+
+    async def _halt(self, mode: PauseMode, clear_cache: bool, deadline: float | None) -> Results:
+        clock = asyncio.get_running_loop().time
+        others = [each for each in self.healthy() if mode not in each.engine.pause_modes]
+        if mode == "keep" and others:
+            problem, remedy = "the engine cannot freeze requests", "Pause with 'abort' or 'wait'"
+            raise EngineUnsupportedError(problem, where=others[0].name, remedy=remedy)
+        # Before engines pause: a request that reaches one after its pause would never end.
+        if mode == "wait":
+            await self.until_ended(deadline)
+        until = clock() + self.timeouts.pause
+        for call in self.calls():
+            call.set_time(None)
+        results = self.absent()
+        able = [each for each in self.healthy() if each not in others]
+        for each in able:
+            each.halted = True
+        told = await self.tell(able, "pause_generation", mode=mode, clear_cache=clear_cache)
+        told |= {each: EngineResult(each.name) for each in others}
+        results |= self.settle(told, "pause_generation", {})
+        if mode == "abort":
+            await self.end_calls(max(until - clock(), 0.0))
+        if clear_cache:
+            others = [each for each in others if each.down is None]
+            reset = await self.tell(others, "reset_prefix_cache", within=max(until - clock(), HEALTH_TIMEOUT))
+            for each in self.replicas:
+                if each.down is not None:
+                    each.owe("reset_prefix_cache", {})
+            results |= self.settle(reset, "reset_prefix_cache", {}) if reset else {}
+        return results
+
+    async def resume(self) -> Results:
+        """Resume engines. See `InferenceEngineClient.resume_generation`."""
+        self.enter()
+        if self.state != "open" or not await self.adopt_pause():
+            self.move("paused", "resuming", "the client is not paused")
+        try:
+            halted = [each for each in self.healthy() if each.halted]
+            results = await self.tell(halted, "resume_generation")
+        except BaseException:
+            if self.state == "resuming":
+                self.move("resuming", "paused")
+            raise
+        errors = []
+        for replica, result in results.items():
+            if result.error is not None:
+                errors.append(result.error)
+                self.take_down(replica, f"it did not resume: {result.error}")
+        if self.state == "resuming":
+            self.move("resuming", "open")  # even if no engine resumed, so that waiting requests fail
+        if not self.healthy():
+            raise self.unavailable() from (errors[0] if errors else None)
+        return self.presence() | results

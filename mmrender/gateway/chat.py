@@ -183,7 +183,7 @@ class Chat(AgentProtocol):
             else tuple([_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)])
         )
         choice, named = _choice(request.tool_choice)
-        check_choice(tools, choice, named, "tool_choice")
+        check_choice(tools, choice, named)
         _set_params(params, request)
         options = request.stream_options
         notes = [] if request.verbosity is None else ["verbosity"]

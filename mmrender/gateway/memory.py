@@ -5,16 +5,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from mmrender.errors import InputError
+from mmrender.errors import EngineStatusError, InputError, RenderError, SessionBudgetError, TemplateError
 from mmrender.gateway.call import ID_LENGTH, Answer
 from mmrender.gateway.kinds import settle_kinds
-from mmrender.gateway.matching import Index
+from mmrender.gateway.matching import EXTRA, Index
 from mmrender.gateway.pending import Run
-from mmrender.gateway.store import Answered, Begun, Delivered, Entry, Refused, Rewarded
+from mmrender.gateway.settings import GatewaySettings
+from mmrender.gateway.store import Answered, Begun, Delivered, Entry, Opened, Refused, Rewarded
 from mmrender.trajectory.pieces import TrajectoryPieces
 from mmrender.trajectory.step import check_numbers
 from mmrender.trajectory.tree import Trajectory
 
+COUNTS: Final = ("incomplete", "steps", "tokens", "bytes", "running", "reward")
 _LEAVE_SECONDS: Final = 0.02
 """Seconds that the callers of an equal call have to leave, before a new call counts as another one."""
 _MAX_KEPT: Final = 64
@@ -103,9 +105,63 @@ class SessionMemory:
         """The trajectory."""
         return self.pieces.trajectory
 
+    @property
+    def incomplete(self) -> str | None:
+        """Why the trajectory lacks a call of the agent, or None."""
+        return next(iter(self.lost.values()), None)
+
+    def whole(self, opened: Opened, reason: str | None) -> Trajectory:
+        """Return the trajectory with the session's data, its undelivered answers marked.
+
+        Args:
+            opened: The session's settings.
+            reason: Why the rollout is not whole, besides lost calls.
+        """
+        if reason is not None:
+            self.lost = {b"": reason, **self.lost}
+        known = {"group": opened.group, "metadata": opened.metadata, "incomplete": self.incomplete}
+        self.trajectory.extra = {name: value for name, value in known.items() if value}
+        if self.incomplete is not None:
+            self.trajectory.error = f"the session is incomplete: {self.incomplete}"
+        for step in self.trajectory.steps:
+            step.extra[EXTRA].pop("matching", None)  # of use to the session alone
+            if step.index not in self.index.received:
+                step.extra[EXTRA]["undelivered"] = True
+        return self.trajectory
+
     def undelivered_runs(self) -> list[Run]:
         """Return the calls whose answers have not been delivered."""
         return [run for runs in self.runs.values() for run in runs]
+
+    def counts(self) -> dict[str, Any]:
+        """Return what is known of the calls so far, by the names of `COUNTS`."""
+        values = (
+            self.incomplete,
+            len(self.trajectory),
+            self.tokens,
+            self.nbytes,
+            sum(run.is_sampling for run in self.undelivered_runs()),
+            self.trajectory.reward,
+        )
+        return dict(zip(COUNTS, values, strict=True))
+
+    def check_budgets(self, opened: Opened, settings: GatewaySettings, answers: int) -> None:
+        """Require that a call for so many answers is within the session's budgets.
+
+        Raises:
+            SessionBudgetError: Turns, tokens or bytes are used up.
+        """
+        sampling = sum(len(run.answer_ids) for run in self.undelivered_runs() if run.is_sampling)
+        turns = len(self.trajectory) + sampling + answers
+        for used, limit, unit in (
+            (turns, opened.max_turns, "turns"),
+            (turns, settings.max_steps, "calls"),
+            (self.tokens + 1, opened.max_tokens, "tokens"),
+            (self.nbytes, settings.max_session_bytes, "bytes"),
+        ):
+            if limit is not None and used > limit:
+                problem = f"the session's {unit} are used up"
+                raise SessionBudgetError(problem, where=opened.name, expected=f"at most {limit} {unit}")
 
     async def repeated(self, key: bytes, idempotency_key: str | None) -> Run | None:
         """Return the call that a new one repeats, or None.
@@ -204,3 +260,14 @@ def _with_tokens(answer: Answer, trajectory: Trajectory) -> Answer:
     step = trajectory.steps[answer.step]
     logprobs = () if step.logprobs is None else step.logprobs.tolist()
     return replace(answer, token_ids=step.completion_ids.tolist(), logprobs=logprobs)
+
+
+def loss_of(error: BaseException) -> str | None:
+    """Return why a call that failed is lost, or None if the error refuses it."""
+    if isinstance(error, InputError | RenderError | TemplateError):
+        return None
+    if isinstance(error, EngineStatusError) and error.status < 500:
+        return None
+    if isinstance(error, asyncio.CancelledError):
+        return "a caller left before its answer was sampled"
+    return f"a call failed: {str(error)[:200] or type(error).__name__}"

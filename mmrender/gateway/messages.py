@@ -161,7 +161,7 @@ class Messages(AgentProtocol):
             if choice.name is None:
                 raise InputError("a tool must be named", where="tool_choice.name")
             named = (choice.name,)
-        check_choice(tools, _CHOICES[choice.type], named, "tool_choice")
+        check_choice(tools, _CHOICES[choice.type], named)
         output = request.output_config or _OutputConfig()
         if output.effort is not None:
             reader.note("output_config.effort")

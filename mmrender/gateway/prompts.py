@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 from mmrender.client.engine import Engine, bridge_turn
 from mmrender.client.generation import render_prompt
 from mmrender.client.types import Prompt
-from mmrender.content.messages import to_openai
 from mmrender.errors import InputError
 from mmrender.gateway.call import Call
 from mmrender.gateway.forms import WrittenMessages, written_for
@@ -21,7 +20,7 @@ from mmrender.messages import Message, Role
 from mmrender.protocols import RendererProtocol
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
-from mmrender.trajectory.conversation import without_sources
+from mmrender.trajectory.conversation import recorded_message
 from mmrender.trajectory.step import Step, Tools, check_tools
 
 Made: TypeAlias = Literal["rendered", "bridged", "repeated", "joined"]
@@ -107,18 +106,14 @@ async def make_prompt(  # noqa: PLR0917 - all parts of one call
                 "bridged" if is_bridged else "joined",
                 parent,
                 tools,
-                (*(() if parent is None else parent.messages), *map(_record, written.part(place.start))),
+                (*(parent.messages if parent else ()), *map(recorded_message, written.part(place.start))),
                 why,
                 written.notes_from(place.start),
             )
     rendered = await conversation.render(written.part(0))
-    records = tuple(map(_record, written.part(0)))
+    records = tuple(map(recorded_message, written.part(0)))
     prompt = engine.prompt(attribution=rendered)
     return CallPrompt(prompt, "rendered", None, tools, records, why, written.notes_from(0))
-
-
-def _record(message: Message) -> dict[str, Any]:
-    return to_openai(without_sources(message))
 
 
 class _NotJoined(Exception):  # noqa: N818 - a result, not an error

@@ -228,9 +228,7 @@ def read_tools(
     return tuple(left)
 
 
-def check_choice(
-    tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, named: Sequence[str], where: str
-) -> None:
+def check_choice(tools: Sequence[Mapping[str, Any]] | None, choice: ToolChoice, named: Sequence[str]) -> None:
     """Check that tools that are named, or that must be called, are there.
 
     Raises:
@@ -238,9 +236,10 @@ def check_choice(
     """
     names = [tool["function"]["name"] for tool in tools or ()]
     if choice == "required" and not names:
-        raise InputError("a tool must be called, and the request has none", where=where)
+        raise InputError("a tool must be called, and the request has none", where="tool_choice")
     if unknown := [name for name in named if name not in names]:
-        raise InputError("is not one of the tools", where=where, expected=one_of(names), got=repr(unknown[0]))
+        got = repr(unknown[0])
+        raise InputError("is not one of the tools", where="tool_choice", expected=one_of(names), got=got)
 
 
 def set_structure(params: dict[str, Any], kind: str, schema: Mapping[str, Any] | None, where: str) -> None:
@@ -282,17 +281,14 @@ def read_origin(headers: Mapping[str, str], *, thread: str | None = None) -> Ori
     if agent is None and (task is not None or started_by not in (None, own)):
         agent, parent = own or task, started_by
     kind: Kind | None = None if agent is None else "subagent"
-    if task == "compact" or _turn_metadata(named).get("request_kind") == "compaction":
+    turn = json_object(named.get("x-codex-turn-metadata"))
+    if task == "compact" or turn.get("request_kind") == "compaction":
         kind = "compaction"
     return Origin(thread=own, agent=agent, parent_agent=parent, kind=kind, client=named.get("user-agent"))
 
 
 _THREADS: Final = ("x-claude-code-session-id", "thread-id", "session-id", "x-session-id")
 _PARENTS: Final = ("x-codex-parent-thread-id", "x-parent-session-id")
-
-
-def _turn_metadata(headers: Mapping[str, str]) -> Mapping[str, Any]:
-    return json_object(headers.get("x-codex-turn-metadata"))
 
 
 def json_object(text: object) -> Mapping[str, Any]:

@@ -20,17 +20,9 @@ from mmrender.client.engine import Engine
 from mmrender.client.types import RequestOptions
 from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.engines.interface import gather_all
-from mmrender.errors import (
-    EngineStatusError,
-    InputError,
-    RenderError,
-    SessionBudgetError,
-    SessionClosedError,
-    TemplateError,
-)
+from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
-from mmrender.gateway.matching import EXTRA
-from mmrender.gateway.memory import SessionMemory
+from mmrender.gateway.memory import COUNTS, SessionMemory, loss_of
 from mmrender.gateway.pending import Pending, Run
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile
@@ -44,7 +36,6 @@ _log = logging.getLogger("mmrender.gateway")
 _DELIVERY_SECONDS: Final = 0.05
 """Seconds in which a delivery may be written together with the next call."""
 _PRIVATE: Final = ("api_key", "owner", "version")
-_COUNTS: Final = ("incomplete", "steps", "tokens", "bytes", "running", "reward")
 
 SessionState: TypeAlias = Literal["open", "closing", "finished", "abandoned"]
 
@@ -87,7 +78,7 @@ class Session:
         headers = {**(host.options.get("extra_headers") or {}), SESSION_HEADER: opened.name}
         self._options: RequestOptions = {**host.options, "extra_headers": headers}
         self._memory: SessionMemory | None = None
-        self._left: dict[str, Any] = dict.fromkeys(_COUNTS)
+        self._left: dict[str, Any] = dict.fromkeys(COUNTS)
         self._loading = asyncio.Lock()
         self._beginning = 0
         self._changed = Notifier()
@@ -191,7 +182,7 @@ class Session:
             run = await memory.repeated(key, call.idempotency_key)
             self._check_open()
             if run is None:
-                self._check_budgets(memory, call.n)
+                memory.check_budgets(self.opened, self._host.settings, call.n)
                 run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
                 memory.keep(run)
                 on_delta = run.add_delta if (call.stream if shows_text is None else shows_text) else None
@@ -340,18 +331,8 @@ class Session:
         return self._memory
 
     def _counts(self) -> dict[str, Any]:
-        """Return what `describe` says of the calls so far. All is None from a restart to the first call."""
-        if (memory := self._memory) is None:
-            return self._left
-        values = (
-            next(iter(memory.lost.values()), None),
-            len(memory.trajectory),
-            memory.tokens,
-            memory.nbytes,
-            sum(run.is_sampling for run in memory.undelivered_runs()),
-            memory.trajectory.reward,
-        )
-        return dict(zip(_COUNTS, values, strict=True))
+        """Return the counts of `describe`. All are None from a restart to the first call."""
+        return self._left if self._memory is None else self._memory.counts()
 
     def _leave_memory(self) -> None:
         self._left = self._counts()
@@ -369,20 +350,6 @@ class Session:
                 remedy="Open another session",
             )
 
-    def _check_budgets(self, memory: SessionMemory, count: int) -> None:
-        limits, opened = self._host.settings, self.opened
-        sampling = sum(len(run.answer_ids) for run in memory.undelivered_runs() if run.is_sampling)
-        turns = len(memory.trajectory) + sampling + count
-        for used, limit, unit in (
-            (turns, opened.max_turns, "turns"),
-            (turns, limits.max_steps, "calls"),
-            (memory.tokens + 1, opened.max_tokens, "tokens"),
-            (memory.nbytes, limits.max_session_bytes, "bytes"),
-        ):
-            if limit is not None and used > limit:
-                problem = f"the session's {unit} are used up"
-                raise SessionBudgetError(problem, where=self.name, expected=f"at most {limit} {unit}")
-
     def _start(self, run: Run, work: Any) -> None:
         """Run the work of a call. Its end is seen by callers, if there are any."""
 
@@ -399,7 +366,9 @@ class Session:
     ) -> tuple[Answer, ...]:
         """Sample and record the answers of a call."""
         host = self._host
-        params = self._sampling_params(memory.begun)
+        params = self.opened.sampling_params
+        if isinstance(seed := params.get("seed"), int):
+            params = {**params, "seed": turn_seed(seed, self.name, memory.begun)}
         memory.begun += 1
         self.file.put(Begun(run.key))
         try:
@@ -407,8 +376,9 @@ class Session:
                 self.file.flush_soon()
             else:
                 await self.file.flush()  # before a part of the answer can be seen
-            named = call.previous
-            previous = None if named is None else memory.step_of(named, "previous_response_id")
+            previous = None
+            if call.previous is not None:
+                previous = memory.step_of(call.previous, "previous_response_id")
             turns = await gather_all(
                 [
                     take_turn(
@@ -428,7 +398,7 @@ class Session:
                 ]
             )
         except BaseException as error:
-            lost = _lost(error)
+            lost = loss_of(error)
             memory.drop(run, forget=True)
             memory.note_failure(run.key, lost)
             self.file.put(Refused(run.key, lost))
@@ -439,12 +409,6 @@ class Session:
         stored = [replace(answer, token_ids=(), logprobs=()) for answer in run.answers]
         self.file.put(Answered(run.key, stored, run.idempotency_key), memory.next_piece())
         return await self._written(run)
-
-    def _sampling_params(self, number: int) -> dict[str, Any]:
-        """Return the pinned sampling parameters of the session's call of this number."""
-        params = self.opened.sampling_params
-        seed = params.get("seed")
-        return {**params, "seed": turn_seed(seed, self.name, number)} if isinstance(seed, int) else params
 
     async def _written(self, run: Run) -> tuple[Answer, ...]:
         """Return the answers once they are on disk."""
@@ -515,8 +479,8 @@ class Session:
         return trajectory
 
     async def _whole(self, closed: Closed) -> Trajectory:
-        """Return the trajectory with the session's data once no call runs. Undelivered answers are marked."""
-        memory, opened = await self._loaded(), self.opened
+        """Return the trajectory with the session's data once no call runs."""
+        memory = await self._loaded()
         await asyncio.gather(
             *(run.task for run in memory.undelivered_runs() if run.task is not None), return_exceptions=True
         )
@@ -527,26 +491,4 @@ class Session:
                 )
         for run in memory.undelivered_runs():
             run.stop_timer()
-        trajectory = memory.trajectory
-        if closed.reason is not None:
-            memory.lost = {b"": closed.reason, **memory.lost}
-        known = {"group": opened.group, "metadata": opened.metadata, "incomplete": self.incomplete}
-        trajectory.extra = {name: value for name, value in known.items() if value}
-        if self.incomplete is not None:
-            trajectory.error = f"the session is incomplete: {self.incomplete}"
-        for step in trajectory.steps:
-            step.extra[EXTRA].pop("matching", None)  # of use to the session alone
-            if step.index not in memory.index.received:
-                step.extra[EXTRA]["undelivered"] = True
-        return trajectory
-
-
-def _lost(error: BaseException) -> str | None:
-    """Return why a call is lost, or None if the error refuses it."""
-    if isinstance(error, InputError | RenderError | TemplateError):
-        return None
-    if isinstance(error, EngineStatusError) and error.status < 500:
-        return None
-    if isinstance(error, asyncio.CancelledError):
-        return "a caller left before its answer was sampled"
-    return f"a call failed: {str(error)[:200] or type(error).__name__}"
+        return memory.whole(self.opened, closed.reason)

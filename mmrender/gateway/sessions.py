@@ -189,7 +189,9 @@ class Sessions:
         try:
             await session.file.flush()
         except BaseException:
-            self._remove(session)
+            self._sessions.pop(name, None)
+            self._store.left.discard(name)
+            self._names.pop(session.api_key, None)
             raise
         return session
 
@@ -314,11 +316,6 @@ class Sessions:
         self._sessions[session.name] = session
         self._names[session.api_key] = session.name
         return session
-
-    def _remove(self, session: Session) -> None:
-        self._sessions.pop(session.name, None)
-        self._store.left.discard(session.name)
-        self._names.pop(session.api_key, None)
 
     def _check_left(self, name: str) -> None:
         if name in self._store.left:

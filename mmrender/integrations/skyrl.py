@@ -26,7 +26,8 @@ from mmrender.integrations.synced import SyncedBackend
 from mmrender.protocols import RendererProtocol
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.generator import GeneratorInput as Batch
-from mmrender.rollout.generator import TrajectoryID, VLMGenerator
+from mmrender.rollout.generator import VLMGenerator
+from mmrender.rollout.rows import TrajectoryID
 
 _SAME = (
     *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),

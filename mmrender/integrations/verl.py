@@ -36,7 +36,7 @@ from mmrender.media.encoded import encoded_image
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Environment, run_episode
-from mmrender.rollout.generator import TrajectoryID, rows_of, total_reward
+from mmrender.rollout.rows import TrajectoryID, rows_of, total_reward
 from mmrender.sidecar import collapse
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import media_before

@@ -19,14 +19,13 @@ from mmrender.client.resolve import BackendName
 from mmrender.client.transport import Server
 from mmrender.client.types import Generation, Prompt, RendererBackend, RequestOptions
 from mmrender.content import normalize_messages
-from mmrender.content.messages import to_openai
 from mmrender.content.values import copy_containers
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, PromptTooLongError
 from mmrender.messages import Message
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
-from mmrender.trajectory.conversation import is_unchanged, same_message, without_sources
+from mmrender.trajectory.conversation import is_unchanged, recorded_message, same_message
 from mmrender.trajectory.step import Step, Tools, check_tools
 from mmrender.trajectory.tree import Trajectory
 
@@ -228,7 +227,7 @@ class RendererClient:
         # The parent's records are used again, so that each message is converted once.
         records = () if plan.parent is None else histories[plan.parent.index].records
         records = records[: len(plan.messages)]
-        records = (*records, *(to_openai(without_sources(each)) for each in whole[len(records) :]))
+        records = (*records, *map(recorded_message, whole[len(records) :]))
         extra: dict[str, Any] = {"why_rendered": plan.why_rendered}
         step = trajectory.append_turn(
             generation,

@@ -7,7 +7,8 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from mmrender.content.parts import MEDIA_TYPES
+from mmrender.content.messages import to_openai
+from mmrender.content.parts import MEDIA_TYPES, is_pixels
 from mmrender.errors import TrajectoryError
 from mmrender.messages import MediaPart, Message, TextPart, ThinkingPart, VideoPart
 
@@ -37,25 +38,24 @@ def plain_message(message: Any, sources: MediaSources, where: str = "message") -
     """
     others: list[Any] = []
     plain = _plain(message, 0, where, others)
-    if sources == "drop":
-        plain = without_sources(plain)
+    if sources == "drop" and isinstance(plain, dict) and "content" in plain:
+        parts = plain["content"]
+        plain["content"] = (
+            [_without_source(part) for part in parts] if isinstance(parts, list) else _without_source(parts)
+        )
     return plain, not others or _is_exact(plain)
 
 
-def without_sources(message: Any) -> Any:
-    """Return a message, or its dict, with None in place of pixels: bytes, arrays, images, `data:` URLs.
+def recorded_message(message: Message) -> dict[str, Any]:
+    """Return a message as trajectories record it: in OpenAI's form, with None in place of pixels.
 
-    Paths and other URLs stay. The items of a trajectory hold the pixels, in the same order.
+    Bytes, arrays, images and `data:` URLs are pixels. Paths and other URLs stay. The items of a trajectory
+    hold the pixels, in the same order.
     """
-    if isinstance(message, Message):
-        if not isinstance(message.content, tuple):
-            return message
-        return msgspec.structs.replace(message, content=tuple(map(_without_pixels, message.content)))
-    if not isinstance(message, dict) or "content" not in message:
-        return message
-    content = message["content"]
-    content = list(map(_without_source, content)) if isinstance(content, list) else _without_source(content)
-    return {**message, "content": content}
+    if isinstance(message.content, tuple):
+        content = tuple(map(_without_pixels, message.content))
+        message = msgspec.structs.replace(message, content=content)
+    return to_openai(message)
 
 
 def _without_pixels(part: Any) -> Any:
@@ -89,11 +89,12 @@ def same_message(later: Message, earlier: Message) -> bool:
 def is_unchanged(value: Any, copy: Any) -> bool:
     """Whether a value is as it was when its dicts and lists were copied, as far as that is quickly seen.
 
-    Its text must be equal, and other values identical and of a type that cannot change.
+    Its text must be equal. Other values must be identical, and of a type that cannot change or that `Message`
+    holds as it is: images and arrays.
     """
     kind = type(value)
     if value is copy:
-        return kind in _SCALARS
+        return kind in _SCALARS or is_pixels(value)
     if kind is not type(copy):
         return False
     if kind is dict:

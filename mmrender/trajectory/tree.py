@@ -16,28 +16,34 @@ with a summarised history starts at the first token that differs.
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from operator import is_
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 import mmcodecs
 from mmrender.errors import PlaceholderError, TrajectoryError
 from mmrender.notebook import Drawn
-from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData
+from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.trajectory.conversation import MediaSources, shared_messages
 from mmrender.trajectory.engine_data import (
     AllowedTokens,
     RoutedExperts,
     SampledTurn,
     WeightVersionSpan,
-    last_run,
     new_rows,
 )
-from mmrender.trajectory.prefix import Place, find_place
+from mmrender.trajectory.newest import Newest
+from mmrender.trajectory.prefix import find_place
 from mmrender.trajectory.sample import RESTRICTED, SAMPLER, TrainingSample
-from mmrender.trajectory.step import Branch, Int32Array, Step, check_extra, check_ids, check_tools
-from mmrender.trajectory.wire import Record, read_records, write_records
+from mmrender.trajectory.step import (
+    Branch,
+    Step,
+    check_extra,
+    check_ids,
+    check_numbers,
+    check_tools,
+)
+from mmrender.trajectory.wire import FORMAT, Reader, TrajectoryRow, Writer
 
 
 class Trajectory(Drawn):
@@ -64,7 +70,7 @@ class Trajectory(Drawn):
         self._steps: list[Step] = []
         self._items: dict[tuple[str, type], MediaItem] = {}
         self._experts_form: Any = None
-        self._newest: _Newest | None = None
+        self._newest: Newest | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -215,7 +221,7 @@ class Trajectory(Drawn):
         self._add(step)
         if newest is None:
             self.rest()
-            self._newest = _Newest(step)
+            self._newest = Newest(step)
         else:
             newest.extend(step, completion_ids)
         return step
@@ -358,99 +364,6 @@ class Trajectory(Drawn):
         self._steps.append(step)
 
 
-class _Newest:
-    """The sequence of the newest step in growing buffers, since the next call mostly extends it."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.messages: list[Any] = []
-        self.experts_run: tuple[int, int] | None = None
-        self.prompt: list[int] = []
-        """The tokens as a list that shares its numbers with prompts that come as lists."""
-        self._array: Int32Array = np.zeros(0, np.int32)
-        self._sidecar = MultiModalData()
-
-    def extension(self, prompt_ids: Any, sidecar: MultiModalData, where: str) -> Place | None:
-        """Return a prompt's additions to this step, or None if it does not begin with all of it."""
-        length = len(self.step)
-        if not len(self.step.own_ids) or not self._begins(prompt_ids, length):
-            return None
-        media = self._added_media(sidecar, len(prompt_ids))
-        if media is None or (media and media[0].start < length):
-            return None
-        added = check_ids(prompt_ids[length:], f"{where}.prompt_ids", start=length)
-        return Place(self.step, length, added, media)
-
-    def extend(self, step: Step, completion_ids: Any) -> None:
-        """Take in a step that extends this one, and its sampled tokens as the caller passed them."""
-        start, stop = len(self.step), len(step)
-        if len(self._array) < stop or not self._array.flags.writeable:
-            self._array = np.concatenate([self._array[:start], np.empty(max(1024, stop), np.int32)])
-        self._array[start:stop] = step.own_ids
-        if self.prompt:
-            given = isinstance(completion_ids, list)
-            self.prompt += completion_ids if given else step.completion_ids.tolist()
-        if step.own_experts is not None:
-            runs = [] if self.experts_run is None else [self.experts_run]
-            self.experts_run = last_run([*runs, (step.own_experts.start, step.own_experts.stop)])
-        del self.messages[step.messages_keep :]
-        self.messages.extend(step.new_messages)
-        if step.own_media:
-            added = MultiModalData.of((span.range, span.item) for span in step.own_media)
-            self._sidecar = self._sidecar.merged(added)
-        self.step._sequence = self.step._sidecar = None
-        self.step = step
-        step._sequence, step._sidecar = self._array[:stop], self._sidecar
-        step._sequence.flags.writeable = False
-
-    def _begins(self, prompt_ids: Any, length: int) -> Any:
-        """Whether a prompt begins with the tokens of this step."""
-        step, own, is_list = self.step, self.step.own_ids, isinstance(prompt_ids, list | tuple)
-        if is_list and list(prompt_ids[length - len(own) : length]) != own.tolist():
-            return False
-        if not is_list and not (isinstance(prompt_ids, np.ndarray) and prompt_ids.dtype.kind in "iu"):
-            return False
-        if not len(self._array):  # no prompt has come so far
-            self._array, self._sidecar = step.token_ids, step.multi_modal_data
-            self.messages, self.experts_run = step.messages, step.experts_run(length)
-        if not is_list:
-            self.prompt = []
-            return prompt_ids.ndim == 1 and np.array_equal(prompt_ids[:length], self._array[:length])
-        prompt_ids = list(prompt_ids) if isinstance(prompt_ids, tuple) else prompt_ids
-        # The list shares its numbers with earlier prompts, so it compares by address, and without a slice
-        # that would touch each number.
-        is_new = not self.prompt
-        known = self._array[:length].tolist() if is_new else self.prompt
-        del known[length:]
-        known += prompt_ids[length:]
-        is_same = known == prompt_ids
-        if is_new and is_same:
-            self.prompt = prompt_ids.copy()
-        return is_same
-
-    def _added_media(self, sidecar: MultiModalData, length: int) -> list[MediaSpan] | None:
-        """Return the media after this step's, or None if these differ or the others do not fit."""
-        columns = (sidecar.mm_hashes, sidecar.mm_placeholders, sidecar.mm_items)
-        counts: dict[str, int] = {}
-        for modality, known in self._sidecar.mm_items.items():
-            count = counts[modality] = len(known)
-            hashes, ranges, items = ([*column.get(modality, ())[:count]] for column in columns)
-            expected = self._sidecar.mm_hashes[modality], self._sidecar.mm_placeholders[modality], count
-            if (hashes, ranges, len(items)) != expected:
-                return None
-            if not all(map(is_, items, known)) and [item.identity for item in items] != hashes:
-                return None
-        added: list[Any] = [
-            {modality: entries[counts.get(modality, 0) :] for modality, entries in column.items()}
-            for column in columns
-        ]
-        try:
-            spans = MultiModalData(*added).spans(length)
-        except PlaceholderError:
-            return None  # then the whole sidecar is checked, whose error names the right place
-        return [span._replace(position=span.position + counts.get(span.modality, 0)) for span in spans]
-
-
 def trajectories_to_wire(
     trajectories: Iterable[Trajectory], *, media_sources: MediaSources = "drop", share: bool = True
 ) -> dict[str, Any]:
@@ -467,12 +380,23 @@ def trajectories_to_wire(
         TrajectoryError: A message holds something that cannot be encoded.
         MediaError: The class of a media item cannot travel.
     """
-    records = []
-    for each in trajectories:
+    if media_sources not in get_args(MediaSources):
+        expected = "'drop' or 'keep'"
+        problem, got = "unknown treatment of media sources", repr(media_sources)
+        raise TrajectoryError(problem, where="media_sources", expected=expected, got=got)
+    writer, count, rows = Writer(media_sources), 0, []
+    for number, each in enumerate(trajectories):
         if each._newest is not None:  # as in `samples`
             each._newest.prompt = []
-        records.append(Record(each.trajectory_id, each._steps, each.reward, each.error, each.extra))
-    return write_records(records, media_sources=media_sources, share=share)
+        name, first = f"trajectories[{number}]", count
+        steps = [writer.step(step, first, f"{name}.steps[{step.index}]") for step in each._steps]
+        writer.roots += [(first + step.index, step) for step in each._steps if step.parent is None]
+        count += len(steps)
+        if each.extra:
+            writer.extras[name] = each.extra
+        reward = None if each.reward is None else float(each.reward)
+        rows.append(TrajectoryRow(each.trajectory_id, steps, reward, each.error))
+    return writer.form(FORMAT, rows, share=share)
 
 
 def trajectories_from_wire(wire: Any) -> list[Trajectory]:
@@ -483,15 +407,20 @@ def trajectories_from_wire(wire: Any) -> list[Trajectory]:
         MediaError: A media item is damaged.
         PlaceholderError: Placeholder ranges do not fit the tokens.
     """
-    trajectories = []
-    for number, record in enumerate(read_records(wire)):
-        trajectory = Trajectory(record.trajectory_id, extra=record.extra)
-        trajectory.reward, trajectory.error = record.reward, record.error
+    reader, trajectories = Reader(), []
+    for number, row in enumerate(reader.take(wire, FORMAT)):
+        name, first = f"trajectories[{number}]", len(reader.steps)
         try:
-            for step in record.steps:
+            check_numbers(row.reward, None, "reward", reward=True)
+            trajectory = Trajectory(row.id, extra=reader.extras.pop(name, None))
+            trajectory.reward, trajectory.error = row.reward, row.error
+            row.steps.reverse()
+            while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
+                step = reader.step(row.steps.pop(), first, f"{name}.steps[{len(trajectory)}]")
                 trajectory._add(step)
-        except TrajectoryError as error:
-            error.where = f"wire.trajectories[{number}].{error.where}"
+        except (TrajectoryError, PlaceholderError) as error:
+            error.where = f"wire.{name}.{error.where}"
             raise
         trajectories.append(trajectory)
+    reader.check_used()
     return trajectories

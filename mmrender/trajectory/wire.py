@@ -23,10 +23,10 @@ bytes, arrays, PIL images and `data:` URLs become None. Paths, other URLs, text 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -34,14 +34,14 @@ from blake3 import blake3
 
 import mmcodecs
 from mmcodecs.structs import ready
-from mmrender.errors import PlaceholderError, TrajectoryError
+from mmrender.errors import TrajectoryError
 from mmrender.media.wire import items_from_wire, items_to_wire
 from mmrender.messages import Message
 from mmrender.sidecar import Count, MediaItem, MediaSpan, MultiModalData, PlaceholderRange
 from mmrender.trajectory.conversation import MediaSources, plain_message
 from mmrender.trajectory.engine_data import AllowedTokens, RoutedExperts, WeightVersionSpan
 from mmrender.trajectory.prefix import NOTHING_SHARED, shared_prefix
-from mmrender.trajectory.step import Step, Tools, check_ids, check_numbers, shared_tools
+from mmrender.trajectory.step import Step, Tools, check_ids, shared_tools
 
 FORMAT: Final = "mmrender.trees"
 PIECE_FORMAT: Final = "mmrender.pieces"
@@ -55,16 +55,6 @@ _CODED: Final = 1
 """Type of the extension for messages that msgpack cannot keep."""
 _IDS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
-
-
-class Record(NamedTuple):
-    """The content of one trajectory."""
-
-    trajectory_id: str
-    steps: Sequence[Step]
-    reward: float | None
-    error: str | None
-    extra: Mapping[str, Any]
 
 
 class MediaRow(msgspec.Struct, frozen=True, array_like=True):
@@ -140,28 +130,6 @@ class _Form(msgspec.Struct):
     items: Any
     experts: dict[str, tuple[Count, Any]]
     extras: dict[str, dict[str, Any]]
-
-
-def write_records(records: Iterable[Record], *, media_sources: MediaSources, share: bool) -> dict[str, Any]:
-    """Return trajectories as plain data, see `mmrender.trajectory.tree.trajectories_to_wire`."""
-    if media_sources not in get_args(MediaSources):
-        raise TrajectoryError(
-            "unknown treatment of media sources",
-            where="media_sources",
-            expected="'drop' or 'keep'",
-            got=repr(media_sources),
-        )
-    writer, count, rows = Writer(media_sources), 0, []
-    for number, record in enumerate(records):
-        name, first = f"trajectories[{number}]", count
-        steps = [writer.step(step, first, f"{name}.steps[{step.index}]") for step in record.steps]
-        writer.roots += [(first + step.index, step) for step in record.steps if step.parent is None]
-        count += len(steps)
-        if record.extra:
-            writer.extras[name] = record.extra
-        reward = None if record.reward is None else float(record.reward)
-        rows.append(TrajectoryRow(record.trajectory_id, steps, reward, record.error))
-    return writer.form(FORMAT, rows, share=share)
 
 
 @dataclass
@@ -288,32 +256,6 @@ def _unpacked(kind: int, data: memoryview) -> Any:
 
 _MALFORMED: Final = (msgspec.MsgspecError, TypeError, AttributeError, ValueError, RecursionError)
 """Errors of reading a damaged table."""
-
-
-def read_records(wire: Any) -> list[Record]:
-    """Return the content of trajectories from plain data of any origin. All of it is checked.
-
-    Raises:
-        TrajectoryError: The data is something else, of another version, or damaged.
-        MediaError: A media item is damaged.
-        PlaceholderError: Placeholder ranges do not fit the tokens.
-    """
-    reader = Reader()
-    records = []
-    for number, row in enumerate(reader.take(wire, FORMAT)):
-        name, first = f"trajectories[{number}]", len(reader.steps)
-        check_numbers(row.reward, None, f"wire.{name}.reward", reward=True)
-        row.steps.reverse()
-        while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
-            try:
-                reader.step(row.steps.pop(), first, f"{name}.steps[{len(reader.steps) - first}]")
-            except (TrajectoryError, PlaceholderError) as error:
-                error.where = f"wire.{name}.{error.where}"
-                raise
-        extra = reader.extras.pop(name, {})
-        records.append(Record(row.id, reader.steps[first:], row.reward, row.error, extra))
-    reader.check_used()
-    return records
 
 
 @dataclass

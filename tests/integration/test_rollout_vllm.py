@@ -14,7 +14,8 @@ from kit import media_inputs
 from mmrender.client.http import HTTPTransport
 from mmrender.client.local import LocalBackend
 from mmrender.rollout.client import RendererClient
-from mmrender.rollout.generator import TrajectoryID, VLMGenerator
+from mmrender.rollout.generator import VLMGenerator
+from mmrender.rollout.rows import TrajectoryID
 from mmrender.testing import demo
 from mmrender.testing.demo import Report, prove_shipping
 from mmrender.testing.receiver import trajectory_digest

@@ -13,7 +13,7 @@ from mmrender import Renderer, Trajectory
 from mmrender.errors import TrajectoryError
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import run_episode
-from mmrender.rollout.generator import TrajectoryID, rows_of
+from mmrender.rollout.rows import TrajectoryID, rows_of
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 
 with warnings.catch_warnings():

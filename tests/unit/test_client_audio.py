@@ -22,9 +22,9 @@ from audio_cases import (
 )
 from kit import error_of
 from mmrender import Renderer, generate
-from mmrender.client.decoding import _padded_at_ends
 from mmrender.client.dynamo import DynamoBackend
 from mmrender.client.local import LocalBackend
+from mmrender.client.model_arguments import _padded_at_ends
 from mmrender.client.sglang import SGLangBackend
 from mmrender.client.types import EngineRequest
 from mmrender.client.vllm import VLLMBackend

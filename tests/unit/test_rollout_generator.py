@@ -14,7 +14,8 @@ from mmrender.errors import EngineConnectionError, InputError, MessageError, MMR
 from mmrender.messages import Message
 from mmrender.rollout.client import RendererClient
 from mmrender.rollout.environment import Observation, turn_seed
-from mmrender.rollout.generator import TrajectoryID, VLMGenerator, rollouts, rows_of
+from mmrender.rollout.generator import VLMGenerator, rollouts
+from mmrender.rollout.rows import TrajectoryID, rows_of
 from mmrender.trajectory.tree import Trajectory
 from rollout_cases import ScriptedBackend, ScriptedEnvironment, asks, ends
 

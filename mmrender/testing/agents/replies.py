@@ -41,10 +41,6 @@ def _check_end(is_whole: bool, sign: str) -> None:
 # --- chat completions ---
 
 
-def _chat(reply: Mapping[str, Any]) -> AgentAnswer:
-    return _chat_message(reply["choices"][0]["message"])
-
-
 def _chat_message(message: Mapping[str, Any]) -> AgentAnswer:
     calls = [(each["id"], each["function"]) for each in message.get("tool_calls") or ()]
     made = tuple(AnswerCall(name, each["name"], each["arguments"]) for name, each in calls)
@@ -160,7 +156,7 @@ def _blocks(blocks: Sequence[Any]) -> AgentAnswer:
 
 
 _READERS: Final[Mapping[tuple[ProtocolName, bool], Callable[[Any], AgentAnswer]]] = {
-    ("chat", False): _chat,
+    ("chat", False): lambda reply: _chat_message(reply["choices"][0]["message"]),
     ("chat", True): _chat_chunks,
     ("responses", False): _response,
     ("responses", True): _response_events,

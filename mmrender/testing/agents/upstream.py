@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from mmcodecs.structs import ready
 from mmrender.client.types import FinishReason, Usage
 from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import InputError, MissingDependencyError, MMRenderError
@@ -129,7 +130,7 @@ class Upstream:
 
     def _generate(self, body: bytes) -> tuple[int, bytes]:
         """Answer tokens with tokens."""
-        request = msgspec.json.decode(body, type=_Generate)
+        request = msgspec.json.decode(body, type=ready(_Generate))
         prompt, places = request.token_ids, None
         if request.content_parts:
             prompt, places = self._widened(request)
