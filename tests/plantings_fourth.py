@@ -230,16 +230,17 @@ def tiles_by_columns(inputs: dict[str, Any], ctx: Context) -> None:
     inputs["pixel_values"] = tiles[:, [start + place for start in starts for place in (*order, count - 1)]]
 
 
-def film(world: World, image: Image.Image, chosen: Sequence[int], **fields: Any) -> Any:
-    """The item of a video that begins with an image: of twelve frames the chosen ones, two a time step."""
-    still = world.tiny.process(image)
+def scenes_of(image: Image.Image) -> list[Image.Image]:
+    """The twelve frames of a video that begins with an image."""
     rng = np.random.default_rng([13, image.width, image.height])
     scenes = [image, *(picture(rng, image.size) for _ in range(3))]
-    planes = []
-    for frame in chosen:
-        scene, share = divmod(frame / 4, 1)
-        mixed = Image.blend(scenes[int(scene)], scenes[min(3, int(scene) + 1)], share)
-        planes.append(world.tiny.process(mixed).frames[0])
+    return [Image.blend(scenes[at // 4], scenes[min(3, at // 4 + 1)], at % 4 / 4) for at in range(12)]
+
+
+def film(world: World, image: Image.Image, chosen: Sequence[int], **fields: Any) -> Any:
+    """The item of a video that begins with an image: of twelve frames the chosen ones, two a time step."""
+    still, frames = world.tiny.process(image), scenes_of(image)
+    planes = [world.tiny.process(frames[at]).frames[0] for at in chosen]
     steps = len(planes) // still.layout.temporal
     _, height, width = still.grid
     tokens = height * width // still.layout.merge**2
@@ -284,7 +285,9 @@ def filmed(trained: dict[str, Any], sampled: dict[str, Any]) -> Fault:
         return other
 
     def options(world: World, _: Sequence[Any]) -> dict[str, Any]:
-        return {"sources": images_of_others(world)}
+        films = [one for one in world.pictures if is_film(one, world)]
+        videos = {world.items[id(one)].identity: tuple(scenes_of(one)) for one in films}
+        return {"sources": images_of_others(world) | videos}
 
     return Fault(sees=sees, shows=shows, options=options)
 

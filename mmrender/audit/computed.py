@@ -13,6 +13,7 @@ from mmrender.audit.case import Case, Trial, fitted
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described
 from mmrender.audit.trainer import LANGUAGE, VISION, ModelChange, parts_of
+from mmrender.training.recurrent import recurrent_layers
 
 Place: TypeAlias = tuple[Any, Any, Any]
 """The owner of a value, its attribute or key, and another value for it."""
@@ -291,6 +292,43 @@ def attending(model: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iter
             KERNELS[name] = own
 
 
+def recurrent_state(case: Case) -> Iterator[Trial]:
+    """Yield completions without the state that linear attention carries from the tokens before them."""
+    model, family = case.trainer.model, case.trainer.family
+    layers = recurrent_layers(model, family) if family.recurrent else []
+    kinds = {"convolutions": ["conv_states"], "recurrent states": ["recurrent_states"]}
+    for text, lost in (kinds | {"states": [*chain(*kinds.values())]}).items() if layers else ():
+        of, starts = f"the sampler's {text} of linear attention were lost", [start for start, _ in case.runs]
+        without = partial(bound, losing, model, layers, lost)
+        own = [Trial("", case.of_run(n), model=without(starts[n : n + 1])) for n in case.departing_runs]
+        yield Trial(f"{of} between each prompt and its completion", parts=own, since=starts[0])
+        anew = {f"before completion {number}": [start] for number, start in enumerate(starts)}
+        anew |= {f"after completion {number}": [stop] for number, (_, stop) in enumerate(case.runs[:-1])}
+        for where, at in (anew | {"before each completion": starts}).items():
+            yield Trial(f"{of} {where}", model=without(at), since=at[0])
+
+
+@contextmanager
+def losing(model: Any, layers: Sequence[Any], lost: Sequence[str], starts: Sequence[int]) -> Iterator[None]:
+    """Run recurrent layers part by part within the block, some of their states 0 at each start."""
+    import torch
+    from transformers import DynamicCache
+
+    def run(layer: Any, hidden_states: Any, **options: Any) -> Any:
+        cache, out = DynamicCache(config=model.config.get_text_config()), list[Any]()
+        length = hidden_states.shape[1]
+        for start, stop in pairwise((0, *(at for at in starts if at < length), length)):
+            given = options | {"cache_params": cache, "attention_mask": None}
+            out.append(type(layer).forward(layer, hidden_states[:, start:stop], **given))
+            for name in lost:
+                for state in getattr(cache.layers[layer.layer_idx], name).values():
+                    state.zero_()
+        return torch.cat(out, 1)
+
+    with replaced([(layer, "forward", partial(run, layer)) for layer in layers]):
+        yield
+
+
 def left_out(case: Case) -> Iterator[Trial]:
     """Yield the model without a layer, the layers from one on, a module beside them, or biases."""
     import torch
@@ -392,6 +430,7 @@ TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "attention": attention,
     "dtype": whole_dtype,
     "dtype of a part": part_dtype,
+    "recurrent state": recurrent_state,
     "left out": left_out,
     "settings": settings,
 }

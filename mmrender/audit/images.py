@@ -1,6 +1,6 @@
 """Rows of the stage pixels: other images, another order or size of them, or none."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -11,15 +11,19 @@ import numpy as np
 from PIL import Image
 
 from mmrender.audit.canvas import canvas_of, levels, renewed, shrunk, source_of
-from mmrender.audit.case import Case, Trial, edited, part, plain, showing
+from mmrender.audit.case import Array, Case, Trial, edited, part, plain, showing
 from mmrender.audit.report import described, sampled_runs
+from mmrender.errors import MediaError
+from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.patches import PatchItem
-from mmrender.messages import Modality
-from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, feature_count
+from mmrender.media.video import open_video
+from mmrender.messages import Modality, VideoPart
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
 from mmrender.trajectory.sample import TrainingSample
 
 _MAX_PAIRS: Final = 15
 _MAX_OTHERS: Final = 24
+_MAX_STRIDE: Final = 8
 _TENSORS: Final = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features"),
     *("feature_attention_mask", "input_features_mask"),
@@ -87,7 +91,8 @@ def _budget(case: Case) -> Iterator[Trial]:
                 for span, item in zip(scope, items, strict=True)
             ]
             which = described(scope[0]) if len(scope) == 1 else "every image"
-            statement = f"the number of pixels was another ({text}) in {which}, as by another max_pixels"
+            why = "as by another max_pixels, or a client that resizes"
+            statement = f"the number of pixels was another ({text}) in {which}, {why}"
             sample = edited(case.sample, new)
             yield Trial(statement, sample, image=scope[0].position, since=scope[0].start)
 
@@ -149,7 +154,7 @@ def _unseen(case: Case) -> Iterator[Trial]:
 
 
 def _frames(case: Case) -> Iterator[Trial]:
-    """Yield other frames of a video, in place of as many."""
+    """Yield other frames of a video: its own in another order, or another choice of its source's."""
     for span in case.suspects:
         item = span.item
         if not isinstance(item, PatchItem) or span.modality != "video":
@@ -170,6 +175,88 @@ def _frames(case: Case) -> Iterator[Trial]:
                 frames = np.ascontiguousarray(item.frames[order])
                 other = msgspec.structs.replace(item, frames=frames, identity=f"{id(frames):064x}")
                 yield showing(case, f"{described(span)} {text}", [(span, other)])
+        yield from _other_choices(case, span, item)
+
+
+def _other_choices(case: Case, span: MediaSpan, item: PatchItem) -> Iterator[Trial]:
+    """Yield as many frames of the source of a video, or fewer or more, by other rules."""
+    film, steps, own = _film(case, item), item.grid[0], len(item.frames)
+    runs = sampled_runs(span.range.is_embed)
+    counts = {round(own * share) for share in (1, 1 / 2, 2, 1 / 4, 4)}
+    for text, chosen in _choices(len(film), sorted(counts, key=lambda count: abs(count - own))):
+        frames = np.ascontiguousarray(film[chosen])
+        new = -(-len(frames) // item.layout.temporal)
+        if (new == steps and np.array_equal(frames, item.frames)) or len(runs) not in (1, steps):
+            continue
+        # Steps that have a text each keep the texts of those that they are nearest to.
+        kept = np.linspace(0, steps - 1, new).round().astype(int).tolist()
+        size = len(item.expansion) // len(runs)
+        pieces = [item.expansion[at * size : (at + 1) * size] for at in range(len(runs))]
+        expansion = (
+            tuple(piece for at in kept for piece in pieces[at])
+            if len(runs) == steps
+            else tuple(
+                msgspec.structs.replace(piece, count=piece.count * new // steps)
+                if isinstance(piece, Repeat) and piece.embeds
+                else piece
+                for piece in item.expansion
+            )
+        )
+        other = msgspec.structs.replace(
+            item,
+            frames=frames,
+            times=(),
+            grid=(new, *item.grid[1:]),
+            expansion=expansion,
+            identity=f"{id(frames):064x}",
+        )
+        shown = _shown(case, span, other) if len(runs) == 1 else _of_steps(case, span, other, kept)
+        sample = edited(case.sample, [(span.start, span.stop, shown)])
+        statement = f"the sampler saw {described(span)} as {text}"
+        yield Trial(statement, sample, image=span.position, since=span.start)
+
+
+def _choices(total: int, counts: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
+    """Yield frames of `total` by the rules of samplers, each choice once."""
+    seen = set[tuple[int, ...]]()
+    for count in (count for count in counts if 0 < count <= total):
+        places = np.arange(count)
+        rules: dict[str, Array] = {
+            f"{count} frames spread from its first to its last": np.linspace(0, total - 1, count).round(),
+            f"{count} frames at equal steps": places * total / count,
+            f"the middle frames of {count} equal parts": (places + 0.5) * total / count,
+            f"its last {count} frames": places + total - count,
+        }
+        strides = range(1, min((total - 1) // max(count - 1, 1), _MAX_STRIDE) + 1)
+        rules |= {f"{count} frames from its start on, one of {by} (stride)": places * by for by in strides}
+        for text, at in rules.items():
+            chosen = at.astype(int).tolist()
+            if tuple(chosen) not in seen:
+                seen.add(tuple(chosen))
+                yield text, chosen
+
+
+def _film(case: Case, item: PatchItem) -> Array:
+    """Return all frames of the source of a video in the size of its item, or its own without a source."""
+    source = case.sources.get(item.identity)
+    if not isinstance(source, (bytes, list, tuple, np.ndarray)):
+        return item.frames
+    try:
+        with open_video(VideoPart(source), MediaPolicy(), "source") as video:
+            images = [frame.image.convert("RGB") for frame in video.sample().images]
+    except MediaError:
+        return item.frames
+    return np.concatenate([levels(image, item.frames.shape[:-3:-1]) for image in images])
+
+
+def _of_steps(case: Case, span: MediaSpan, item: MediaItem, steps: Sequence[int]) -> TrainingSample:
+    """Return the placeholders of an item with some of the time steps of a span, each with its text."""
+    own, embeds = case.sample.token_ids[span.start : span.stop], span.range.is_embed
+    bounds = [0, *(stop for _, stop in sampled_runs(embeds))]
+    places = [at for step in steps for at in range(bounds[step], bounds[step + 1])]
+    places += range(bounds[-1], len(own))
+    place = PlaceholderRange(0, len(places), tuple(sampled_runs(embeds[places])))
+    return replace(plain(own[places]), multi_modal_data=MultiModalData.of([(place, item)]))
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {

@@ -230,6 +230,13 @@ def _middle(share: float, image: Image.Image) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
+def _enlarged(share: float, image: Image.Image) -> Image.Image:
+    """Return the middle of an image in the image's own size. It may begin between pixels."""
+    left, top = (side * (1 - share) / 2 for side in image.size)
+    box = (left, top, image.width - left, image.height - top)
+    return image.resize(image.size, Image.Resampling.BICUBIC, box=box)
+
+
 def _adjusted(case: Case) -> Iterator[Trial]:
     """Yield images with other brightness, contrast, saturation or gamma, by the number that fits best."""
     for text, rule in _ADJUSTED.items():
@@ -380,11 +387,15 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     ),
     "framing": {
         "its middle square only (cropped)": _images(partial(_squared, None)),
-        **_each(
-            "its middle, {:.4g} of both sides, only (cropped)",
-            (0.95, 0.9, 0.875, 0.8, 0.75, 0.5),
-            lambda share: _images(partial(_middle, share)),
-        ),
+        **{
+            text: change
+            for way, crop in {"": _middle, ", in the image's size": _enlarged}.items()
+            for text, change in _each(
+                f"its middle, {{:.4g}} of both sides{way}, only (cropped)",
+                (0.95, 0.9, 0.875, 0.8, 0.75, 0.5),
+                lambda share, crop=crop: _images(partial(crop, share)),  # type: ignore[misc]
+            ).items()
+        },
         **_each(
             "a square of level {} around it (padded, letterboxed)",
             (0, 127, 128, 255),

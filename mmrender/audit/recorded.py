@@ -6,7 +6,8 @@ must agree without it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,10 +15,15 @@ import numpy.typing as npt
 
 from mmrender.audit.case import Case, Recorded, minimum
 from mmrender.audit.report import Float32Array, sampled_runs
+from mmrender.audit.vocabulary import configured, name_of
 
 _MAX_SHIFT: Final = 4
 _MAX_FITTED: Final = 32
-_MAX_BANNED: Final = 6
+_MAX_BIASED: Final = 6
+_MAX_BANNED: Final = 16
+_MAX_POSSIBLE: Final = 512
+_MAX_SETS: Final = 64
+"""Sets of so many banned tokens that are made larger."""
 _CERTAIN: Final = -1e-6
 _REMARKABLE: Final = 50
 """Integers from here on are no log-probabilities of sampled tokens."""
@@ -299,6 +305,31 @@ def _stepped(steps: tuple[_Step, ...], view: View) -> Iterator[Recorded]:
         yield Recorded(f"the log-probabilities are those {step.text} {value:.4g} in {{}}", expected, 1)
 
 
+def _decayed(view: View) -> Iterator[Recorded]:
+    """Yield the distribution after a growth of the stop token's logit from some token on.
+
+    At each token the others' numbers show the growth, and so the factor, without a search.
+    """
+    places, first = np.arange(len(view.rows)), int(view.departing.argmax())
+    ids = view.tokens[:, 0].cpu().numpy()
+    for stop in dict.fromkeys([int(ids[-1]), *configured(view.case, "eos_token_id")]):
+        own = view.logits[:, stop].cpu().numpy().astype(np.float64)
+        share = np.exp(own - view.logits.logsumexp(-1).cpu().numpy())
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            growth = np.log1p(np.expm1(view.trainer - view.sampler.astype(np.float64)) / share)
+            for start in range(max(0, first - _MAX_SHIFT), max(first, 1)):
+                powers = (places - start).clip(0)
+                factors = (1 + growth / np.abs(own)) ** (1 / powers)
+                some = factors[view.departing & (ids != stop) & (powers > 0) & np.isfinite(factors)]
+                if len(some) < 2:
+                    continue
+                factor, logits = float(np.median(some)), view.logits.clone()
+                logits[:, stop] += view.logits[:, stop].abs() * logits.new_tensor(factor**powers - 1)
+                what = f"the logit of the stop token {name_of(view.case, stop)} grew by {factor:.4g} a token"
+                text = f"{what} after {start} tokens (exponential_decay_length_penalty) in {{}}"
+                yield Recorded(text, view.of(logits), 2)
+
+
 def _truncated(view: View) -> Iterator[Recorded]:
     """Yield the distribution cut to its likeliest tokens, in the way that all tokens allow."""
     import torch
@@ -386,21 +417,45 @@ def _other_support(view: View) -> Iterator[Recorded]:
             f"the sampler's distribution was over {more} tokens more, of logit 0, as of a padded vocabulary,"
         )
         yield without(text, -more * np.exp(-total), 1)
-    left, banned = 1 - share, list[int]()
-    while len(banned) < _MAX_BANNED and np.abs(left).max() > 1e-5:
-        token = int(np.abs(left[:, None] - probabilities).sum(0).argmin())
-        if token in banned or np.abs(left - probabilities[:, token]).sum() >= np.abs(left).sum():
-            break
-        banned.append(token)
-        left = left - probabilities[:, token]
+    banned = _banned(view.case)
+    if banned:
         which = f"token(s) {', '.join(map(str, banned))} were {banned_by}"
         yield without(which, probabilities[:, banned].sum(1), len(banned))
     last = int(np.flatnonzero(view.departing)[-1]) + 1  # the first tokens only, as with min_tokens
-    for token in banned[:1]:
+    for token in banned if len(banned) == 1 else ():
         lost = np.where(np.arange(len(own)) < last, probabilities[:, token], 0)
         yield without(
             f"token {token} could not be sampled among the first {last} tokens (min_tokens)", lost, 2
         )
+
+
+def _banned(case: Case) -> list[int]:
+    """Return the tokens whose probabilities add up to the mass that the sampler lacks at each token.
+
+    A token is none of these if it alone has more than that mass anywhere, so few sets are left to try.
+    """
+    rows = case.compared.of_rows(case.rows)
+    departing = np.flatnonzero(rows.beyond(case.tolerance) & np.isfinite(rows.sampler))
+    lacking = -np.expm1(rows.difference[departing].astype(np.float64))
+    masses = case.logits[departing].double().softmax(-1).cpu().numpy()
+    possible = np.flatnonzero((masses <= lacking[:, None] + case.tolerance).all(0))
+    possible = possible[np.argsort(-masses[:, possible].sum(0))[:_MAX_POSSIBLE]]
+    masses = masses[:, possible]
+    sets = {frozenset[int](): lacking}
+    best = float(np.square(lacking).sum()), frozenset[int]()
+    for _ in range(_MAX_BANNED):
+        larger = {
+            chosen | {int(one)}: left - masses[:, one]
+            for chosen, left in sets.items()
+            for one in np.flatnonzero((masses <= left[:, None] + case.tolerance).all(0))
+            if one not in chosen
+        }
+        sizes = sorted(
+            ((float(np.square(left).sum()), one) for one, left in larger.items()), key=itemgetter(0)
+        )
+        best = min([best, *sizes[:1]], key=itemgetter(0))
+        sets = {chosen: larger[chosen] for _, chosen in sizes[:_MAX_SETS]}
+    return sorted(int(possible[one]) for one in best[1])
 
 
 def _media_tokens(case: Case) -> set[int]:
@@ -428,7 +483,7 @@ def _biased(view: View) -> Iterator[Recorded]:
     weights = np.where(others, probabilities, 0)
     slopes = (weights * growth[:, None]).sum(0) / np.square(weights).sum(0).clip(1e-30)
     errors = np.square(np.where(others, growth[:, None] - weights * slopes, 0)).sum(0)
-    for token in np.argsort(errors)[:_MAX_BANNED].tolist():
+    for token in np.argsort(errors)[:_MAX_BIASED].tolist():
         if slopes[token] <= -1 or abs(slopes[token]) < 1e-4:
             continue
         bias = float(np.log1p(slopes[token]))
@@ -480,7 +535,7 @@ READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "another's numbers": _of_another,
     "scaled": _scaled,
     "temperature": partial(_stepped, _TEMPERATURE),
-    "penalty": partial(_stepped, _PENALTIES),
+    "penalty": lambda view: chain(_stepped(_PENALTIES, view), _decayed(view)),
     "truncation": _truncated,
     "vocabulary": _other_support,
     "bias": _biased,

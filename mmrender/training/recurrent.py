@@ -45,7 +45,7 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
     """
     bounds = bounds_of(batch.segments, batch.width)
     by_sample = bool(batch.family.recurrent) and (batch.packed or batch.padding_side == "left")
-    layers = _recurrent_layers(model, batch.family) if by_sample else []
+    layers = recurrent_layers(model, batch.family) if by_sample else []
     originals = [layer.forward for layer in layers]
     token = RUN_BY_SAMPLE.set(bounds)
     try:
@@ -58,8 +58,12 @@ def recurrent_segments(model: Any, batch: TrainingBatch) -> Iterator[None]:
             layer.__dict__.pop("forward", None)  # the class's own method shows again
 
 
-def _recurrent_layers(model: Any, family: ModelFamily) -> list[Any]:
-    """Return the recurrent layers of the language model. A vision tower may have modules of the same name."""
+def recurrent_layers(model: Any, family: ModelFamily) -> list[Any]:
+    """Return the recurrent layers of the language model. A vision tower may have modules of the same name.
+
+    Raises:
+        BatchError: The model has none, and its family has.
+    """
     pattern = re.compile(f"{_LAYER}({'|'.join(map(re.escape, family.recurrent.split('|')))})$")
     owner = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
     decoder = model if owner is None else owner.get_decoder()

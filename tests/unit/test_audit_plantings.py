@@ -5,7 +5,8 @@ import pytest
 
 from audit_cases import decode
 from mmrender.audit import TrainerModel, audit
-from mmrender.audit.computed import changed_weights
+from mmrender.audit.computed import bound, changed_weights, losing
+from mmrender.training.recurrent import recurrent_layers
 from planting import HEALTHY, dialogue, grown, healthy_rollouts, judge, world_of
 from plantings_fourth import FOURTH
 from plantings_third import THIRD
@@ -20,7 +21,7 @@ def planting_of(name):
     return next(one for one in (*THIRD, *FOURTH) if one.name == name)
 
 
-@pytest.mark.parametrize("name", ["header-newline", "limited-range"])
+@pytest.mark.parametrize("name", ["header-newline", "limited-range", "bad-words"])
 def test_a_planted_fault_is_named(name, folder):
     outcome = judge(planting_of(name), "one", folder)
     assert (outcome.verdict, outcome.stage_right, outcome.beside) == ("right", True, ""), outcome.cause
@@ -50,3 +51,15 @@ def test_recurrent_layers_are_audited_in_padded_batches(folder):
     report = audit(samples[:2], TrainerModel(grown("qwen3_5", folder).model), decode=decode)
     assert report.ok
     assert report.largest < 1e-4
+
+
+def test_recurrent_layers_that_lose_nothing_run_in_parts(folder):
+    samples, _ = healthy_rollouts("qwen3_5", folder)
+    trainer = TrainerModel(grown("qwen3_5", folder).model)
+    layers = recurrent_layers(trainer.model, trainer.family)
+    start, whole = int(samples[0].loss_mask.argmax()), trainer.sampled_logprobs(samples[0])
+    for lost, is_same in (((), True), (("conv_states",), False), (("recurrent_states",), False)):
+        change = bound(losing, trainer.model, layers, lost, [start])
+        own = trainer.sampled_logprobs(samples[0], model=change)
+        np.testing.assert_allclose(own[0], whole[0], atol=1e-5)
+        assert np.allclose(own, whole, atol=1e-5) is is_same
