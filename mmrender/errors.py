@@ -6,6 +6,7 @@ this order. So a program can act on the parts and a person can read the sentence
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Self
 
 from mmcodecs.errors import DetailedError
@@ -296,3 +297,21 @@ def check_count(
     if not is_whole or value < minimum or (maximum is not None and value > maximum):
         bound = f"{minimum} or more" if maximum is None else f"{minimum} to {maximum}"
         raise error("is out of range", where=where, expected=f"a whole number, {bound}", got=repr(value))
+
+
+def check_option(
+    where: str, value: Any, values: Sequence[str], *, error: type[MMRenderError] = InputError
+) -> None:
+    """Require one of the values of an option.
+
+    Raises:
+        MMRenderError: It is another value. `error` is the class.
+    """
+    if value not in values:
+        expected = one_of([repr(each) for each in values])
+        raise error("unknown value of an option", where=where, expected=expected, got=repr(value)[:80])
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Join alternatives: `a, b or c`."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]

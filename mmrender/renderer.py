@@ -6,18 +6,16 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from mmrender.bridge.bridge import Bridge, History
 from mmrender.bridge.tail import NotBridged
 from mmrender.caching import LRUCache
 from mmrender.content.ids import TokenIds, checked_ids
 from mmrender.content.messages import read_request, read_variables, refuse_misspelt
-from mmrender.content.values import describe
-from mmrender.errors import InputError, RenderError
+from mmrender.errors import InputError, RenderError, check_option
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import load_processor, with_sound_tracks
@@ -25,6 +23,7 @@ from mmrender.media.resolve import MediaCache, MediaResolver, part_fingerprint
 from mmrender.messages import AudioPart, ImagePart, Message, MessageLike, Part, RenderRequest, Role, VideoPart
 from mmrender.model.convert import open_model
 from mmrender.model.tokenizer import Tokenizer
+from mmrender.options import SpecialTokenRules, check_options, special_token_rules
 from mmrender.processes import BoundedProcesses
 from mmrender.protocols import BridgeOptions, ParseOptions, RenderOptions
 from mmrender.rendering import Memo, Rendering, Unprinted
@@ -33,8 +32,8 @@ from mmrender.template.chat import GIVEN, ToolImages
 from mmrender.template.known import KnownTemplate, TemplateSet
 from mmrender.template.limits import TemplateLimits
 from mmrender.template.profile import TemplateProfile
-from mmrender.template.text import Author, TracedStr
-from mmrender.tokens.encode import DEFAULT_RULES, SpecialTokenRule, TokenWriter
+from mmrender.template.text import TracedStr
+from mmrender.tokens.encode import DEFAULT_RULES, TokenWriter
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.workers import Workers
 
@@ -45,7 +44,6 @@ _log = logging.getLogger("mmrender.bridge.bridge")
 
 AnyRenderer = TypeVar("AnyRenderer", bound="Renderer")
 Result = TypeVar("Result")
-SpecialTokenRules: TypeAlias = SpecialTokenRule | Mapping[Author, SpecialTokenRule]
 
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "render": tuple(RenderOptions.__annotations__),
@@ -54,33 +52,6 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "profile": ("has_tools", "chat_template_kwargs"),
 }
 """Keywords of each call besides template variables."""
-
-
-def _is_none_or(kind: type) -> Callable[[Any], bool]:
-    return lambda value: value is None or isinstance(value, kind)
-
-
-def _are_roles(value: Any) -> bool:
-    roles = {*get_args(Role)}
-    return value is None or (
-        isinstance(value, Collection) and not isinstance(value, str) and {*value} <= roles
-    )
-
-
-_OPTIONS: Mapping[str, tuple[Callable[[Any], object], str]] = {
-    "name_or_path": (lambda value: isinstance(value, str | os.PathLike), "a directory or a hub id"),
-    "media_policy": (_is_none_or(MediaPolicy), "a MediaPolicy, or None"),
-    "media_cache": (_is_none_or(MediaCache), "a MediaCache, or None"),
-    "limits": (_is_none_or(TemplateLimits), "a TemplateLimits, or None"),
-    "template_processes": (_is_none_or(BoundedProcesses), "a BoundedProcesses, or None"),
-    "clock": (callable, "a function that returns the time"),
-    "tool_images": (get_args(ToolImages).__contains__, "'tool' or 'user'"),
-    "use_audio_in_video": (lambda value: isinstance(value, bool), "True or False"),
-    "unprinted": (get_args(Unprinted).__contains__, "'error' or 'allow'"),
-    "history": (get_args(History).__contains__, "'sampled' or 'template'"),
-    "previous_roles": (_are_roles, "a collection of roles"),
-}
-"""Options of the renderer and of its calls: the check of a value, and the accepted values in words."""
 
 _why_not_bridged: "contextvars.ContextVar[tuple[weakref.ref[Renderer], str | None]]" = contextvars.ContextVar(
     "why_not_bridged"
@@ -134,7 +105,7 @@ class Renderer:
         last = max(tokenizer.added_ids.values(), default=0)
         self.vocab_size = max(vocab_size or 0, tokenizer.vocab_size, last + 1)
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.rules = _special_token_rules(content_special_tokens)
+        self.rules = special_token_rules(content_special_tokens)
         self._writer = TokenWriter(
             tokenizer,
             # Transformers adds tokens only if a processor, not the tokenizer, encodes the prompt.
@@ -149,10 +120,9 @@ class Renderer:
             from mmrender.parsing.grammars import all_grammars
 
             names = all_grammars(tool_call_grammar)
-            if tool_call_grammar not in tuple(names):
-                raise _unknown_value("tool_call_grammar", tool_call_grammar, " or ".join(names))
+            check_option("tool_call_grammar", tool_call_grammar, tuple(names), error=RenderError)
         self._tool_call_grammar = tool_call_grammar
-        _check_options(unprinted=unprinted)
+        check_options(unprinted=unprinted)
         self._unprinted = unprinted
         self._load: Callable[..., Renderer] | None = None
         self._open(Workers(workers, queue_size, workers or 0))
@@ -231,7 +201,7 @@ class Renderer:
                 with the first image, or by `renderer.media.require_processor()`.
         """
         options = {name: value for name, value in locals().items() if name not in ("cls", "name_or_path")}
-        _check_options(name_or_path=name_or_path, **options)
+        check_options(name_or_path=name_or_path, **options)
         name = Path(name_or_path).resolve() if Path(name_or_path).is_dir() else name_or_path
         model = open_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         tokenizer = Tokenizer.load(model)
@@ -552,7 +522,7 @@ class Renderer:
         prompt = checked_ids(previous_prompt_ids, "previous_prompt_ids", self.vocab_size)
         completion = checked_ids(previous_completion_ids, "previous_completion_ids", self.vocab_size)
         if history != "sampled" or previous_roles is not None:
-            _check_options(history=history, previous_roles=previous_roles)
+            check_options(history=history, previous_roles=previous_roles)
         reason = None
         try:
             request = read_request(
@@ -692,31 +662,3 @@ def RendererPool(  # noqa: N802 - it reads as the class that it opens
     if renderer._load is not None:
         pool._load = partial(renderer._load, workers=workers, queue_size=queue_size)
     return pool
-
-
-def _check_options(**options: Any) -> None:
-    """Refuse the first option that is not one of its values."""
-    for name, value in options.items():
-        is_valid, expected = _OPTIONS.get(name, (lambda _: True, ""))
-        with suppress(TypeError):  # an unhashable value is in no collection
-            if is_valid(value):
-                continue
-        raise _unknown_value(name, value, expected)
-
-
-def _unknown_value(name: str, value: Any, expected: str) -> RenderError:
-    return RenderError("unknown value of an option", where=name, expected=expected, got=describe(value))
-
-
-def _special_token_rules(rules: SpecialTokenRules) -> Mapping[Author, SpecialTokenRule]:
-    """Complete and check `content_special_tokens`."""
-    by_author = dict.fromkeys(DEFAULT_RULES, rules) if isinstance(rules, str) else {**DEFAULT_RULES, **rules}
-    for author, rule in by_author.items():
-        if rule not in get_args(SpecialTokenRule) or author not in DEFAULT_RULES:
-            raise RenderError(
-                "unknown value of an option",
-                where=f"content_special_tokens[{author!r}]",
-                expected="'text', 'parse' or 'error', for all roles or in a mapping by role",
-                got=repr(rule),
-            )
-    return by_author

@@ -9,7 +9,7 @@ from mmrender.audit.report import AuditReport
 from mmrender.audit.run import audit, items_of
 from mmrender.audit.trainer import TrainerModel
 from mmrender.content.messages import normalize_messages
-from mmrender.errors import InputError, MMRenderError, ModelError
+from mmrender.errors import InputError, MMRenderError, ModelError, check_option
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
@@ -94,8 +94,7 @@ def audit_files(
         MediaError: An image by reference cannot be loaded, or becomes another one.
         MissingDependencyError: torch or Transformers is not installed.
     """
-    if dtype not in _DTYPES:
-        raise InputError("unknown dtype", where="dtype", expected=", ".join(_DTYPES), got=dtype)
+    check_option("dtype", dtype, _DTYPES)
     trajectories: list[Trajectory] = []
     for path in files:
         try:

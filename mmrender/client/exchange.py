@@ -70,13 +70,6 @@ _NO_ROOM: Final = re.compile(
 """SGLang's refusal of prompt and `max_tokens` together."""
 
 
-def require_one_of(where: str, value: object, known: Sequence[str]) -> None:
-    """Require a known value of a backend's setting."""
-    if value not in known:
-        expected = ", ".join(map(repr, known))
-        raise InputError("unknown setting of the backend", where=where, expected=expected, got=repr(value))
-
-
 class HTTPBackend:
     """Base of the backends of servers."""
 

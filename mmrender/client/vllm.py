@@ -28,7 +28,6 @@ from mmrender.client.exchange import (
     Ids,
     check_request,
     post,
-    require_one_of,
 )
 from mmrender.client.reply import (
     FailedInEngineError,
@@ -66,6 +65,7 @@ from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
+    check_option,
 )
 from mmrender.media.encoded import is_encodable
 from mmrender.messages import MODALITIES, Modality
@@ -110,8 +110,8 @@ class VLLMBackend(HTTPBackend):
     abort_on_cancel: bool = True
 
     def __post_init__(self) -> None:
-        require_one_of("VLLMBackend.images", self.images, get_args(ImageMode))
-        require_one_of("VLLMBackend.pixels", self.pixels, ("ask", *PIXEL_DTYPES))
+        check_option("VLLMBackend.images", self.images, get_args(ImageMode))
+        check_option("VLLMBackend.pixels", self.pixels, ("ask", *PIXEL_DTYPES))
 
     async def generate(
         self, request: EngineRequest, transport: Transport, *, on_tokens: OnTokens | None = None

@@ -30,9 +30,8 @@ from mmrender.content.values import (
     is_record,
     keys_of,
     member,
-    one_of,
 )
-from mmrender.errors import InputError, MessageError
+from mmrender.errors import InputError, MessageError, one_of
 from mmrender.messages import (
     ROLES,
     MediaPart,

@@ -24,9 +24,8 @@ from mmrender.content.values import (
     is_record,
     keys_of,
     member,
-    one_of,
 )
-from mmrender.errors import MessageError
+from mmrender.errors import MessageError, one_of
 from mmrender.messages import (
     MODALITIES,
     AudioPart,

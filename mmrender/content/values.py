@@ -50,11 +50,6 @@ def keys_of(mapping: Mapping[Any, Any]) -> str:
     return ("key " if len(mapping) == 1 else "keys ") + ", ".join(names) + (", …" if len(mapping) > 6 else "")
 
 
-def one_of(names: Sequence[str]) -> str:
-    """Join alternatives: `a, b or c`."""
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
-
-
 def member(where: str, key: object) -> str:
     """Path of `key` inside `where`."""
     if isinstance(key, str) and key.isidentifier() and len(key) <= _EXCERPT:

@@ -11,8 +11,8 @@ from mmcodecs.structs import ready
 from mmrender.client.sampling import PARAMETERS
 from mmrender.content.parts import normalize_part
 from mmrender.content.tools import parse_arguments
-from mmrender.content.values import describe, member, one_of
-from mmrender.errors import InputError, MessageError
+from mmrender.content.values import describe, member
+from mmrender.errors import InputError, MessageError, one_of
 from mmrender.gateway.call import Kind, Origin, ToolChoice
 from mmrender.messages import MediaPart, Message, Part, TextPart, ToolCall, text_of
 

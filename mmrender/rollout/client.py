@@ -21,7 +21,7 @@ from mmrender.client.types import Generation, Prompt, RendererBackend, RequestOp
 from mmrender.content import normalize_messages
 from mmrender.content.values import copy_containers
 from mmrender.engines.client import InferenceEngineClient
-from mmrender.errors import InputError, PromptTooLongError
+from mmrender.errors import PromptTooLongError, check_option
 from mmrender.messages import Message
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
@@ -134,10 +134,7 @@ class RendererClient:
         forbid_media_tokens: bool = False,
         request_options: RequestOptions | None = None,
     ) -> None:
-        if overlong not in (policies := get_args(Overlong)):
-            raise InputError(
-                "unknown policy", where="overlong", expected=", ".join(policies), got=repr(overlong)
-            )
+        check_option("overlong", overlong, get_args(Overlong))
         self.renderer = renderer
         server = None if isinstance(client, InferenceEngineClient) else client
         self.engine = Engine(

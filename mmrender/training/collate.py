@@ -8,12 +8,12 @@ same fields.
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import BatchError, PlaceholderError, check_count
+from mmrender.errors import BatchError, PlaceholderError, check_count, check_option
 from mmrender.media.processors.patches import time_steps
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
@@ -71,8 +71,7 @@ def collate(
         PlaceholderError: The placeholders of a sample do not fit its items or its tokens.
         TrajectoryError: A token is not among the tokens that could be sampled there.
     """
-    if padding_side not in ("left", "right"):
-        raise BatchError("rows are filled on the left or right", where="padding_side", got=repr(padding_side))
+    check_option("padding_side", padding_side, get_args(PaddingSide), error=BatchError)
     check_count("multiple", multiple, error=BatchError)
     if pad_token_id in family.feature_token_ids.values():
         raise BatchError("the pad token marks images", where="pad_token_id", got=str(pad_token_id))

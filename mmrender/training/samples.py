@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
-from mmrender.errors import InputError, RenderError, check_number
+from mmrender.errors import InputError, RenderError, check_number, check_option
 from mmrender.messages import MODALITIES, ROLES, Message, Role
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
@@ -150,9 +150,7 @@ def build_training_sample(
             `"error"`; the token that ends the last turn cannot be determined; or no token is trained on.
         TemplateError: The template refuses or fails.
     """
-    if on_rewritten not in get_args(OnRewritten):
-        expected = "'error', 'skip' or 'content'"
-        raise InputError("unknown policy", where="on_rewritten", expected=expected, got=repr(on_rewritten))
+    check_option("on_rewritten", on_rewritten, get_args(OnRewritten))
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in template_arguments:
             raise InputError("a training sample is a whole conversation, not a prompt", where=name)

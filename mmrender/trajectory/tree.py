@@ -21,7 +21,7 @@ from typing import Any, get_args
 import numpy as np
 
 import mmcodecs
-from mmrender.errors import PlaceholderError, TrajectoryError
+from mmrender.errors import PlaceholderError, TrajectoryError, check_option
 from mmrender.notebook import Drawn
 from mmrender.sidecar import MediaItem, MultiModalData
 from mmrender.trajectory.conversation import MediaSources, shared_messages
@@ -380,10 +380,7 @@ def trajectories_to_wire(
         TrajectoryError: A message holds something that cannot be encoded.
         MediaError: The class of a media item cannot travel.
     """
-    if media_sources not in get_args(MediaSources):
-        expected = "'drop' or 'keep'"
-        problem, got = "unknown treatment of media sources", repr(media_sources)
-        raise TrajectoryError(problem, where="media_sources", expected=expected, got=got)
+    check_option("media_sources", media_sources, get_args(MediaSources), error=TrajectoryError)
     writer, count, rows = Writer(media_sources), 0, []
     for number, each in enumerate(trajectories):
         if each._newest is not None:  # as in `samples`

@@ -748,7 +748,7 @@ def test_an_abort_names_the_request_as_a_header_does():
 
 @pytest.mark.parametrize("settings", [{"images": "tensors"}, {"pixels": "int8"}])
 def test_settings_are_checked(settings):
-    with pytest.raises(InputError, match=r"^VLLMBackend\.(images|pixels): unknown setting of the backend"):
+    with pytest.raises(InputError, match=r"^VLLMBackend\.(images|pixels): unknown value of an option"):
         VLLMBackend(**settings)
 
 

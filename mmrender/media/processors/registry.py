@@ -15,7 +15,7 @@ from typing import Any
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import cached_property, digest_of_code, release_of
-from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
+from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError, check_option
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import (
@@ -79,12 +79,7 @@ def load_processor(
             for torch with the first image that must be resampled.)
         PluginError: A processor of another package cannot be used. Plugins are tried after native families.
     """
-    if image_backend not in IMAGE_BACKENDS:
-        raise ProcessorError(
-            "there is no such image back end",
-            expected=" or ".join(map(repr, IMAGE_BACKENDS)),
-            got=repr(image_backend),
-        )
+    check_option("image_backend", image_backend, IMAGE_BACKENDS, error=ProcessorError)
     files = ProcessorFiles.read(directory)
     if not files.image and not files.audio:
         return None
