@@ -7,8 +7,10 @@ event loop.
 """
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias
 
@@ -34,6 +36,8 @@ from mmrender.errors import (
 from mmrender.media.encoded import EncodedImage, bitmap, encoded_image, original
 from mmrender.messages import Modality
 from mmrender.sidecar import MediaItem, MediaSpan, Repeat, common_prefix
+
+_log = logging.getLogger("mmrender.client")
 
 Ids: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -68,6 +72,12 @@ _NO_ROOM: Final = re.compile(
     re.DOTALL,
 )
 """SGLang's refusal of prompt and `max_tokens` together."""
+
+
+@lru_cache(1024)
+def warn_once(text: str, server: str) -> None:
+    """Log a warning about a server, once for each. Questions to it are repeated after pauses."""
+    _log.warning(text, server)
 
 
 class HTTPBackend:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 import msgspec
@@ -28,6 +28,7 @@ from mmrender.client.exchange import (
     Ids,
     check_request,
     post,
+    warn_once,
 )
 from mmrender.client.reply import (
     FailedInEngineError,
@@ -387,7 +388,12 @@ def read_reply(
         request_id=reply.request_id,
     )
     if not response.allowed and response.completion_ids and truncates(request.sampling_params):
-        _warn_of_truncation(where)
+        warn_once(
+            "%s: the server does not say which tokens top_p, top_k or min_p kept. Log-probabilities are of "
+            "the whole vocabulary, and importance weights of a trainer are biased. Start vLLM with "
+            "--return-sampling-mask --logprobs-mode processed_logprobs",
+            where,
+        )
     if widened == "anew" and reply.mm_placeholders is not None:
         ours = {
             modality: [Range(place.offset, place.length) for place in ranges]
@@ -401,17 +407,6 @@ def read_reply(
                 got=str(reply.mm_placeholders),
             )
     return response
-
-
-@lru_cache(1024)
-def _warn_of_truncation(where: str) -> None:
-    """Warn once for each server."""
-    _log.warning(
-        "%s: the server does not say which tokens top_p, top_k or min_p kept. Log-probabilities are of the "
-        "whole vocabulary, and importance weights of a trainer are biased. Start vLLM with "
-        "--return-sampling-mask --logprobs-mode processed_logprobs",
-        where,
-    )
 
 
 class _Stream:

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmcodecs.arrays import RawTensor
 from mmcodecs.errors import CodecError
-from mmrender.client.exchange import BYTES_PER_ID, check_size
+from mmrender.client.exchange import BYTES_PER_ID, check_size, warn_once
 from mmrender.client.reply import FailedInEngineError, decode_as
 from mmrender.client.server_facts import Process, facts_of
 from mmrender.client.transport import JSONText, Transport
@@ -130,18 +130,12 @@ async def _ask_form(
         raise mismatch("placeholder tokens", where, *runs)
     form = await asyncio.to_thread(compare_item, item, theirs, has_its_pixels, where)
     if form.pixels == "uint8":
-        _warn_of_normalisation(transport.base_url)
+        warn_once(
+            "%s: the server normalises pixels by a mean and deviation that it does not show. They must be "
+            "equal to ours, which mmrender cannot check: compare preprocessor_config.json",
+            transport.base_url,
+        )
     return form
-
-
-@lru_cache(1024)
-def _warn_of_normalisation(url: str) -> None:
-    """Warn once for each server. The handshake is repeated after pauses and behind load balancers."""
-    _log.warning(
-        "%s: the server normalises pixels by a mean and deviation that it does not show. They must be "
-        "equal to ours, which mmrender cannot check: compare preprocessor_config.json",
-        url,
-    )
 
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:

@@ -7,6 +7,7 @@ user message. Each change is noted on the step.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from mmrender.errors import MMRenderError
 from mmrender.messages import Message, TextPart
 from mmrender.protocols import RendererProtocol
 from mmrender.template.profile import TemplateProfile
+from mmrender.tokens.rendered import TokenSpan
 
 _SYSTEM_ROLES = ("system", "developer")
 _PROBE_TEXT = "mmrender probes for later system messages"
@@ -121,29 +123,18 @@ async def _prints_later_systems(
         system, probe = (Message(role="system", content=text) for text in ("Be brief.", _PROBE_TEXT))
         user = Message(role="user", content="a")
         answered = [system, user, Message(role="assistant", content="b"), user, probe]
-        known[key] = all(
-            [
-                await _prints(renderer, conversation, conversation.index(probe), template_arguments)
-                for conversation in ([system, probe, user], answered)
-            ]
-        )
+        prints = True
+        for messages in ([system, probe, user], answered):
+            spans: Sequence[TokenSpan] = ()
+            with suppress(MMRenderError):  # a template that refuses them does not print them
+                rendered = await render_prompt(
+                    renderer, messages, in_thread=True, chat_template_kwargs=template_arguments
+                )
+                spans = rendered.spans
+            index = messages.index(probe)
+            prints &= any(span.message == index and span.kind == "content" for span in spans)
+        known[key] = prints
     return known[key]
-
-
-async def _prints(
-    renderer: RendererProtocol,
-    messages: Sequence[Message],
-    index: int,
-    template_arguments: Mapping[str, Any],
-) -> bool:
-    """Whether the template prints the text of a message, by provenance. A refusal is no."""
-    try:
-        rendered = await render_prompt(
-            renderer, messages, in_thread=True, chat_template_kwargs=template_arguments
-        )
-    except MMRenderError:
-        return False
-    return any(span.message == index and span.kind == "content" for span in rendered.spans)
 
 
 def _reminder(message: Message) -> Message:

@@ -103,8 +103,10 @@ def call_grammar(
         "at_least_one": must_call,
         "stop_after_first": not call.parallel_tool_calls,
     }
-    end = _end_of_reasoning(renderer, prompt, template_arguments)
-    if end is not None:
+    nothing = renderer.parse_response([], prompt_ids=prompt.ids, chat_template_kwargs=template_arguments)
+    reasoning = renderer.template_profile(has_tools=True, **template_arguments).reasoning
+    if reasoning is not None and not nothing.reasoning_closed:  # the prompt ends inside reasoning
+        end = reasoning.end + reasoning.after_end
         thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
         calls = {"type": "sequence", "elements": [thought, calls]}
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": calls}, ensure_ascii=False)}
@@ -141,12 +143,3 @@ def _spelling(renderer: Any, template_arguments: Mapping[str, Any]) -> Spelling 
     close = parser.profile.closes.get("end", "")
     expected = _begin(spelling, _PROBE) + spelling.probe + spelling.end
     return spelling if written.removesuffix(close).endswith(expected) else None
-
-
-def _end_of_reasoning(
-    renderer: Renderer, prompt: Prompt, template_arguments: Mapping[str, Any]
-) -> str | None:
-    """Return the text that ends reasoning, with the blanks after it, if a prompt ends inside reasoning."""
-    nothing = renderer.parse_response([], prompt_ids=prompt.ids, chat_template_kwargs=template_arguments)
-    reasoning = renderer.template_profile(has_tools=True, **template_arguments).reasoning
-    return None if nothing.reasoning_closed or reasoning is None else reasoning.end + reasoning.after_end

@@ -240,10 +240,14 @@ class EpisodeLoop(AgentLoopBase):
             response_length=int(rollout.response_length),
             options={"priority": int(priority)},
         )
+        # The backend itself asks for log-probabilities, of which verl has a truth value.
+        sampling = {name: value for name, value in sampling_params.items() if name != "logprobs"}
+        if rollout.get("ignore_eos", False):
+            sampling["ignore_eos"] = True
         client = RendererClient(
             self.renderer,
             backend=backend,
-            sampling_params=_sampling(sampling_params, ignore_eos=bool(rollout.get("ignore_eos", False))),
+            sampling_params=sampling,
             overlong="stop",
             template_arguments=dict(self.apply_chat_template_kwargs),
             routed_experts=bool(rollout.get("enable_rollout_routing_replay", False)),
@@ -269,12 +273,6 @@ class EpisodeLoop(AgentLoopBase):
         output.metrics.generate_sequences = backend.seconds
         output.metrics.num_preempted = backend.num_preempted
         return output
-
-
-def _sampling(params: Mapping[str, Any], *, ignore_eos: bool) -> dict[str, Any]:
-    """Return verl's sampling parameters without its truth value `logprobs`, which the backend sets itself."""
-    sampling = {name: value for name, value in params.items() if name != "logprobs"}
-    return sampling | ({"ignore_eos": True} if ignore_eos else {})
 
 
 def to_agent_loop_output(

@@ -47,7 +47,7 @@ class TrajectoryPieces:
         trajectory, reader = Trajectory(trajectory_id), Reader()
         for piece in pieces:
             for row in [step for each in reader.take(piece, PIECE_FORMAT) for step in each.steps]:
-                reader.step(row, 0, f"steps[{len(reader.steps)}]")
+                reader.step(row)
             reader.check_used()
         for step in reader.steps:
             trajectory._add(step)
@@ -66,7 +66,7 @@ class TrajectoryPieces:
             MediaError: The class of a media item cannot travel.
         """
         writer, steps = self._writer, self.trajectory.steps[self.written :]
-        rows = [writer.step(step, 0, f"steps[{step.index}]") for step in steps]
+        rows = list(map(writer.step, steps))
         piece = writer.form(PIECE_FORMAT, [TrajectoryRow("", rows)], share=False)
         self._writer = writer.next_piece()
         self.written += len(steps)

@@ -386,7 +386,7 @@ def trajectories_to_wire(
         if each._newest is not None:  # as in `samples`
             each._newest.prompt = []
         name, first = f"trajectories[{number}]", count
-        steps = [writer.step(step, first, f"{name}.steps[{step.index}]") for step in each._steps]
+        steps = [writer.step(step, first, f"{name}.") for step in each._steps]
         writer.roots += [(first + step.index, step) for step in each._steps if step.parent is None]
         count += len(steps)
         if each.extra:
@@ -413,8 +413,7 @@ def trajectories_from_wire(wire: Any) -> list[Trajectory]:
             trajectory.reward, trajectory.error = row.reward, row.error
             row.steps.reverse()
             while row.steps:  # each is dropped as it is read: both forms at once would be the peak of memory
-                step = reader.step(row.steps.pop(), first, f"{name}.steps[{len(trajectory)}]")
-                trajectory._add(step)
+                trajectory._add(reader.step(row.steps.pop(), first, f"{name}."))
         except (TrajectoryError, PlaceholderError) as error:
             error.where = f"wire.{name}.{error.where}"
             raise

@@ -174,8 +174,9 @@ class Writer:
         """Return a writer with empty tables that knows the rows of items and tools."""
         return Writer(self.media_sources, _item_rows=self._item_rows, _tool_rows=self._tool_rows)
 
-    def step(self, step: Step, first: int, name: str) -> StepRow:
-        """Return the row of a step of the trajectory whose steps begin at the row `first`."""
+    def step(self, step: Step, first: int = 0, owner: str = "") -> StepRow:
+        """Return the row of a step of the trajectory `owner`, whose steps begin at the row `first`."""
+        name = f"{owner}steps[{step.index}]"
         base, keep = (None, 0) if step.parent is None else (first + step.parent.index, step.keep)
         if base is None:
             # The root of an earlier trajectory that shares the longest prefix lends its first tokens.
@@ -311,8 +312,8 @@ class Reader:
         for name in (*self.experts, *self.extras):
             raise TrajectoryError("data of no step or trajectory is left over", where=f"wire.{name}")
 
-    def step(self, row: StepRow, first: int, name: str) -> Step:
-        """Return the next step, of the trajectory whose steps begin at the row `first`."""
+    def step(self, row: StepRow, first: int = 0, owner: str = "") -> Step:
+        """Return the next step, of the trajectory `owner`, whose steps begin at the row `first`."""
         number = len(self.steps)
         where = f"steps[{number - first}]"
         base = self.steps[row.base] if row.base is not None and row.base < number else None
@@ -353,7 +354,7 @@ class Reader:
             own_media=self._own_media(row, is_root, row.keep + row.added, where),
             logprobs=None if row.logprobs is None else _numbers(row.logprobs, _LOGPROBS, f"{where}.logprobs"),
             finish_reason=row.finish_reason,
-            own_experts=self.experts.pop(name, None),
+            own_experts=self.experts.pop(owner + where, None),
             weight_versions=tuple(row.weight_versions),
             allowed=tuple(
                 AllowedTokens(start, stop, self.token_sets[place], forbids)
@@ -363,7 +364,7 @@ class Reader:
             new_messages=tuple(self.messages[each] for each in row.messages),
             tools=None if row.tools is None else self.tools[row.tools],
             _reward=row.reward,
-            extra=self.extras.pop(name, {}),
+            extra=self.extras.pop(owner + where, {}),
         )
         self.steps.append(step)
         return step

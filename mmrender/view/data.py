@@ -247,9 +247,10 @@ def of_audit(document: Document, report: AuditReport) -> None:
     strips: dict[str, int] = {}
     for compared in sorted(report.comparisons, key=lambda one: -one.largest):
         strips[compared.sample.sample_id] = len(document.strips)
-        mask = compared.sample.loss_mask
-        trainer = {"trainer": _placed(compared.positions, compared.trainer, len(mask))}
-        of_sample(document, compared.sample, "sample", report._decode, trainer=trainer)
+        trainer, mask = np.zeros(len(compared.sample)), np.zeros(len(compared.sample), np.bool_)
+        trainer[compared.positions], mask[compared.positions] = compared.trainer, True
+        values = {"trainer": _runs(trainer, mask)}
+        of_sample(document, compared.sample, "sample", report._decode, trainer=values)
     for finding in report.findings:
         strip = strips.get(finding.sample_id)
         if strip is None:
@@ -290,12 +291,6 @@ def _runs(values: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_] | None) -
         return None
     runs = [(0, len(values))] if mask is None else sampled_runs(mask)
     return {str(start): [_number(value) for value in values[start:stop].tolist()] for start, stop in runs}
-
-
-def _placed(positions: npt.NDArray[np.int32], values: npt.NDArray[Any], length: int) -> Data | None:
-    whole, mask = np.zeros(length), np.zeros(length, np.bool_)
-    whole[positions], mask[positions] = values, True
-    return _runs(whole, mask)
 
 
 def _number(value: float) -> float | str:
