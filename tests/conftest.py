@@ -23,10 +23,15 @@ os.environ["MMRENDER_CACHE"] = "off"
 # Threads of tiny models wait for each other, and for those of the test process beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A loaded machine must not fail a property, so there are no deadlines. `make test` tries the same examples
+# A loaded machine must not fail a property, so there are no deadlines. `make test` tries the same few examples
 # every time; `make fuzz` searches with a fresh seed each round.
 settings.register_profile(
-    "fixed", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "fixed",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")

@@ -1,4 +1,9 @@
-"""What tests of every room share: pictures, messages, errors and waiting."""
+"""What tests of every room share: pictures, messages, errors and waiting.
+
+pytest and Hypothesis are imported where they are used: processes that tests start need neither.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import base64
@@ -6,13 +11,13 @@ import io
 import random
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
 from PIL import Image
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 Kind = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -62,6 +67,9 @@ def assistant(content: Any = "This.", **fields: Any) -> dict[str, Any]:
 
 def sources() -> st.SearchStrategy[random.Random]:
     """Sources of randomness: `make test` draws seeds, which is quick, and `make fuzz` draws that shrink."""
+    from hypothesis import settings
+    from hypothesis import strategies as st
+
     return st.randoms(use_true_random=settings.get_current_profile_name() == "fixed")
 
 
@@ -74,6 +82,8 @@ def conversations(*arguments: Any, **options: Any) -> st.SearchStrategy[Any]:
 
 def raised(kind: Kind, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
     """The error that a call raises."""
+    import pytest
+
     with pytest.raises(kind) as caught:
         call(*arguments, **options)
     return caught.value
@@ -86,6 +96,8 @@ def error_of(kind: Kind, call: Callable[..., Any], /, *arguments: Any, **options
 
 async def raised_by(kind: Kind, awaitable: Awaitable[Any]) -> Any:
     """The error that an awaitable raises."""
+    import pytest
+
     with pytest.raises(kind) as caught:
         await awaitable
     return caught.value

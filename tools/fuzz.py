@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 
+LAWS = ["tests/property", "tests/parity/test_naive_renderer.py", "tests/unit/test_fast_tokenizer.py"]
+"""Tests that draw examples, of which `make test` tries a few."""
+
 
 def main() -> int:
     """Run rounds of pytest; return the first failing exit status, or 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--jobs", default="2")
-    parser.add_argument("tests", nargs="*", default=["tests/property"])
+    parser.add_argument("tests", nargs="*", default=LAWS)
     options = parser.parse_args()
 
     start = time.monotonic()

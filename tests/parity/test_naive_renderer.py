@@ -13,7 +13,6 @@ from naive_renderer import NaiveRenderer
 
 MODELS = {
     "qwen2_5_vl": ("<|image_pad|>", "<|im_end|>"),
-    "qwen3_vl": ("<|image_pad|>", "<|im_end|>"),
     "internvl3": ("<IMG_CONTEXT>", "<|im_end|>"),
 }
 """Placeholder and stop token of models whose turns begin with their prompt."""

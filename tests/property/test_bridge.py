@@ -90,7 +90,7 @@ def rendered_or_reject(render: Callable[[], Any]) -> Any:
         assume(False)
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(source=sources())
 def test_bridges_of_canonical_turns_and_their_chain_equal_the_rendering(
     subject: Subject, source: random.Random
@@ -136,7 +136,7 @@ def _arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != "tools"}
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data(), dtype=st.sampled_from([None, np.int32, np.int64, np.uint32]))
 def test_whatever_was_sampled_stays(subject: Subject, data: st.DataObject, dtype: Any) -> None:
     """Any token ids at all; the caller's lists, arrays and sidecar stay as they were."""

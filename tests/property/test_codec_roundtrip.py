@@ -23,7 +23,7 @@ forms = st.sampled_from(sorted(FORMS))
 frameworks = st.sampled_from(["numpy", "torch"])
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(values, forms, frameworks, st.booleans())
 def test_a_value_comes_back(value: Any, form: str, framework: Any, copy: bool) -> None:
     got = mmcodecs.decode(FORMS[form](value), framework=framework, copy=copy)

@@ -141,7 +141,7 @@ def spelled_message(draw, message):
 
 
 @given(st.data())
-@settings(max_examples=90)
+@settings(max_examples=45)
 def test_every_spelling_of_a_conversation_means_the_same(data):
     messages = tuple(data.draw(st.lists(canonical_messages(), min_size=1, max_size=4)))
     spelled = [data.draw(spelled_message(message)) for message in messages]
@@ -268,7 +268,7 @@ def check_named(error, place):
 
 
 @given(st.one_of(JUNK, st.lists(NEARLY, min_size=1, max_size=2), st.lists(NEARLY | JUNK, max_size=3)))
-@settings(max_examples=175)
+@settings(max_examples=90)
 def test_junk_is_normalised_or_refused_by_name_and_never_changed(junk):
     before = repr(copy.deepcopy(junk))
     try:

@@ -166,7 +166,7 @@ async def happen(fleet: Fleet, event: Event) -> None:
 
 
 @given(events)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @on_fake_clock
 async def test_engines_that_hang_die_and_come_back_are_updated_before_they_are_used(
     plan: list[Event],

@@ -69,7 +69,7 @@ def _check_requests(journal, prompts, budget):
 
 
 @given(prompts, BUDGETS, faults, pauses, st.sampled_from([{}, {"presence_penalty": 0.5}]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 @in_loop
 async def test_streamed_tokens_are_those_of_the_completion_each_once(prompts, budget, faults, pauses, more):
     """Also where an aborted completion starts over: then it is asked as a whole each time."""

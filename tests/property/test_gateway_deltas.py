@@ -62,7 +62,7 @@ def texts(sent, field):
 
 @pytest.mark.parametrize("is_added", [True, False])
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_deltas_add_up_to_the_answer(name, is_added, data):
     case = written_case(name, added_tokens=is_added)

@@ -152,7 +152,7 @@ class Agent:
         assert step.multi_modal_data.mm_hashes == whole.multi_modal_data.mm_hashes
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(source=sources())
 def test_sampled_tokens_are_never_encoded_again(renderers, source):
     agent = Agent(source, renderers("qwen3_vl"))

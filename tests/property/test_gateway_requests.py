@@ -93,7 +93,7 @@ def test_the_bodies_are_read_as_they_are(name):
     assert [message.role for message in call.messages][-3:] == ["user", "assistant", "tool"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @pytest.mark.parametrize("name", PROTOCOLS)
 @given(data=st.data())
 def test_a_changed_body_is_read_or_refused_by_name(name, data):

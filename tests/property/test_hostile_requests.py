@@ -64,7 +64,7 @@ def status_of(server, path, body, method="POST"):
     return answer.status
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([(CHAT, "messages"), (RESPONSES, "input"), (MESSAGES, "messages")]), messages,
        st.dictionaries(fields, values, max_size=3))  # fmt: skip
 def test_no_request_makes_the_gateway_fail(server, protocol, said, more):

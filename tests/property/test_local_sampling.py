@@ -80,7 +80,7 @@ numbers = st.integers(-40, 40).map(lambda n: n / 7 + 0.01)
 logits = st.lists(numbers, min_size=VOCAB, max_size=VOCAB, unique=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     params=settings_of_sampling,
     prompt=st.lists(tokens, min_size=1, max_size=6),

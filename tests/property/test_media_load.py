@@ -87,9 +87,9 @@ shapes = npst.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5)
 SOURCES: dict[str, tuple[int, st.SearchStrategy[Any]]] = {
     "bytes": (150, st.binary(max_size=300)),
     "bytes after a true beginning": (150, st.builds(begun, formats, bytes_, st.integers(0, 64))),
-    "damaged files": (500, st.builds(damaged, formats, edits, st.floats(0.01, 1))),
+    "damaged files": (200, st.builds(damaged, formats, edits, st.floats(0.01, 1))),
     "damaged headers": (
-        300,
+        150,
         st.builds(with_header, formats, st.integers(0, 120), st.binary(min_size=1, max_size=4)),
     ),
     "text": (150, st.builds(str.format, schemes, st.text(max_size=60))),

@@ -181,7 +181,7 @@ def assert_spans(parsed: ParsedResponse, tokenizer: Tokenizer, ids: Sequence[int
     ids=["tokens", "text", "sentence_piece"],
 )
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_written_templates_are_read_back(
     name: str, kind: str, added_tokens: bool, data: st.DataObject
@@ -193,7 +193,7 @@ def test_written_templates_are_read_back(
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=7)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_models_are_read_back(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)
@@ -236,7 +236,7 @@ def test_a_quoted_argument_may_hold_the_delimiters(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_every_prefix_has_whole_calls_and_at_most_one_unclosed(name: str, data: st.DataObject) -> None:
     case = written_case(name)
@@ -288,7 +288,7 @@ def assert_reads_soup(case: Case, ids: list[int], prompt_ids: list[int] | None) 
 
 @pytest.mark.parametrize("added_tokens", [True, False])
 @pytest.mark.parametrize("name", BODIES)
-@settings(max_examples=7)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_token_soup_is_read(name: str, added_tokens: bool, data: st.DataObject) -> None:
     case = written_case(name, added_tokens=added_tokens)
@@ -297,7 +297,7 @@ def test_token_soup_is_read(name: str, added_tokens: bool, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", REAL)
-@settings(max_examples=7)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_token_soup_of_models_is_read(shared_models: Path, name: str, data: st.DataObject) -> None:
     case = model_case(shared_models / name)

@@ -122,7 +122,7 @@ class Shipments:
         return {file: len(records) for file, records in self.ids.items()}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     data=st.data(),
     seed=st.none() | st.integers(0, 2**40),

@@ -103,7 +103,7 @@ async def ship(trajectories: list[Trajectory], cuts: list[int], folder: Path) ->
         return got, receiver.stats.received_bytes, sender.stats.connections
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.lists(calls(), min_size=1, max_size=4), st.integers(1, 3), CUTS)
 def test_trees_arrive_as_they_were(rollouts, copies, cuts):
     sent = [grown(rollout, f"task-{n}") for _ in range(copies) for n, rollout in enumerate(rollouts)]

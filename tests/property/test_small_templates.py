@@ -105,7 +105,7 @@ def test_every_template_has_a_model():
 
 @every_model
 def test_text_and_ids_equal_those_of_the_reference_and_spans_cover_every_token_once(name):
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(conversations_of(name, literals=True), st.sampled_from(["parse", "text"]))
     def check(case, rule):
         messages, options = case
@@ -229,7 +229,7 @@ def test_no_text_becomes_syntax(name, rule):
     def counted(rendered):
         return Counter(token for token in rendered.token_ids if token in watched)
 
-    @settings(max_examples=10 if rule == "default" else 5)
+    @settings(max_examples=6 if rule == "default" else 3)
     @given(conversations_of(name, rule=rule), inserts)
     def check(case, insert):
         messages, options = case
@@ -251,7 +251,7 @@ def test_content_is_attributed_wherever_it_is_printed_and_sampled_is_full_minus_
     """Against the definition, slowly: the prompt of each assistant turn rendered by itself."""
     stops = {MODELS[name].tokenizer.added_ids[token] for token in MODELS[name].spec.stop}
 
-    @settings(max_examples=13)
+    @settings(max_examples=8)
     @given(conversations_of(name))
     def check(case):
         messages, words = with_marks(case[0])
@@ -319,7 +319,7 @@ def continued_text(name, messages, options, field=True):
 def test_a_continued_message_ends_as_that_of_the_reference(name, field):
     """Text, ids and refusals; and nothing of the message counts as sampled (law 4)."""
 
-    @settings(max_examples=10)
+    @settings(max_examples=5)
     @given(conversations_of(name, literals=True), st.text(" \n\ta<>/", max_size=4))
     def check(case, end):
         messages, options = case

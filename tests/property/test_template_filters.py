@@ -138,7 +138,7 @@ expressions = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(expressions, VARIABLES)
 def test_expressions_give_what_those_of_jinja_give(expression, variables):
     check(f"{{{{ {expression} }}}}", variables)

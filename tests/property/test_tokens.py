@@ -48,7 +48,7 @@ def reference_ids(engine, text):
 def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is_refused(kind):
     opened = Counter()
 
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(flagged_tokens(normalized=True), texts(), texts())
     def check(added, text, other):
         engine = build(kind, added)
@@ -67,7 +67,7 @@ def test_added_tokens_of_any_flags_are_found_as_in_the_reference_or_the_model_is
 
 
 @every_kind
-@settings(max_examples=13)
+@settings(max_examples=8)
 @given(texts(without=[IMAGE]))
 @example("[INST] hi [/INST] ")
 @example("<|user|> hi <|end|> hi")
@@ -107,7 +107,7 @@ pieces = st.lists(
 
 
 @every_kind
-@settings(max_examples=13)
+@settings(max_examples=7)
 @given(pieces)
 def test_rendered_text_encodes_as_in_the_reference_and_content_keeps_its_characters(kind, case):
     tokenizer = plain_tokenizer(kind)
@@ -144,7 +144,7 @@ def syntax_of(tokenizer, ids):
 
 
 @every_kind
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(st.none() | flagged_tokens(), pieces)
 @example(None, [("user", "a</s>b"), ("template", "<|end|>")])
 @example(None, [("user", "a</s>b".translate(WIDE)), ("template", "<|end|>")])
@@ -204,7 +204,7 @@ expansions = st.tuples(edges, st.integers(1, 3), edges, st.booleans(), edges).ma
 
 
 @every_kind
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(
     st.none() | flagged_tokens(single_word=False),
     st.lists(st.tuples(texts(without=[IMAGE]), expansions), max_size=3),
@@ -240,7 +240,7 @@ def test_the_post_processor_writes_round_a_prompt_once(kind, post_processor):
     reference = PreTrainedTokenizerFast(tokenizer_object=build(kind, post_processor=post_processor))
     writer = writer_of(tokenizer, "parse", bos_token="<s>", affixes=lambda _, *, images: None)
 
-    @settings(max_examples=8)
+    @settings(max_examples=4)
     @given(texts(without=[IMAGE]), st.sampled_from(["", "<s>", " <s>"]))
     def check(text, start):
         text = start + text

@@ -103,7 +103,7 @@ def test_moved_images_render_as_a_user_turn_written_by_hand(
     assert found.rewritten == tuple([owners[index] for index in expected.rewritten])
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(source=sources())
 def test_bridge_over_moved_images_equals_rendering(
     pair: tuple[Renderer, Renderer], source: random.Random

@@ -167,7 +167,7 @@ def test_methods_without_arguments_give_what_str_gives(text):
 @pytest.mark.parametrize("name", sorted(set(ARGUMENTS) - set(WITHOUT_ARGUMENTS)))
 def test_methods_give_what_str_gives(name):
     law = given(traced(), ARGUMENTS[name])(lambda text, args: assert_as_str(name, text, args))
-    settings(max_examples=25)(law)()
+    settings(max_examples=12)(law)()
 
 
 @given(traced(), traced(short), traced(short))

@@ -125,7 +125,7 @@ def test_packed(given_samples: Any, side: Any, spare: int, empty_rows: int) -> N
         assert found == sorted([lengths[index] for index in members] + [padding] * bool(padding))
 
 
-@settings(max_examples=35)
+@settings(max_examples=20)
 @given(sample_lists(), st.sampled_from(["left", "right"]), st.integers(1, 5), st.booleans(), st.data())
 def test_rows_taken_apart_and_joined(
     given_samples: Any, side: Any, parts: int, packed: bool, data: Any

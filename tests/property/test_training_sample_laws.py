@@ -170,7 +170,7 @@ NAMED: dict[Any, Callable[[list[str]], list[int]]] = {
 }
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(name=st.sampled_from(SMALL), seed=st.integers(0, 1 << 32), train_on=st.sampled_from(list(NAMED)))
 def test_each_choice_is_the_sum_of_its_messages(name: str, seed: int, train_on: Any) -> None:
     """A message gives the same tokens whichever way it is chosen, and is told of where it gives none."""
@@ -195,7 +195,7 @@ def test_each_choice_is_the_sum_of_its_messages(name: str, seed: int, train_on: 
 WEIGHTS = st.sampled_from([0, 0.25, 1, 3.5])
 
 
-@settings(max_examples=26)
+@settings(max_examples=20)
 @given(name=st.sampled_from(SMALL), seed=st.integers(0, 1 << 32), data=st.data())
 def test_weights_reach_the_batch_and_change_no_token(name: str, seed: int, data: st.DataObject) -> None:
     messages, sampled = small_sample(name, seed)

@@ -31,7 +31,7 @@ EDITED_EARLY = [
 
 @given(calls())
 @example(EDITED_EARLY)
-@settings(max_examples=125)
+@settings(max_examples=60)
 def test_what_is_derived_is_what_was_appended(rollout):
     trajectory = grown(rollout)
     check_steps(trajectory, rollout)

@@ -70,7 +70,7 @@ def little(data):
 
 
 @given(items, st.booleans(), st.sampled_from(["numpy", "torch"]))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_reading_undoes_writing(item, copy, framework):
     text = encode_mm_kwargs_item(item)
     expected = {key: FieldElem(little(elem.data), elem.field) for key, elem in item.items()}
@@ -92,7 +92,7 @@ def test_a_general_msgpack_reader_finds_the_documented_form(item):
 
 
 @given(items, st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_damaged_messages_raise_only_codec_errors(item, data):
     raw = bytearray(pybase64.b64decode(encode_mm_kwargs_item(item)))
     for _ in range(data.draw(st.integers(1, 4))):

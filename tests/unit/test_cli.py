@@ -114,7 +114,7 @@ def test_render_prints_which_tokens_of_a_placeholder_hold_features(run, folder, 
 @pytest.mark.parametrize("command", ["view", "render"])
 def test_a_closed_pipe_is_no_failure(folder, tiny_model, command):
     """As with `head`: the reader goes after a line, and megabytes are still to come."""
-    Path("long.json").write_text(json.dumps([{"role": "user", "content": "word " * 60_000}]))
+    Path("long.json").write_text(json.dumps([{"role": "user", "content": "word " * 20_000}]))
     options = ("long.json", "-m", str(tiny_model), "--image-backend", "pil")
     with subprocess.Popen(
         [sys.executable, "-m", "mmrender", command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -224,7 +224,7 @@ def test_parity_of_an_honest_model_also_as_json(run, folder, tiny_model):
     assert "equal" in out
     assert "differ" not in out
     # Every count, and why both sides refused; nothing else is printed there.
-    status, out, _ = run("parity", tiny_model, "--cases", 40, "--image-backend", "pil", "--json")
+    status, out, _ = run("parity", tiny_model, "--cases", 12, "--image-backend", "pil", "--json")
     (counts,) = json.loads(out)
     assert status == 0
     assert (counts["model"], counts["image_backend"], counts["outcome"]) == ("tiny", "pil", "equal")

@@ -65,7 +65,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plain, st.sampled_from([1, 40, 2000]))
 def test_every_form_of_msgpack(value: Any, times: int) -> None:
     value = {"many": [value] * times} if times > 1 else value

@@ -9,9 +9,18 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from end_to_end import completions_of, no_placeholders, picture, roll_out_many, ship_to_trainer
+from end_to_end import (
+    completions_of,
+    no_placeholders,
+    picture,
+    report_fault,
+    roll_out_many,
+    samples_of,
+    ship_to_trainer,
+)
 from kit import assistant, encoded, noise, user
 from mmrender import Trajectory
+from mmrender.audit import TrainerModel
 from mmrender.audit.files import audit_files
 from mmrender.cli.commands import app
 from mmrender.client.local import LocalBackend
@@ -42,12 +51,11 @@ def test_the_trainer_sees_what_was_sampled(tiny_model, trajectories, tmp_path):
     assert max(seen["largest"], seen["padded"], seen["packed"]) < 1e-3
 
 
-def test_a_planted_fault_is_named(tiny_model, trajectories, tmp_path):
-    """The tier of vLLM plants all of them."""
-    address = f"unix://{tmp_path}/trainer.sock"
-    fault = "ids shifted"
-    seen = asyncio.run(ship_to_trainer(trajectories[:1], address, tiny_model, tolerance=1e-3, plant=fault))
-    assert any(cause == "tokens" and "are shifted" in statement for cause, statement in seen[fault])
+def test_a_planted_fault_is_named(tiny_model, trajectories):
+    """In this process; the tier of vLLM plants all of them in the trainer's."""
+    trainer, samples = TrainerModel.from_pretrained(tiny_model), samples_of(trajectories[0])
+    ((cause, statement),) = report_fault(trainer, samples, "ids shifted", 1e-3)["ids shifted"]
+    assert (cause, "are shifted" in statement) == ("tokens", True)
 
 
 def test_the_command_audits_saved_trajectories(tiny_model, trajectories, tmp_path):

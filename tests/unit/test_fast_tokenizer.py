@@ -72,7 +72,7 @@ def test_runs_are_those_of_tokenizers_whoever_serves(kind, engine, request):
     if engine == "stand-in":
         assert tokenizer.choice.reason == f"{KNOWN}: equal to {SERVED} over {count(tokenizer)} texts"
 
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(texts())
     def check(text):
         for before, twin in tokenizer._engines.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -25,6 +26,16 @@ from mmrender.shipping import Sender
 from mmrender.trajectory import TrajectoryWriter
 
 TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clean_server():
+    """A server of forks that finds the modules of these tests: without them each process would import torch."""
+    multiprocessing.forkserver._forkserver._stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+        yield
+        multiprocessing.forkserver._forkserver._stop()
 
 
 def test_a_process_that_dies_is_started_again_and_servers_end_last(tmp_path):
@@ -97,10 +108,7 @@ def test_processes_end_with_their_driver(tmp_path):
                 fleet.run()
         """)
     )
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    with subprocess.Popen(
-        [sys.executable, str(program), str(tmp_path)], env={**os.environ, "PYTHONPATH": paths}
-    ) as driver:
+    with subprocess.Popen([sys.executable, str(program), str(tmp_path)]) as driver:
         files = [tmp_path / f"pid-{number}" for number in range(2)]
         until(lambda: all(file.exists() and file.read_text() for file in files))
         driver.kill()

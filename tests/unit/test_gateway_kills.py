@@ -21,15 +21,15 @@ def played(script, *arguments):
 
 def test_kills_at_points_of_a_session(tiny_model, tmp_path):
     """`make faults` tries each point."""
-    result = played("gateway_kills.py", tiny_model, tmp_path, "--every", "3")
-    assert result["runs"] > 20
+    result = played("gateway_kills.py", tiny_model, tmp_path, "--every", "5")
+    assert result["runs"] > 12
     assert result["kills"] > 1.5 * result["runs"]
 
 
 def test_kills_of_a_gateway_that_serves_and_of_agents(tiny_model, tmp_path):
     result = played(
-        "gateway_http_kills.py", tiny_model, tmp_path, "--gateways", "6", "--agents", "6", "--turns", "4"
+        "gateway_http_kills.py", tiny_model, tmp_path, "--gateways", "4", "--agents", "4", "--turns", "4"
     )
-    assert result["gateways_killed"] >= 6
-    assert result["connections_dropped"] >= 6
+    assert result["gateways_killed"] >= 4
+    assert result["connections_dropped"] >= 4
     assert result["turns"] == 4 * result["sessions"]

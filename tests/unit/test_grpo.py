@@ -19,6 +19,7 @@ from kit import error_of
 torch = pytest.importorskip("torch")
 
 import grpo.__main__ as program  # noqa: E402
+import grpo.one_process  # noqa: E402
 from grpo.config import ZOOM, Config, parse  # noqa: E402
 from grpo.faults import encoded_again  # noqa: E402
 from grpo.games import CALL, CAPTION, LookedCell, MarkedCell, ZoomedCell, draw  # noqa: E402
@@ -60,6 +61,12 @@ def whole(tmp_path_factory):
     config = replace(SMALL, out=tmp_path_factory.mktemp("runs") / "whole")
     asyncio.run(run(config))
     return config
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch):
+    """A plot takes a second; that of `whole` is drawn."""
+    monkeypatch.setattr(grpo.one_process, "save_plot", lambda runs, path: None)
 
 
 def test_settings_are_flags():

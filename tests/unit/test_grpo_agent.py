@@ -15,6 +15,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import grpo.agent  # noqa: E402
+import grpo.one_process  # noqa: E402
 from grpo.agent_worker import AgentWorker  # noqa: E402
 from grpo.config import AGENT, ZOOM, Config, build, parse  # noqa: E402
 from grpo.games import CALL, ZoomedCell  # noqa: E402
@@ -186,7 +187,8 @@ def test_a_call_that_names_no_cell_loses_the_game(small, arguments):
     assert (reward_of(game), game.extra["info"]["called"], game.extra.get("incomplete")) == (0.0, 0.0, None)
 
 
-def test_a_run_with_an_agent(small, tmp_path):
+def test_a_run_with_an_agent(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo.one_process, "save_plot", lambda runs, path: None)
     config = replace(small, out=tmp_path, steps=2, evaluate_every=2, until=2.0)
     asyncio.run(run(config))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -300,7 +300,7 @@ async def test_every_hostile_reply_is_an_error_that_names_it(name):
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_answer_without_end_ends(name, start, pause, monkeypatch):
-    monkeypatch.setattr(exchange, "_ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(exchange, "_ABORT_SECONDS", 0.2)
 
     async def reply(writer: asyncio.StreamWriter) -> None:
         writer.write(start)
@@ -310,4 +310,4 @@ def test_an_answer_without_end_ends(name, start, pause, monkeypatch):
             await writer.drain()
             await asyncio.sleep(pause)
 
-    assert asyncio.run(outcome(ENGINES[name], reply, patience=1.0 if pause else 15)) is None
+    assert asyncio.run(outcome(ENGINES[name], reply, patience=0.3 if pause else 15)) is None

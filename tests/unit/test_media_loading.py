@@ -17,6 +17,7 @@ from PIL import Image, ImageFile
 from item_cases import Unseekable
 from kit import encoded, error_of, noise
 from mmrender.errors import MediaBlockedError, MediaDecodeError, MediaFetchError, MediaLimitError
+from mmrender.media import sources
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.resolve import source_fingerprint
@@ -286,8 +287,9 @@ def test_damaged_pixel_data_stays_an_error() -> None:
         assert "the PNG is damaged or truncated" in error_of(MediaDecodeError, load_image, shared)
 
 
-def test_percent_encoded_urls_cost_a_few_times_their_size() -> None:
-    data = encoded(noise(7, 700, 600))
+def test_percent_encoded_urls_cost_a_few_times_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_PIECE", 1 << 12)  # a sixteenth, and so is the picture
+    data = encoded(noise(7, 240, 200))
     url = "data:image/png," + "".join(f"%{byte:02x}" for byte in data)
     in_base64 = "data:image/png;base64," + "".join(f"%{byte:02x}" for byte in base64.b64encode(data))
     for source in (url, in_base64):

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from functools import cache
 
 import numpy as np
 import pytest
@@ -80,9 +81,11 @@ def test_the_policy_holds_in_the_process(policy):
     assert "at most 10000 pixels" in error_of(MediaLimitError, load_image, file.getvalue(), policy)
 
 
+@cache
 def large():
+    """A picture of 144 MB."""
     file = io.BytesIO()
-    Image.new("RGBA", (9000, 9000)).save(file, "PNG")
+    Image.new("RGBA", (6000, 6000)).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

@@ -19,7 +19,7 @@ from mmrender.processes import BoundedProcesses
 from mmrender.template.chat import ChatTemplate
 from mmrender.template.processes import IsolatedTemplate
 
-SECONDS, MEMORY = 0.4, 256 << 20
+SECONDS, MEMORY = 0.25, 256 << 20
 """What one attack may take of a process."""
 
 MESSAGES = [
@@ -176,21 +176,33 @@ def processes():
         yield processes
 
 
-def spent(whose=resource.RUSAGE_SELF):
-    """Processor time and the most memory of this process, or of all that it waited for."""
-    found = resource.getrusage(whose)
-    return os.getpid(), found.ru_utime + found.ru_stime, found.ru_maxrss << 10
+def asked(processes, function, *arguments):
+    """The result of a built-in function in the process, which imports nothing for it."""
+    return processes.ask("ran", TemplateLimitError, function, *arguments)
+
+
+def spent(used):
+    """Processor time and the most memory of a process, or of all that this one waited for."""
+    return used.ru_utime + used.ru_stime, used.ru_maxrss << 10
+
+
+def spent_by_process(processes):
+    return spent(asked(processes, resource.getrusage, resource.RUSAGE_SELF))
+
+
+def spent_by_ended():
+    return spent(resource.getrusage(resource.RUSAGE_CHILDREN))
 
 
 def attack(processes, source):
     """The text that a template writes, or its error, within the bounds of time and memory."""
-    process, started, base = processes.ask("ran", TemplateLimitError, spent)
-    child = processes._executor._processes[process]
-    _, ended, _ = spent(resource.RUSAGE_CHILDREN)
+    started, base = spent_by_process(processes)
+    child = processes._executor._processes[asked(processes, os.getpid)]
+    ended, _ = spent_by_ended()
     try:
         template = IsolatedTemplate(source, processes=processes)
         # Reading a template and rendering it are two calls, each of which has the bound.
-        _, read, _ = processes.ask("ran", TemplateLimitError, spent)
+        read, _ = spent_by_process(processes)
         assert read - started < SECONDS + 0.2
         started = read
         found = template.render(RenderRequest(MESSAGES))
@@ -198,10 +210,10 @@ def attack(processes, source):
         found = error
     if isinstance(found, TemplateError) and "was ended" in str(found):
         child.join()
-        _, now, peak = spent(resource.RUSAGE_CHILDREN)
+        now, peak = spent_by_ended()
         seconds = now - ended
     else:
-        _, seconds, peak = processes.ask("ran", TemplateLimitError, spent)
+        seconds, peak = spent_by_process(processes)
     assert seconds - started < SECONDS + 0.2
     assert peak - base < MEMORY + (32 << 20)
     return found
@@ -265,17 +277,17 @@ def test_the_bound_on_time_is_that_of_a_call_however_old_the_process():
     busy = "{% for a in range(40000) %}{% endfor %}"
     with BoundedProcesses(memory_bytes=MEMORY, cpu_seconds=0.5) as processes:
         template = IsolatedTemplate(busy, processes=processes)
-        first, started, _ = processes.ask("ran", TemplateLimitError, spent)
+        process, started = asked(processes, os.getpid), 0.0
         while started < 1:
             template.render(RenderRequest(MESSAGES))
-            process, started, _ = processes.ask("ran", TemplateLimitError, spent)
-        assert process == first
+            started, _ = spent_by_process(processes)
+        assert asked(processes, os.getpid) == process
         child = processes._executor._processes[process]
-        _, ended, _ = spent(resource.RUSAGE_CHILDREN)
+        ended, _ = spent_by_ended()
         with pytest.raises(TemplateLimitError, match=re.escape("0.5 s of processor time")):
             IsolatedTemplate(OUTSIDE["power"], processes=processes)
         child.join()
-        _, now, _ = spent(resource.RUSAGE_CHILDREN)
+        now, _ = spent_by_ended()
         assert 0.4 < now - ended - started < 0.7
 
 

@@ -42,7 +42,7 @@ def descriptors(path: Path) -> list[Descriptor]:
     return [one for number in range(len(reader)) for one in reader.descriptors(number) or []]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(groups=GROUPS, cut=st.integers(0, 5))
 def test_an_index_says_what_samples_say(tmp_path_factory: Any, groups: Any, cut: int) -> None:
     path = tmp_path_factory.mktemp("data") / "run"

@@ -182,16 +182,16 @@ def test_routed_experts_are_stored_once_and_put_together():
 def test_long_trajectories_can_be_pickled_copied_and_printed():
     trajectory = rollout()
     step = trajectory.steps[1]
-    for _ in range(600):
+    for _ in range(400):
         ids = step.token_ids.tolist()[:20]
         shown = sidecar((2, A), (12, B))
         step = trajectory.append(ids, [5], logprobs=[-1], parent=step, multi_modal_data=shown)
     for same in (pickle.loads(pickle.dumps(trajectory)), copy.deepcopy(trajectory)):
         assert_same(trajectory, same)
         assert same.append(PROMPT, [7], multi_modal_data=SHOWS_A).parent is same.steps[0]
-    assert repr(step) == "Step(601: 20 tokens of step 600; 0 of the prompt, 1 sampled, 0 media)"
+    assert repr(step) == "Step(401: 20 tokens of step 400; 0 of the prompt, 1 sampled, 0 media)"
     assert repr(trajectory.steps[0]) == "Step(0: a root; 9 of the prompt, 2 sampled, 1 media)"
-    assert repr(trajectory) == "Trajectory('t', 602 steps, 2 media items)"
+    assert repr(trajectory) == "Trajectory('t', 402 steps, 2 media items)"
     trajectory = rollout()
     buffers = []
     data = pickle.dumps(trajectory, protocol=5, buffer_callback=buffers.append)

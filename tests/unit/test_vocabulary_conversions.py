@@ -38,7 +38,7 @@ from vocabularies import texts
 
 pytest.importorskip("transformers", reason="converts by Transformers")
 
-NUM_TEXTS = 1_000
+NUM_TEXTS = 300
 TOKENS = (*SPECIAL_TOKENS, *ADDED_TOKENS)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -124,7 +124,7 @@ def ours(model, text, *, parse):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_thousands_of_texts_have_the_tokens_of_the_library(models, name):
+def test_hundreds_of_texts_have_the_tokens_of_the_library(models, name):
     model = models(name)
     parse = name != "tekken"
     for text in sample_texts(NUM_TEXTS, model.added if parse else ()):
@@ -160,9 +160,9 @@ def test_decoding_gives_the_text_again(models, name):
 def conversations(profile, shared_agents):
     maker = ConversationMaker(profile, literals=[token for token in TOKENS if "pad" not in token], odd=True)
     source = random.Random(1)
-    made = [maker.make(source) for _ in range(40)]
+    made = [maker.make(source) for _ in range(15)]
     for path in sorted(shared_agents.glob("*.jsonl")):
-        for _, name, record in records(path):
+        for _, name, record in [*records(path)][::3]:
             call = PROTOCOLS[name].read(record["body"], record["headers"])
             if not any(True for message in call.messages for _ in message.media()):
                 made.append((call.messages, {"tools": call.tools}))
@@ -187,13 +187,13 @@ def test_conversations_have_the_tokens_of_the_library(models, name, shared_agent
             continue
         count += 1
         assert renderer.render_ids(messages, **options) == model.encode(text)
-    assert count > 100
+    assert count > 30
 
 
 @pytest.mark.parametrize("name", ["pieces", "merges", "ranks"])
 def test_conversations_with_images_equal_those_of_transformers(models, name):
-    report = check_parity(models(name).folder, image_backend="pil", cases=10)
-    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 10)
+    report = check_parity(models(name).folder, image_backend="pil", cases=5)
+    assert (report.mismatch, report.not_compared, report.cases) == (None, None, 5)
     assert report.images > 0
 
 
@@ -235,7 +235,7 @@ def test_gemma_has_no_blank_before_the_first_word(tmp_path):
     options = {"add_dummy_prefix": False, "bos_piece": "<bos>", "eos_piece": "<eos>", "pad_piece": "<pad>"}
     ids = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3}
     model = pieces_model(tmp_path / "model", kind="GemmaTokenizer", **options, **ids)
-    for text in sample_texts(500, model.added):
+    for text in sample_texts(200, model.added):
         assert model.tokenizer.encode(text) == model.encode(text), repr(text)
 
 
@@ -249,7 +249,7 @@ def test_the_blank_before_words_is_where_transformers_writes_it(tmp_path, legacy
     file.write_text(json.dumps({**json.loads(file.read_text()), "legacy": legacy}))
     reference = AutoTokenizer.from_pretrained(folder)
     tokenizer = Tokenizer.load(open_model(folder))
-    for text in sample_texts(500, sorted(tokenizer.added_ids)):
+    for text in sample_texts(200, sorted(tokenizer.added_ids)):
         assert tokenizer.encode(text) == reference(text, add_special_tokens=False).input_ids, repr(text)
 
 
@@ -261,7 +261,7 @@ def test_a_slow_class_of_the_directory_is_converted_with_the_flag(tmp_path, pref
     folder = with_code_of_pieces(tmp_path / "model", add_dummy_prefix=prefix)
     slow = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     tokenizer = Tokenizer.load(open_model(folder, trust_remote_code=True))
-    for text in sample_texts(1000, sorted(tokenizer.added_ids)):
+    for text in sample_texts(300, sorted(tokenizer.added_ids)):
         assert tokenizer.encode(text) == slow(text, add_special_tokens=False).input_ids, repr(text)
 
 
