@@ -35,10 +35,12 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """URL of the built documentation."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    """URL of the documentation: that in the folder MMRENDER_SITE, which `make docs` has built, or built here."""
+    folder = os.environ.get("MMRENDER_SITE")
+    if folder is None:
+        folder = tmp_path_factory.mktemp("site")
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
     handler = functools.partial(_Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -49,18 +51,19 @@ def site(tmp_path_factory):
 @pytest.mark.skipif(not AXE.is_file(), reason=f"needs {AXE}, which `make browser` fetches")
 @pytest.mark.parametrize("page", PAGES)
 def test_axe_finds_nothing_in_the_guides(browser, site, page):
-    """At three widths, in both colour schemes. A page is loaded once, since loading it takes longer than judging it."""
+    """At three widths, light and dark by turns, so that pages beside each other have each width in both."""
     tab = browser.new_page()
     tab.goto(site + page)
     # A colour on the way from one to another is none of the page's.
     tab.add_style_tag(content="* { transition: none !important }")
     found = []
-    for scheme, name in (("light", "default"), ("dark", "slate")):
+    schemes = (("light", "default"), ("dark", "slate"))
+    for index, width in enumerate((390, 768, 1440), PAGES.index(page)):
+        scheme, name = schemes[index % 2]
         tab.emulate_media(color_scheme=scheme)
         tab.wait_for_selector(f"body[data-md-color-scheme={name}]")
-        for width in (390, 768, 1440):
-            tab.set_viewport_size({"width": width, "height": 900})
-            found += [(scheme, width, *one) for one in findings(tab)]
+        tab.set_viewport_size({"width": width, "height": 900})
+        found += [(scheme, width, *one) for one in findings(tab)]
     tab.close()
     assert found == []
 
