@@ -243,9 +243,9 @@ class Rendering:
             for item in group
         ]
         if not entries:
-            return encoded, earlier or MultiModalData()
+            return encoded, MultiModalData() if earlier is None else earlier
         sidecar = MultiModalData.of(entries)
-        return encoded, earlier.merged(sidecar) if earlier else sidecar
+        return encoded, sidecar if earlier is None else earlier.merged(sidecar)
 
     def _items(
         self, placeholders: Sequence[Placeholder], request: RenderRequest, earlier: MultiModalData | None
@@ -270,8 +270,7 @@ class Rendering:
         if parts and not is_probe and self.media.processor.is_deferred:
             self.media.require_processor(parts[0].path)
         for entry in parts if not is_probe else ():
-            if entry.part.modality == "audio":
-                self.media.processor.of("audio", entry.path)
+            self.media.processor.of(entry.part.modality, entry.path)
         order = _order(request, placeholders, self.known.profile.image_roles)
         if is_probe or not parts:
             return [()] * len(parts)

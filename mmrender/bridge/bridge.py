@@ -121,33 +121,42 @@ class Bridge:
     def _require_extension(
         self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData
     ) -> None:
-        """Raise `NotBridged` if no template could extend the prompt, or if its images would change."""
+        """Raise `NotBridged` if no longer prompt begins with this one, or if its media would change."""
         if not request.messages:
             raise NotBridged("the extension is empty")
         if any(message.role == "assistant" for message in request.messages):
             raise NotBridged("the extension holds an assistant message, whose tokens were not sampled")
         if not prompt:
             raise NotBridged("the previous prompt is empty")
-        media = self._rendering.media
-        if media is None or not request.media:
-            return
-        # Processors treat all numbers of images above one equally.
-        hashes = previous.mm_hashes
-        if (
-            len(hashes.get("image", ())) == 1
-            if hashes
-            else not self._writer.media_ids.isdisjoint(prompt)  # one image, as far as is known
-        ):
-            media.require_processor("new_messages")
-            if media.processor.depends_on_image_count:
-                raise NotBridged("the processor treats an image differently when more of them follow")
-        if any(map(media.brings_audio, request.media)):
-            media.require_processor("new_messages")
-            audio = media.processor.audio
-            effect = "none" if audio is None else audio.effect_of_others
+        media, hashes = self._rendering.media, previous.mm_hashes
+        if media is not None and request.media:
             is_unknown = not hashes and not self._writer.media_ids.isdisjoint(prompt)
-            if effect != "none" and (is_unknown or media.changes_earlier_clips(request.media, previous)):
-                raise NotBridged("the processor pads earlier audio clips to a longer one that follows")
+            # Processors treat all numbers of images above one equally.
+            if is_unknown or len(hashes.get("image", ())) == 1:
+                media.require_processor("new_messages")
+                if media.processor.depends_on_image_count:
+                    raise NotBridged("the processor treats an image differently when more of them follow")
+            if any(map(media.brings_audio, request.media)):
+                media.require_processor("new_messages")
+                audio = media.processor.audio
+                effect = "none" if audio is None else audio.effect_of_others
+                if effect != "none" and (is_unknown or media.changes_earlier_clips(request.media, previous)):
+                    raise NotBridged("the processor pads earlier audio clips to a longer one that follows")
+        had = "image" in hashes
+        # The parts of a probe stay placeholders.
+        has = had or any(
+            isinstance(entry.part, ImagePart) and entry.part.source is not UNKNOWN_SOURCE
+            for entry in request.media
+        )
+        try:
+            affixes, longer = (self._writer.affixes("none", images=images) for images in (had, has))
+        except ProcessorError as error:
+            raise NotBridged(str(error)) from error
+        last = affixes.last
+        if affixes.closes and (not last or affixes.ending or prompt[-len(last) :] == [*last]):
+            raise NotBridged("the model's processor or tokenizer ends every prompt, and this one would go on")
+        if (affixes.first, affixes.opening) != (longer.first, longer.opening):
+            raise NotBridged("the model's processor begins prompts with images differently")
 
     def _appended(self, sampled: BridgedTurn, messages: Sequence[Message], history: ProbeHistory) -> Layout:
         """Lay out the text that closes the completion, and the tail after it."""
@@ -171,7 +180,6 @@ class Bridge:
         Raises:
             NotBridged: The tail depends on more.
         """
-        self._require_open(sampled.prompt, request, previous)
         findings = self._rendering.known.findings
         media: MediaCounts | None = None
         base: tuple[int, ...] = ()
@@ -204,24 +212,6 @@ class Bridge:
     ) -> Proof:
         prover = TailProver(self._tails, self._reads, messages, media, base)
         return prover.prove(against_rewriting=history == "template")
-
-    def _require_open(self, prompt: Sequence[int], request: RenderRequest, previous: MultiModalData) -> None:
-        """Raise `NotBridged` if a longer prompt would not begin with this one."""
-        had = "image" in previous.mm_hashes
-        # The parts of a probe stay placeholders.
-        has = had or any(
-            isinstance(entry.part, ImagePart) and entry.part.source is not UNKNOWN_SOURCE
-            for entry in request.media
-        )
-        try:
-            affixes, longer = (self._writer.affixes("none", images=images) for images in (had, has))
-        except ProcessorError as error:
-            raise NotBridged(str(error)) from error
-        last = affixes.last
-        if affixes.closes and (not last or affixes.ending or prompt[-len(last) :] == [*last]):
-            raise NotBridged("the model's processor or tokenizer ends every prompt, and this one would go on")
-        if (affixes.first, affixes.opening) != (longer.first, longer.opening):
-            raise NotBridged("the model's processor begins prompts with images differently")
 
     def _count(self, prompt: Sequence[int], previous: MultiModalData) -> MediaCounts:
         """The media of the prompt."""

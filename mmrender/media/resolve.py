@@ -78,11 +78,6 @@ class MediaCache:
         """Return the item of an identity, or None."""
         return self._items.get(identity)
 
-    def find(self, source: Hashable) -> MediaItem | None:
-        """Return the item of a source's key, or None."""
-        identity = self._identities.get(source)
-        return None if identity is None else self._items.get(identity)
-
     def finished(self, prepared: Prepared, source: Hashable | None = None) -> MediaItem:
         """Return the item of an identified medium, which is processed if its item is not kept.
 
@@ -99,8 +94,11 @@ class MediaCache:
         """Return the item of a source, as `finished` does. An unknown source is loaded and identified."""
         if source is None:
             return self.finished(load())
-        find = partial(self.find, source)
-        return self._loading.run(source, find, lambda: self.finished(load(), source))
+        return self._loading.run(
+            source,
+            lambda: self._items.get(self._identities.get(source) or ""),
+            lambda: self.finished(load(), source),
+        )
 
     def clear(self) -> None:
         """Drop all items. Counters stay."""
@@ -177,7 +175,6 @@ class MediaResolver:
         keys: list[Hashable] = []
         for entry in media:
             key, source, modality = entry.fingerprint, entry.part.source, entry.part.modality
-            self.processor.of(modality, entry.path)
             if source is None:
                 raise MessageError(
                     f"the {modality} part has no source",

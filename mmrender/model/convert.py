@@ -128,7 +128,7 @@ def _digest(model: ModelDir, vocabulary: Vocabulary, trust_remote_code: bool) ->
 
 
 def _convert(model: ModelDir, vocabulary: Vocabulary, trust_remote_code: bool) -> Conversion:
-    with _conversion_errors(vocabulary.name, str(vocabulary.files[0])):
+    with _conversion_errors(vocabulary):
         match vocabulary.format:
             case "tekken":
                 candidate = _from_tekken(vocabulary.files[0])
@@ -173,8 +173,8 @@ def _prove(engine: Engine, candidate: Candidate, vocabulary: Vocabulary) -> int:
 
 def _from_tekken(file: Path) -> Candidate:
     check_tekken(file)
-    with _needs("mistral-common", "mistral", file.name):
-        from mmrender.model.mistral import TekkenSource
+    from mmrender.model.mistral import TekkenSource
+
     source = TekkenSource(file)
     template, reason = source.template()
     return Candidate(
@@ -189,9 +189,8 @@ def _from_tekken(file: Path) -> Candidate:
 
 def _from_ranks(model: ModelDir, file: Path, trust_remote_code: bool) -> Candidate:
     ranks = read_ranks(file)
-    with _needs("tiktoken", "convert", file.name):
-        import tiktoken
-        from transformers.convert_slow_tokenizer import TikTokenConverter
+    import tiktoken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
     if trust_remote_code and "auto_map" in model.tokenizer_config:
         reference = _reference(model, trust_remote_code)
@@ -240,8 +239,8 @@ def _from_ranks(model: ModelDir, file: Path, trust_remote_code: bool) -> Candida
 
 def _from_pieces(model: ModelDir, file: Path, trust_remote_code: bool) -> Candidate:
     content = read_bounded(file)
-    with _needs("sentencepiece", "convert", file.name):
-        from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
     proto = sentencepiece_model_pb2.ModelProto.FromString(content)
     check_work((piece.piece for piece in proto.pieces), file)
     has_prefix = proto.normalizer_spec.add_dummy_prefix
@@ -306,8 +305,8 @@ def _from_merges(model: ModelDir, files: tuple[Path, ...], trust_remote_code: bo
 
 def _reference(model: ModelDir, trust_remote_code: bool) -> Any:
     """Return the directory's tokenizer as Transformers loads it."""
-    with _needs("transformers", "convert", "a tokenizer without tokenizer.json"):
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
+
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     # Without a length it warns of long texts.
     try:
@@ -342,30 +341,24 @@ def _names_of(reference: Any) -> dict[str, str]:
 
 
 @contextmanager
-def _needs(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Turn the failure of an import into an error that names the package and the extra."""
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(
-            (error.name or package).partition(".")[0], extra, purpose, otherwise="save a tokenizer.json"
-        ) from error
-
-
-@contextmanager
-def _conversion_errors(name: str, where: str) -> Iterator[None]:
-    """Turn any exception of a library into an error with the file."""
+def _conversion_errors(vocabulary: Vocabulary) -> Iterator[None]:
+    """Turn any exception of a library into an error that names the file, or the extra that it needs."""
     try:
         yield
     except MMRenderError:
         raise
     except ImportError as error:
+        package = str(error.name or error).partition(".")[0]
+        extra = "mistral" if vocabulary.format == "tekken" else "convert"
         raise MissingDependencyError.of_extra(
-            str(error.name or error).partition(".")[0], "convert", name, otherwise="save a tokenizer.json"
+            package, extra, vocabulary.name, otherwise="save a tokenizer.json"
         ) from error
     except BaseException as error:
         # A panic of compiled code is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = " ".join(str(error).split()) or type(error).__name__
-        raise TokenizerError(f"{name} cannot be converted", where=where, got=cause[:200]) from error
+        where = str(vocabulary.files[0])
+        raise TokenizerError(
+            f"{vocabulary.name} cannot be converted", where=where, got=cause[:200]
+        ) from error

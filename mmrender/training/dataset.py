@@ -32,7 +32,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 
-from mmrender.errors import BatchError, MMRenderError
+from mmrender.errors import BatchError, MMRenderError, check_count
 from mmrender.training.order import Element, Pass, Place, places_of
 from mmrender.training.packing import Descriptor
 from mmrender.training.tensor_list import torch
@@ -96,9 +96,7 @@ class TrajectoryDataset(torch.utils.data.IterableDataset):  # type: ignore[misc]
         accept: Callable[[Sequence[Descriptor]], bool] | None = None,
         make: Callable[[Sequence[Trajectory]], Iterable[Any]] = samples_of,
     ) -> None:
-        if not 0 <= rank < world:
-            expected = f"0 to {world - 1}"
-            raise BatchError("there is no such rank", where="rank", expected=expected, got=str(rank))
+        check_count("rank", rank, minimum=0, maximum=world - 1, error=BatchError)
         several = [files] if isinstance(files, str | os.PathLike) else files
         self._arguments = [os.fspath(path) for path in several]
         self._weights = [float(one) for one in files.values()] if isinstance(files, Mapping) else []

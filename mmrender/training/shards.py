@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mmrender.caching import cached_property
-from mmrender.errors import BatchError
+from mmrender.errors import BatchError, check_count
 from mmrender.training.batch import TrainingBatch
 from mmrender.training.families import SequenceSplit
 from mmrender.training.logprobs import token_logprobs
@@ -64,9 +64,7 @@ class SequenceShard:
                 padded on the left and the layout is a ring, whose attention would see the padding.
         """
         batch.family.check_layout(layout)
-        if not 0 <= rank < world_size:
-            expected = f"0 to {world_size - 1}"
-            raise BatchError("there is no such rank", where="rank", expected=expected, got=str(rank))
+        check_count("rank", rank, minimum=0, maximum=world_size - 1, error=BatchError)
         parts = world_size if layout == "ulysses" else 2 * world_size
         if layout == "ring" and batch.packed:
             return cls(batch.spaced(parts), rank, world_size, layout)

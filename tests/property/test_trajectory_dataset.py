@@ -292,7 +292,7 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
     for wrong in ({"record": 1}, {**state, "version": 1}, {**state, "new": 1}):
         with pytest.raises(BatchError, match="state: this is not a state of a dataset"):
             fresh.load_state_dict(wrong)
-    with pytest.raises(BatchError, match="rank: there is no such rank - expected 0 to 1, got 2"):
+    with pytest.raises(BatchError, match="rank: is out of range - expected a whole number, 0 to 1, got 2"):
         TrajectoryDataset(tmp_path / "run", rank=2, world=2)
     with pytest.raises(BatchError, match=r"run: a weight is not a number of times - got -1\.0"):
         TrajectoryDataset({tmp_path / "run": -1})

@@ -186,11 +186,11 @@ def test_least_recently_used_items_go_first_and_are_made_again_from_their_source
     cache = MediaCache(max_bytes=250)
     for name in "abac":
         cache.get_or_load(name, lambda name=name: prepared(name))
-    assert [cache.find(name) is not None for name in "abc"] == [True, False, True]
+    assert [cache.get(name) is not None for name in "abc"] == [True, False, True]
     stats = cache.stats
     assert (stats.entries, stats.size, stats.evictions, stats.misses, stats.hits) == (2, 200, 1, 3, 3)
     cache.clear()
-    assert cache.find("a") is None
+    assert cache.get("a") is None
     assert cache.stats.size == 0
     cache = MediaCache(max_bytes=100)
     loaded = []

@@ -40,6 +40,7 @@ from mmrender.media.processors.adapter import (
     Tensors,
     class_path,
     digest_processor,
+    find_feature_token,
     marks_of,
     parse_expansion,
     split_at,
@@ -261,21 +262,8 @@ class AdaptedAudioProcessor(AudioProcessor):
         opening, (piece,), ending = self._pieces(run.text)
         self._watched.require_same_affixes(run, opening, ending, "audio")
         reference = self._watched.reference
-        ids = self._files.token_ids("audio")
-        named = [
-            *map(reference.tokenizer.convert_ids_to_tokens, ids),
-            getattr(reference, "audio_token", None),
-        ]
-        token = next(
-            (one for one in (*named, self._token) if isinstance(one, str) and one and one in piece), None
-        )
-        if token is None:
-            raise ProcessorError(
-                "no token of the expansion holds features of the audio",
-                expected="a token that config.json names",
-                got=repr(piece[:200]),
-            )
-        return token
+        others = getattr(reference, "audio_token", None), self._token
+        return find_feature_token(reference, self._files, ("audio",), piece, *others)
 
     def _processed(self, samples: Samples, longest: int | None = None) -> tuple[str, Tensors]:
         """Return the text that replaces the placeholder of a clip, and its tensors.

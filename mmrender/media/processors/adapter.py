@@ -10,7 +10,6 @@ The options that the processor passes to its image processor are recorded, so la
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -77,11 +76,21 @@ def split_at(text: str, marks: Sequence[str], medium: str, expected: str) -> tup
 
 def find_feature_token(
     reference: Any, files: ProcessorFiles, modalities: Sequence[Modality], text: str, *others: Any
-) -> str | None:
-    """Return the first token in a text out of those that `config.json` names, then `others`."""
+) -> str:
+    """Return the first token in an expansion out of those that `config.json` names, then `others`.
+
+    Raises:
+        ProcessorError: It contains none of them.
+    """
     ids = [index for modality in modalities for index in files.token_ids(modality)]
-    tokens = (*map(reference.tokenizer.convert_ids_to_tokens, ids), *others)
-    return next((token for token in tokens if isinstance(token, str) and token and token in text), None)
+    for token in (*map(reference.tokenizer.convert_ids_to_tokens, ids), *others):
+        if isinstance(token, str) and token and token in text:
+            return token
+    raise ProcessorError(
+        f"no token of the expansion holds features of the {modalities[0]}",
+        expected="a token that config.json names",
+        got=repr(text[:200]),
+    )
 
 
 def digest_processor(reference: Any, part: Any, kind: str, files: ProcessorFiles, **more: str) -> bytes:
@@ -170,7 +179,12 @@ class TransformersProcessor(MediaProcessor):
             self._affixes = {"none": self._learn("none")}
         alone = [self._observe(_blank(*size), 1) for size in _PROBE_SIZES]
         self._image_options = dict(alone[0].image_options)
-        self._feature_token = self._require_feature_token(files, alone[0].pieces[0])
+        piece, tokenizer = alone[0].pieces[0], reference.tokenizer
+        others = getattr(tokenizer, "image_token", None), self.placeholder["image"]
+        added: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        # If neither the settings nor the tokenizer name one, it is the most frequent.
+        frequent = max(filter(None, added), key=piece.count, default=None)
+        self._feature_token = find_feature_token(reference, files, ("image",), piece, *others, frequent)
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
         self.settings_digest = digest_processor(
             reference,
@@ -390,23 +404,6 @@ class TransformersProcessor(MediaProcessor):
                     expected="tensors of each image that are equal in every batch",
                     got="indices or counts that go on from image to image",
                 )
-
-    def _require_feature_token(self, files: ProcessorFiles, text: str) -> str:
-        """Return the token that holds image features: one that the settings name, else the most frequent."""
-        reference = self._watched.reference
-        tokenizer = reference.tokenizer
-        others = getattr(tokenizer, "image_token", None), self.placeholder["image"]
-        token = find_feature_token(reference, files, ("image",), text, *others)
-        if token is not None:
-            return token
-        counts = Counter({token: text.count(token) for token in tokenizer.get_added_vocab() if token in text})
-        if not counts:
-            raise ProcessorError(
-                "no token of the expansion holds image features",
-                expected="an added token of the tokenizer",
-                got=repr(text[:200]),
-            )
-        return str(counts.most_common(1)[0][0])
 
 
 def parse_expansion(text: str, feature_token: str) -> Expansion:

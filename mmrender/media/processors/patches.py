@@ -6,7 +6,7 @@ in `models/{qwen2_vl,glm4v,glm46v}`. `mmrender.media.processors.patch_videos` ha
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -59,6 +59,11 @@ _WHOLE = {
     *("Glm4vProcessor", "Glm46VProcessor"),
 }
 """Classes of the whole processor that write one token per merged square, and nothing else."""
+_TENSORS: Final[Mapping[str, Sequence[str]]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+}
+"""Names of tensors by modality: pixels, grid, and the seconds of a time step if the family needs them."""
 _BLOCK_VALUES: Final = 1 << 15
 """Values of one channel that are expanded at once: 128 KiB as float32."""
 
@@ -113,18 +118,17 @@ class PatchItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="patches"):
 
     def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
         """Return the spec of each tensor by name. See `tensor_specs`."""
-        pixels = TensorSpec(self.pixel_shape, np.dtype(STORAGE[dtype]), True)
-        grid = TensorSpec((1, 3), np.dtype(np.int64), False)
-        if self.modality == "image":
-            return {"pixel_values": pixels, "image_grid_thw": grid}
-        specs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
-        if self.second_per_grid is not None:
-            specs["second_per_grid_ts"] = TensorSpec((1,), np.dtype(np.float32), False)
-        return specs
+        specs = (
+            TensorSpec(self.pixel_shape, np.dtype(STORAGE[dtype]), True),
+            TensorSpec((1, 3), np.dtype(np.int64), False),
+            TensorSpec((1,), np.dtype(np.float32), False),
+        )
+        count = 2 if self.second_per_grid is None else 3
+        return dict(zip(_TENSORS[self.modality][:count], specs, strict=False))
 
     def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
         """Write the tensors that `out` names into its arrays, which follow the specs."""
-        pixels, *others = self.specs(dtype)
+        pixels, *others = _TENSORS[self.modality]
         if pixels in out:
             self._write_patches(out[pixels], dtype)
         for name, value in zip(others, (self.grid, self.second_per_grid), strict=False):
