@@ -1,7 +1,7 @@
 """An image before it became the pixels of an item, and how it became them."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -36,18 +36,14 @@ class Canvas(NamedTuple):
 
     def frames(self, image: Image.Image, method: Any = None) -> Array:
         """Return the levels of an image: uint8 `(frames or tiles, 3, height, width)`."""
-        own = levels(image, self.size, self.method if method is None else method)
+        (width, height), method = self.size, self.method if method is None else method
+        own = levels(image, self.size, method)
         if self.tile is None:
             return own
-        height, width = self.tile
-        rows, columns = self.size[1] // height, self.size[0] // width
-        cut = own[0].reshape(3, rows, height, columns, width).transpose(1, 3, 0, 2, 4)
-        tiles: Array = cut.reshape(-1, 3, height, width)
-        if not self.thumbnail:
-            return tiles
-        return np.concatenate(
-            [tiles, levels(image, (width, height), self.method if method is None else method)]
-        )
+        high, wide = self.tile
+        cut = own[0].reshape(3, height // high, high, width // wide, wide).transpose(1, 3, 0, 2, 4)
+        whole = [levels(image, (wide, high), method)] if self.thumbnail else []
+        return np.concatenate([cut.reshape(-1, 3, high, wide), *whole])
 
 
 def pictures(item: Any) -> Array | None:
@@ -55,44 +51,33 @@ def pictures(item: Any) -> Array | None:
     if isinstance(item, PatchItem):
         return item.frames
     pixels = item.parts.get("pixel_values") if isinstance(item, ProcessedItem) else None
-    if not isinstance(pixels, Levels) or len(pixels.held) * np.prod(pixels.shape[-3:]) != np.prod(
-        pixels.shape
-    ):
+    if not isinstance(pixels, Levels):
         return None
-    return pixels.values.reshape(-1, *pixels.shape[-3:])
-
-
-def _canvases(count: int, tile: tuple[int, int]) -> Iterator[Canvas]:
-    """Yield the ways in which an image may have become so many tiles."""
-    height, width = tile
-    for method in (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS):
-        for thumbnail in (False, True) if count > 1 else (False,):
-            cut = count - thumbnail
-            for rows in (rows for rows in range(1, cut + 1) if cut % rows == 0):
-                yield Canvas((cut // rows * width, rows * height), tile, thumbnail, method)
+    shape = pixels.shape[-3:]
+    is_whole = len(pixels.held) * np.prod(shape) == np.prod(pixels.shape)
+    return pixels.values.reshape(-1, *shape) if is_whole else None
 
 
 def canvas_of(case: Case, item: Any, source: Image.Image) -> Canvas | None:
     """Return how an image becomes the pixels of an item, proved by its own pixels for tiles."""
-    key = "canvas", item.identity
-    if key not in case.memory:
-        case.memory[key] = _found_canvas(item, source)
-    canvas: Canvas | None = case.memory[key]
-    return canvas
-
-
-def _found_canvas(item: Any, source: Image.Image) -> Canvas | None:
     frames = pictures(item)
-    if isinstance(item, PatchItem):
-        return (
-            Canvas((frames.shape[-1], frames.shape[-2])) if frames is not None and len(frames) == 1 else None
-        )
-    if frames is None:
+    if frames is None or (isinstance(item, PatchItem) and len(frames) != 1):
         return None
-    for canvas in _canvases(len(frames), (frames.shape[-2], frames.shape[-1])):
-        if np.abs(canvas.frames(source).astype(int) - frames).max() <= _ROUNDED:
-            return canvas
-    return None
+    count, _, height, width = frames.shape
+    if isinstance(item, PatchItem):
+        return Canvas((width, height))
+
+    def found() -> Canvas | None:
+        for method in (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS):
+            for cut in (count, count - 1)[: 1 + (count > 1)]:
+                for rows in (rows for rows in range(1, cut + 1) if cut % rows == 0):
+                    size = cut // rows * width, rows * height
+                    canvas = Canvas(size, (height, width), cut < count, method)
+                    if np.abs(canvas.frames(source).astype(int) - frames).max() <= _ROUNDED:
+                        return canvas
+        return None
+
+    return case.once(("canvas", item.identity), found)
 
 
 def levels(image: Image.Image, size: tuple[int, ...], method: Any = Image.Resampling.BICUBIC) -> Array:
@@ -145,11 +130,7 @@ def source_of(case: Case, item: Any, *, stored: bool = False) -> Image.Image | N
         except (OSError, TypeError):
             return None  # of another form than bytes, which only `load_image` reads
     if given is not None:
-        key = "source", item.identity
-        if key not in case.memory:
-            case.memory[key] = load_image(given).image.convert("RGB")
-        image: Image.Image = case.memory[key]
-        return image
+        return case.once(("source", item.identity), lambda: load_image(given).image.convert("RGB"))
     if tuple(frames.shape[-2:]) != tuple(item.size) or len(frames) > 1:
         return None
     return Image.fromarray(np.ascontiguousarray(frames[0].transpose(1, 2, 0)), "RGB")

@@ -6,18 +6,27 @@ with one setting. If it then produces the sampler's numbers, the difference is i
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.report import Comparison, Decode, Float32Array, described, sampled_runs
+from mmrender.audit.report import Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
 from mmrender.media.levels import cast
-from mmrender.sidecar import Framework, MediaItem, MediaSpan, MultiModalData, PlaceholderRange, TensorDtype
+from mmrender.sidecar import (
+    Framework,
+    MediaItem,
+    MediaSpan,
+    MultiModalData,
+    PlaceholderRange,
+    TensorDtype,
+    common_prefix,
+)
 from mmrender.trajectory.sample import TrainingSample
 
+_T = TypeVar("_T")
 Weights: TypeAlias = Mapping[str, Any]
 """Tensors by the names of the model's parameters, or of some of them."""
 Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
@@ -45,13 +54,12 @@ class Trial(NamedTuple):
         inputs: Change of the model's inputs.
         positions: Change of their positions alone, which runs beside others in a batch.
         model: Change of the model.
-        place: Where it is, as of "layer 3 of the language model"; the row's name if empty.
-        image: Index of the image that it is about.
-        token: Index of the token that it is about, in the trainer's sample.
+        place: Where it is, as of "layer 3 of the language model".
         since: Index of the first token whose log-probability may change.
         until: Index after the last token that it must explain; None for all.
         fitted: Number of the sampler's numbers that were used to find it.
         parts: A trial for each completion that differs, of which it consists.
+        row: Name of its row.
     """
 
     statement: str
@@ -60,19 +68,18 @@ class Trial(NamedTuple):
     positions: InputChange | None = None
     model: ModelChange | None = None
     place: str = ""
-    image: int | None = None
-    token: int | None = None
     since: int = 0
     until: int | None = None
     fitted: int = 0
     parts: "Sequence[Trial]" = ()
+    row: str = ""
 
 
 class Recorded(NamedTuple):
     """Numbers of one completion that follow from the trainer's own distribution under one hypothesis.
 
     Attributes:
-        statement: With `{}` for the completions that they fit.
+        statement: Maybe with `{}` for the completions that they fit, which else follow it.
         expected: float32 of shape `(m,)`, aligned to the view; NaN for tokens without expectation.
         fitted: Number of the sampler's numbers that were used.
     """
@@ -88,7 +95,6 @@ class Case:
 
     Attributes:
         compared: Sampler against trainer.
-        departure: Index into `compared.positions` of the first token that differs.
         trainer: The model.
         tolerance: In nats. Smaller differences are arithmetic.
         peers: Comparisons of all other samples.
@@ -97,11 +103,9 @@ class Case:
         sources: Images before processing, by identity of their items.
         weights: Other weights that may have sampled, by name.
         alternatives: The sample as something else builds it, by name.
-        memory: Results of rows about images and vocabulary, by name and identity.
     """
 
     compared: Comparison
-    departure: int
     trainer: TrainerModel
     tolerance: float
     peers: Sequence[Comparison] = ()
@@ -110,12 +114,25 @@ class Case:
     sources: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Weights] = field(default_factory=dict)
     alternatives: Mapping[str, TrainingSample] = field(default_factory=dict)
-    memory: dict[Any, Any] = field(default_factory=dict)
+    _memory: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, make: Callable[[], _T]) -> _T:
+        """Return what was made under a key, made the first time."""
+        if key not in self._memory:
+            self._memory[key] = make()
+        made: _T = self._memory[key]
+        return made
 
     @property
     def sample(self) -> TrainingSample:
         """The sample as the trainer has it."""
         return self.compared.sample
+
+    @cached_property
+    def departure(self) -> int:
+        """Index into `compared.positions` of the first token that differs, or differs most."""
+        first = self.compared.first_departure(self.tolerance)
+        return int(np.abs(self.compared.difference).argmax()) if first is None else first
 
     @cached_property
     def position(self) -> int:
@@ -153,9 +170,12 @@ class Case:
     @cached_property
     def departing_runs(self) -> list[int]:
         """Indices of the completions with a token that differs."""
-        beyond = self.compared.positions[self.compared.beyond(self.tolerance)]
-        runs = enumerate(self.runs)
-        return [number for number, (a, b) in runs if ((beyond >= a) & (beyond < b)).any()]
+        beyond = self.compared.beyond(self.tolerance)
+        return [number for number in range(len(self.runs)) if beyond[self.rows_of(number)].any()]
+
+    def rows_of(self, number: int) -> slice:
+        """Return the tokens of a completion, as indices into `compared.positions`."""
+        return slice(*np.searchsorted(self.compared.positions, self.runs[number]))
 
     @cached_property
     def free(self) -> npt.NDArray[np.bool_]:
@@ -176,6 +196,19 @@ class Case:
         agreeing = self.compared.positions[: self.departure]
         return [*new, *(span for span in seen if int((agreeing > span.start).sum()) <= 3)]
 
+    def image_at(self, place: int) -> int | None:
+        """Return the index of the image that begins or ends at a token."""
+        spans = self.sample.media_spans
+        return next((span.position for span in spans if place in (span.start, span.stop)), None)
+
+    def token_of(self, trial: Trial) -> int:
+        """Return the index of the first token that is another or elsewhere, or of the first that differs."""
+        if trial.positions is not None or trial.inputs is not None:
+            return trial.since or self.position
+        ids = self.sample.token_ids if trial.sample is None else trial.sample.token_ids
+        first = common_prefix(self.sample.token_ids, ids)
+        return first if first < min(len(ids), len(self.sample)) else self.position
+
     @cached_property
     def logits(self) -> Any:
         """Logits at the sampled tokens of the completions that differ, `rows` of them: float32."""
@@ -190,10 +223,10 @@ class Case:
     @cached_property
     def rows(self) -> npt.NDArray[np.intp]:
         """Indices into `compared.positions` of the tokens that `logits` are of, some hundred at most."""
-        positions, held = self.compared.positions, np.zeros(len(self.compared.positions), np.bool_)
-        for start, stop in (self.runs[number] for number in self.departing_runs):
-            held |= (positions >= start) & (positions < stop)
-        return np.flatnonzero(held)[:_MAX_ROWS]
+        marks = np.zeros(len(self.compared.positions), np.bool_)
+        for number in self.departing_runs:
+            marks[self.rows_of(number)] = True
+        return np.flatnonzero(marks)[:_MAX_ROWS]
 
     def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
         """Compare the sampler with the trainer under each trial; None if the model refuses one."""
@@ -211,27 +244,25 @@ class Case:
                 values = next(batched)
             else:
                 values = self.trainer.attempt(trial.sample or self.sample, trial.inputs, model=trial.model)
-            one = None if values is None else Comparison.of_sampled(trial.sample or self.sample, values)
+            one = None if values is None else Comparison.of(trial.sample or self.sample, values)
             out.append(one if one is None or trial.until is None else one.before(trial.until))
         return out
 
     def _joined(self, parts: Sequence[Comparison | None]) -> Float32Array | None:
         """Return the trainer's log-probabilities, those of completions that differ from their own trials."""
-        values, positions = self.compared.trainer.copy(), self.compared.positions
+        values = self.compared.trainer.copy()
         for number, one in zip(self.departing_runs, parts, strict=True):
             if one is None:
                 return None
-            start, stop = self.runs[number]
-            values[(positions >= start) & (positions < stop)] = one.trainer
+            values[self.rows_of(number)] = one.trainer
         return values
 
     def after(self, trial: Trial, compared: Comparison) -> "Case | None":
         """Return the case that is left after a trial, to be explained by a second cause."""
-        departure = compared.first_departure(self.tolerance)
-        if departure is None or trial.until is not None or trial.parts:
+        if not compared.beyond(self.tolerance).any() or trial.until is not None or trial.parts:
             return None
         trainer = self.trainer.changed(inputs=trial.inputs or trial.positions, model=trial.model)
-        return replace(self, compared=compared, departure=departure, trainer=trainer)
+        return replace(self, compared=compared, trainer=trainer)
 
 
 def _is_plain(trial: Trial) -> bool:
@@ -286,14 +317,6 @@ def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaIte
     given = {(span.start, span.modality): item for span, item in items}
     entries = [(one.range, given.get((one.start, one.modality), one.item)) for one in sample.media_spans]
     return replace(sample, multi_modal_data=MultiModalData.of(entries))
-
-
-def showing(case: Case, text: str, items: Sequence[tuple[MediaSpan, MediaItem]]) -> Trial:
-    """Return the trial of other items, of as many tokens."""
-    first = items[0][0]
-    sample = with_items(case.sample, items)
-    place = f"the pixels of {described(first) if len(items) == 1 else 'every image'}"
-    return Trial(f"the sampler saw {text}", sample, place=place, image=first.position, since=first.start)
 
 
 def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True) -> TrainingSample:

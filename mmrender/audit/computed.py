@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain, pairwise
+from operator import getitem, setitem
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -36,22 +37,12 @@ def stacks(model: Any) -> dict[str, list[Any]]:
 @contextmanager
 def replaced(places: Iterable[Place]) -> Iterator[None]:
     """Hold other values in attributes or under keys within the block."""
-    kept: list[Place] = []
-
-    def put(holder: Any, key: Any, value: Any) -> None:
-        if isinstance(holder, dict):
-            holder[key] = value
-        else:
-            setattr(holder, key, value)
-
-    try:
+    with ExitStack() as stack:
         for holder, key, value in places:
-            kept.append((holder, key, holder[key] if isinstance(holder, dict) else getattr(holder, key)))
+            read, put = (getitem, setitem) if isinstance(holder, dict) else (getattr, setattr)
+            stack.callback(put, holder, key, read(holder, key))
             put(holder, key, value)
         yield
-    finally:
-        for place in reversed(kept):
-            put(*place)
 
 
 @contextmanager
@@ -61,18 +52,14 @@ def hooked(
     after: Callable[[Any, Any], Any] | None = None,
 ) -> Iterator[None]:
     """Change the arguments of modules, and their outputs given these, within the block."""
-    hooks = []
-    for module in modules:
-        if before is not None:
-            own = lambda _, args, options: before(args, options)  # noqa: E731
-            hooks.append(module.register_forward_pre_hook(own, with_kwargs=True))
-        if after is not None:
-            hooks.append(module.register_forward_hook(lambda _, args, output: after(args, output)))
-    try:
+    with ExitStack() as stack:
+        for module in modules:
+            if before is not None:
+                own = module.register_forward_pre_hook(lambda _, *given: before(*given), with_kwargs=True)
+                stack.callback(own.remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(lambda _, *given: after(*given)).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def giving(modules: Iterable[Any], change: Callable[[Any], Any]) -> AbstractContextManager[None]:
@@ -83,15 +70,9 @@ def giving(modules: Iterable[Any], change: Callable[[Any], Any]) -> AbstractCont
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Change the floats of a tensor, or of all tensors in a list, tuple, dict or model output."""
     import torch
+    from torch.utils._pytree import tree_map_only
 
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.is_floating_point() else value
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(one, change) for one in value)
-    if hasattr(value, "keys"):
-        for name in list(value.keys()):
-            value[name] = _mapped(value[name], change)
-    return value
+    return tree_map_only(torch.Tensor, lambda one: change(one) if one.is_floating_point() else one, value)
 
 
 def tensors(module: Any, change: Callable[[Any], Any], *, buffers: bool = False) -> Iterator[Place]:
@@ -149,7 +130,7 @@ def attention(case: Case) -> Iterator[Trial]:
             several = {kind: mask(masks[kind]) for kind in kinds} if len(kinds) > 1 else None
             given["attention_mask"] = several or mask(windowed)
 
-        return Trial(f"the sampler's {statement}", inputs=inputs, since=since, token=since)
+        return Trial(f"the sampler's {statement}", inputs=inputs, since=since)
 
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]

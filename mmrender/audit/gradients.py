@@ -122,7 +122,7 @@ def _other_tokens(case: Case) -> Iterator[Trial]:
         where = "another token in headers of messages" if in_head else "another token"
         fitted = 2 * len({(int(own[at]), token) for at, token in changed.items()})
         statement = f"the sampler's prompt had {where}: {' and '.join(texts)}"
-        yield Trial(statement, sample, token=min(changed), since=min(changed), fitted=fitted)
+        yield Trial(statement, sample, since=min(changed), fitted=fitted)
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {"prompt text": _other_tokens}

@@ -3,27 +3,32 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
-from typing import Any, Final
+from itertools import chain, combinations, pairwise
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 from PIL import Image
 
-from mmrender.audit.canvas import canvas_of, levels, renewed, shrunk, source_of
-from mmrender.audit.case import Array, Case, Trial, edited, part, plain, showing
+from mmrender.audit.canvas import Canvas, canvas_of, levels, pictures, renewed, shrunk, source_of
+from mmrender.audit.case import Array, Case, ChangedItem, Trial, edited, part, plain, with_items
 from mmrender.audit.report import described, sampled_runs
 from mmrender.errors import MediaError
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.patches import PatchItem
 from mmrender.media.video import open_video
-from mmrender.messages import Modality, VideoPart
-from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, Repeat, feature_count
+from mmrender.messages import VideoPart
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, PlaceholderRange, feature_count
 from mmrender.trajectory.sample import TrainingSample
 
-_MAX_PAIRS: Final = 15
+Make: TypeAlias = Callable[[], MediaItem | None]
+Others: TypeAlias = Callable[[Case, MediaSpan], Mapping[str, Make]]
+"""The items that the sampler may have had in place of one, by description. None if it cannot have."""
 _MAX_OTHERS: Final = 24
 _MAX_STRIDE: Final = 8
+_FEW: Final = 3
+"""Images, tiles or frames of more of which only neighbours are exchanged."""
+_NOUNS: Final = {"image": "image", "video": "video", "audio": "clip"}
 _TENSORS: Final = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features"),
     *("feature_attention_mask", "input_features_mask"),
@@ -31,194 +36,161 @@ _TENSORS: Final = (
 """Keyword arguments of media."""
 
 
-def _other_images(case: Case) -> Iterator[Trial]:
-    known = {item.identity: item for item in case.others}
-    for span in case.suspects:
-        own = span.item
-        fitting = [
-            other
-            for other in known.values()
-            if other.identity != own.identity
-            and other.modality == span.modality
-            and feature_count(other.expansion) == feature_count(own.expansion)
-        ]
-        for other in sorted(fitting, key=lambda item: item.grid != own.grid)[:_MAX_OTHERS]:
-            text = f"another {own.modality} (identity {other.identity[:12]}…) in place of {described(span)}: "
-            yield showing(case, f"{text}a stale {own.modality} under this one's hash", [(span, other)])
-
-
-def _order(kind: Modality, noun: str, case: Case) -> Iterator[Trial]:
-    """Yield the images or clips of a sample in other orders."""
-    spans = [span for span in case.sample.media_spans if span.modality == kind]
-    places = list(range(len(spans)))
-    orders = {
-        f"{noun}s {one} and {two} in exchanged places (swapped)": [
-            {one: two, two: one}.get(at, at) for at in places
-        ]
-        for one, two in list(combinations(places, 2))[:_MAX_PAIRS]
-    }
-    if len(spans) > 2:
-        orders[f"all {noun}s in reverse order"] = places[::-1]
-        for by in (1, -1):
-            orders[f"{noun}s, each moved by {by:+d}"] = np.roll(places, by).tolist()
-    if len(spans) > 1:
-        orders |= {
-            f"{noun} {place} in the place of each (repeated)": [place] * len(spans) for place in places
-        }
-    for text, order in orders.items():
-        if [spans[index].item.identity for index in order] == [span.item.identity for span in spans]:
-            continue
-        first = next(index for index, other in enumerate(order) if index != other)
-        others = [part(case.sample, spans[at].start, spans[at].stop) for at in order]
-        shown = [(span.start, span.stop, other) for span, other in zip(spans, others, strict=True)]
-        sample = edited(case.sample, shown)
-        yield Trial(f"the sampler saw {text}", sample, image=spans[first].position, since=spans[first].start)
-
-
-def _budget(case: Case) -> Iterator[Trial]:
-    """Yield images of fewer or more pixels or tiles, and of as many placeholder tokens as these make."""
-    # Rows and separators between features are written by rules that only the processor knows.
-    spans = [span for span in case.sample.media_spans if len(sampled_runs(span.range.is_embed)) == 1]
-    others = {span.start: dict(_sized(case, span.item)) for span in spans}
-    held = [span for span in spans if others[span.start]]
-    for scope in ([held] if len(held) > 1 else []) + [[span] for span in case.suspects if span in held]:
-        for text in others[scope[0].start]:
-            items = [others[span.start].get(text) for span in scope]
-            if None in items:
-                continue
-            new = [
-                (span.start, span.stop, _shown(case, span, item))
-                for span, item in zip(scope, items, strict=True)
-            ]
-            which = described(scope[0]) if len(scope) == 1 else "every image"
-            why = "as by another max_pixels, or a client that resizes"
-            statement = f"the number of pixels was another ({text}) in {which}, {why}"
-            sample = edited(case.sample, new)
-            yield Trial(statement, sample, image=scope[0].position, since=scope[0].start)
-
-
-def _sized(case: Case, item: Any) -> Iterator[tuple[str, MediaItem]]:
-    """Yield an image in other sizes."""
-    source = source_of(case, item)
-    if isinstance(item, PatchItem) and len(item.frames) == 1:
-        # Without the source it is compared as an image that was not resized.
-        source = source or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB")
-        seen = {item.grid}
-        for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
-            sides = [
-                max(1, round(side * share**0.5 / item.layout.merge)) * item.layout.merge
-                for side in item.grid[1:]
-            ]
-            grid = (item.grid[0], *sides)
-            if grid not in seen:
-                seen.add(grid)
-                size = sides[1] * item.layout.patch, sides[0] * item.layout.patch
-                yield f"{share:.3g} of the trainer's pixels", renewed(item, levels(source, size))
-                small = shrunk(share**0.5, Image.Resampling.BICUBIC)(source)
-                if small is not None:
-                    text = f"{share:.3g} of the trainer's pixels, of a smaller copy"
-                    yield text, renewed(item, levels(small, size))
-    canvas = None if source is None else canvas_of(case, item, source)
-    if source is None or canvas is None or canvas.tile is None:
-        return
-    height, width = canvas.tile
-    for rows, columns in ((a, b) for a in range(1, 7) for b in range(1, 12 // a + 1)):
-        size = columns * width, rows * height
-        for thumbnail in (True, False) if rows * columns > 1 else (False,):
-            other = canvas._replace(size=size, thumbnail=thumbnail)
-            if other != canvas:
-                text = f"{rows} x {columns} tiles{' and a thumbnail' * thumbnail}"
-                yield text, renewed(item, other.frames(source))
+def over_media(others: Others, case: Case, *, several: bool = True) -> Iterator[Trial]:
+    """Yield trials in which one suspect is another item, or all items are, if there are several."""
+    tables = [(span, others(case, span)) for span in case.sample.media_spans]
+    suspects = {(span.start, span.modality) for span in case.suspects}
+    for text in dict.fromkeys(chain.from_iterable(table for _, table in tables)):
+        made = [(span, table[text]()) for span, table in tables if text in table]
+        changed = [(span, item) for span, item in made if item is not None]
+        alone = [[one] for one in changed if (one[0].start, one[0].modality) in suspects]
+        for some in ([changed] if several and len(changed) > 1 else []) + alone:
+            which = f"every {some[0][0].modality}" if len(some) > 1 else described(some[0][0])
+            count = all(feature_count(item.expansion) == feature_count(s.item.expansion) for s, item in some)
+            parts = [] if count else [(s.start, s.stop, _shown(case, s, item)) for s, item in some]
+            sample = with_items(case.sample, some) if count else edited(case.sample, parts)
+            yield Trial(f"the sampler saw {text} in {which}", sample, since=some[0][0].start)
 
 
 def _shown(case: Case, span: MediaSpan, item: Any) -> TrainingSample:
     """Return the placeholders of an item, between the text that is beside an image's, with the item."""
-    ((start, stop),) = sampled_runs(span.range.is_embed)
-    own, count = case.sample.token_ids[span.start : span.stop], feature_count(item.expansion)
-    ids = np.concatenate([own[:start], np.full(count, own[start]), own[stop:]])
-    alone = len(ids) == count
-    place = PlaceholderRange(0, count) if alone else PlaceholderRange(0, len(ids), ((start, start + count),))
+    own, embeds = case.sample.token_ids[span.start : span.stop], span.range.is_embed
+    runs, count = sampled_runs(embeds), feature_count(item.expansion)
+    if len(runs) == 1:
+        ((start, stop),) = runs
+        ids = np.concatenate([own[:start], np.full(count, own[start]), own[stop:]])
+        runs = [] if len(ids) == count else [(start, start + count)]
+    else:
+        # Time steps that have a text each keep the texts of those that they are nearest to.
+        edges = [0, *(stop for _, stop in runs)]
+        places = [at for step in _steps(len(runs), item) for at in range(edges[step], edges[step + 1])]
+        places += range(edges[-1], len(own))
+        ids, runs = own[places], sampled_runs(embeds[places])
+    place = PlaceholderRange(0, len(ids), tuple(runs) or None)
     return replace(plain(ids), multi_modal_data=MultiModalData.of([(place, item)]))
 
 
-def _unseen(case: Case) -> Iterator[Trial]:
-    spans = case.sample.media_spans
-
-    def without(inputs: dict[str, Any]) -> None:
-        for key in _TENSORS:
-            inputs.pop(key, None)
-
-    if spans:
-        text = f"the sampler was given no {spans[0].modality}: it read the placeholder tokens as text"
-        yield Trial(text, inputs=without, image=spans[0].position, since=spans[0].start)
+def _steps(count: int, item: Any) -> list[int]:
+    """Return the time steps of a video that are the nearest to the steps of another."""
+    return [int(step) for step in np.linspace(0, count - 1, item.grid[0]).round()]
 
 
-def _frames(case: Case) -> Iterator[Trial]:
-    """Yield other frames of a video: its own in another order, or another choice of its source's."""
-    for span in case.suspects:
-        item = span.item
-        if not isinstance(item, PatchItem) or span.modality != "video":
-            continue
-        places = list(range(len(item.frames)))
-        orders = {"with its frames in reverse order": places[::-1]}
-        orders["with each frame one place later"] = [0, *places[:-1]]
-        orders["with every other frame twice"] = [place // 2 * 2 for place in places]
-        for at in places:
-            orders[f"without frame {at}"] = [*places[:at], *places[at + 1 :], places[-1]]
-            orders[f"with frame {at} in the place of each"] = [at] * len(places)
-            after = (at + 1) % len(places)
-            orders[f"with frames {at} and {after} exchanged"] = [
-                {at: after, after: at}.get(p, p) for p in places
+def orders(noun: str, count: int) -> dict[str, list[int]]:
+    """Return other orders of so many images, frames or tiles, each once."""
+    own = [*range(count)]
+    found = {
+        f"{noun}s {one} and {two} in exchanged places (swapped)": [
+            {one: two, two: one}.get(a, a) for a in own
+        ]
+        for one, two in (combinations(own, 2) if count <= _FEW else pairwise([*own, 0]))
+    }
+    found[f"all {noun}s in reverse order"] = own[::-1]
+    found |= {f"{noun}s, each moved by {by:+d},": np.roll(own, by).tolist() for by in (1, -1)}
+    for text, rest in {f"{noun}s": 0, f"{noun}s, the last in its place,": 1}.items():
+        side = round((count - rest) ** 0.5)
+        if side * side == count - rest:
+            columns = np.arange(side * side).reshape(side, side).T.ravel().tolist()
+            found[f"{text} in columns"] = columns + own[count - rest :]
+    found[f"{noun}s in reverse order, the last in its place,"] = [*own[-2::-1], *own[-1:]]
+    found[f"each {noun} one place later"] = [0, *own[:-1]]
+    found[f"every other {noun} twice"] = [at // 2 * 2 for at in own]
+    found |= {f"{noun} {at} in the place of each (repeated)": [at] * count for at in own}
+    found |= {f"{noun}s without {noun} {at}": [*own[:at], *own[at + 1 :], own[-1]] for at in own}
+    texts = {tuple(order): text for text, order in reversed(found.items()) if order != own}
+    return {text: [*order] for order, text in reversed(texts.items())}
+
+
+def _order(case: Case) -> Iterator[Trial]:
+    """Yield the images, videos or clips of a sample in other orders."""
+    for kind, noun in _NOUNS.items():
+        spans = [span for span in case.sample.media_spans if span.modality == kind]
+        parts = [part(case.sample, span.start, span.stop) for span in spans]
+        for text, order in orders(noun, len(spans)).items() if len(spans) > 1 else ():
+            moved = [
+                (span.start, span.stop, parts[at])
+                for span, at in zip(spans, order, strict=True)
+                if spans[at].item.identity != span.item.identity
             ]
-        for text, order in orders.items():
-            if order != places:
-                frames = np.ascontiguousarray(item.frames[order])
-                other = msgspec.structs.replace(item, frames=frames, identity=f"{id(frames):064x}")
-                yield showing(case, f"{described(span)} {text}", [(span, other)])
-        yield from _other_choices(case, span, item)
+            if moved:
+                yield Trial(f"the sampler saw {text}", edited(case.sample, moved), since=moved[0][0])
 
 
-def _other_choices(case: Case, span: MediaSpan, item: PatchItem) -> Iterator[Trial]:
-    """Yield as many frames of the source of a video, or fewer or more, by other rules."""
-    film, steps, own = _film(case, item), item.grid[0], len(item.frames)
-    runs = sampled_runs(span.range.is_embed)
-    counts = {round(own * share) for share in (1, 1 / 2, 2, 1 / 4, 4)}
-    for text, chosen in _choices(len(film), sorted(counts, key=lambda count: abs(count - own))):
-        frames = np.ascontiguousarray(film[chosen])
-        new = -(-len(frames) // item.layout.temporal)
-        if (new == steps and np.array_equal(frames, item.frames)) or len(runs) not in (1, steps):
-            continue
-        # Steps that have a text each keep the texts of those that they are nearest to.
-        kept = np.linspace(0, steps - 1, new).round().astype(int).tolist()
-        size = len(item.expansion) // len(runs)
-        pieces = [item.expansion[at * size : (at + 1) * size] for at in range(len(runs))]
-        expansion = (
-            tuple(piece for at in kept for piece in pieces[at])
-            if len(runs) == steps
-            else tuple(
-                msgspec.structs.replace(piece, count=piece.count * new // steps)
-                if isinstance(piece, Repeat) and piece.embeds
-                else piece
-                for piece in item.expansion
-            )
-        )
-        other = msgspec.structs.replace(
-            item,
-            frames=frames,
-            times=(),
-            grid=(new, *item.grid[1:]),
-            expansion=expansion,
-            identity=f"{id(frames):064x}",
-        )
-        shown = _shown(case, span, other) if len(runs) == 1 else _of_steps(case, span, other, kept)
-        sample = edited(case.sample, [(span.start, span.stop, shown)])
-        statement = f"the sampler saw {described(span)} as {text}"
-        yield Trial(statement, sample, image=span.position, since=span.start)
+def _stale(case: Case, span: MediaSpan) -> dict[str, Make]:
+    """Return other items of as many tokens."""
+    own, known = span.item, {item.identity: item for item in case.others}
+    kind = own.modality, feature_count(own.expansion)
+    fitting = [one for one in known.values() if (one.modality, feature_count(one.expansion)) == kind]
+    fitting = sorted(fitting, key=lambda item: item.grid != own.grid)[:_MAX_OTHERS]
+    text = f"another {own.modality} (identity {{:.12}}…), a stale {own.modality} under this one's hash,"
+    return {
+        text.format(one.identity): partial(_itself, one) for one in fitting if one.identity != own.identity
+    }
 
 
-def _choices(total: int, counts: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    """Yield frames of `total` by the rules of samplers, each choice once."""
-    seen = set[tuple[int, ...]]()
+def _itself(item: MediaItem) -> MediaItem:
+    return item
+
+
+def _sized(case: Case, span: MediaSpan) -> dict[str, Make]:
+    """Return an image in other sizes, of as many placeholder tokens as these make."""
+    # Rows and separators between features are written by rules that only the processor knows.
+    item: Any = span.item
+    if len(sampled_runs(span.range.is_embed)) > 1:
+        return {}
+    source, found = source_of(case, item), dict[str, Make]()
+    text = "another number of pixels ({}), as by another max_pixels or a client that resizes,"
+    if isinstance(item, PatchItem) and len(item.frames) == 1:
+        # Without the source it is compared as an image that was not resized.
+        image, unit = source or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB"), item.layout.merge
+        sizes: dict[tuple[int, int], float] = {}
+        for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
+            sides = [max(1, round(n * share**0.5 / unit)) * unit for n in item.grid[1:]]
+            sizes.setdefault((sides[0], sides[1]), share)
+        sizes.pop(item.grid[1:], None)
+        for (height, width), share in sizes.items():
+            size = width * item.layout.patch, height * item.layout.patch
+            for name, copied in {"": 1.0, ", of a smaller copy": share**0.5}.items():
+                if copied <= 1:
+                    own = f"{share:.3g} of the trainer's{name}"
+                    found[text.format(own)] = partial(_resized, item, image, size, copied)
+    canvas = None if source is None else canvas_of(case, item, source)
+    if source is not None and canvas is not None and canvas.tile is not None:
+        for rows, columns in ((a, b) for a in range(1, 7) for b in range(1, 12 // a + 1)):
+            size = columns * canvas.tile[1], rows * canvas.tile[0]
+            for thumbnail in (True, False) if rows * columns > 1 else (False,):
+                other = canvas._replace(size=size, thumbnail=thumbnail)
+                own = f"{rows} x {columns} tiles{' and a thumbnail' * thumbnail}"
+                if other != canvas:
+                    found[text.format(own)] = partial(_tiled, item, source, other)
+    return found
+
+
+def _tiled(item: Any, image: Image.Image, canvas: Canvas) -> MediaItem:
+    return renewed(item, canvas.frames(image))
+
+
+def _resized(item: Any, image: Image.Image, size: tuple[int, int], share: float) -> MediaItem:
+    small = shrunk(share, Image.Resampling.BICUBIC)(image) if share < 1 else image
+    return renewed(item, levels(small or image, size))
+
+
+def _reordered(noun: str, case: Case, span: MediaSpan) -> dict[str, Make]:
+    """Return a video with other frames, or an image with its tiles in another order."""
+    item, frames = span.item, pictures(span.item)
+    is_of_noun = frames is not None and isinstance(item, PatchItem) == (noun == "frame")
+    found = orders(noun, len(frames)) if frames is not None and is_of_noun else {}
+    others: dict[str, Make] = {text: partial(_with_frames, item, order) for text, order in found.items()}
+    if isinstance(item, PatchItem) and span.modality == "video":
+        film, own = _film(case, item), len(item.frames)
+        counts = {round(own * share) for share in (1, 1 / 2, 2, 1 / 4, 4)}
+        for text, chosen in _choices(len(film), sorted(counts, key=lambda count: abs(count - own))).items():
+            others[f"a video of {text}"] = partial(_filmed, span, item, film[chosen])
+    return others
+
+
+def _choices(total: int, counts: Sequence[int]) -> dict[str, list[int]]:
+    """Return frames of `total` by the rules of samplers, each choice once."""
+    found: dict[tuple[int, ...], str] = {}
     for count in (count for count in counts if 0 < count <= total):
         places = np.arange(count)
         rules: dict[str, Array] = {
@@ -230,10 +202,8 @@ def _choices(total: int, counts: Sequence[int]) -> Iterator[tuple[str, list[int]
         strides = range(1, min((total - 1) // max(count - 1, 1), _MAX_STRIDE) + 1)
         rules |= {f"{count} frames from its start on, one of {by} (stride)": places * by for by in strides}
         for text, at in rules.items():
-            chosen = at.astype(int).tolist()
-            if tuple(chosen) not in seen:
-                seen.add(tuple(chosen))
-                yield text, chosen
+            found.setdefault(tuple(at.astype(int).tolist()), text)
+    return {text: [*chosen] for chosen, text in found.items()}
 
 
 def _film(case: Case, item: PatchItem) -> Array:
@@ -249,22 +219,62 @@ def _film(case: Case, item: PatchItem) -> Array:
     return np.concatenate([levels(image, item.frames.shape[:-3:-1]) for image in images])
 
 
-def _of_steps(case: Case, span: MediaSpan, item: MediaItem, steps: Sequence[int]) -> TrainingSample:
-    """Return the placeholders of an item with some of the time steps of a span, each with its text."""
-    own, embeds = case.sample.token_ids[span.start : span.stop], span.range.is_embed
-    bounds = [0, *(stop for _, stop in sampled_runs(embeds))]
-    places = [at for step in steps for at in range(bounds[step], bounds[step + 1])]
-    places += range(bounds[-1], len(own))
-    place = PlaceholderRange(0, len(places), tuple(sampled_runs(embeds[places])))
-    return replace(plain(own[places]), multi_modal_data=MultiModalData.of([(place, item)]))
+def _filmed(span: MediaSpan, item: PatchItem, frames: Array) -> MediaItem | None:
+    """Return a video of other frames, fewer or more."""
+    runs, grid = len(sampled_runs(span.range.is_embed)), -(-len(frames) // item.layout.temporal)
+    if np.array_equal(frames, item.frames) or runs not in (1, item.grid[0]):
+        return None
+    other = msgspec.structs.replace(item, times=(), grid=(grid, *item.grid[1:]))
+    if runs > 1:
+        size = len(item.expansion) // runs
+        pieces = [
+            piece for at in _steps(runs, other) for piece in item.expansion[at * size : (at + 1) * size]
+        ]
+        other = msgspec.structs.replace(other, expansion=tuple(pieces))
+    return renewed(other, frames)
+
+
+def _with_frames(item: Any, order: Sequence[int]) -> MediaItem:
+    frames = pictures(item)
+    return item if frames is None else renewed(item, frames[list(order)])
+
+
+def _grid(_: Case, span: MediaSpan) -> dict[str, Make]:
+    """Return an image whose grid has height and width exchanged, and a video with other time steps."""
+    found = dict[str, Make]()
+    item: Any = span.item
+    if isinstance(item, PatchItem) and item.grid[1] != item.grid[2]:
+        turned = (item.grid[0], item.grid[2], item.grid[1])
+        text = "a grid with height and width exchanged"
+        found[text] = partial(ChangedItem, item, lambda pixels, _: pixels, grid=turned)
+    known: Any = getattr(item, "second_per_grid", None)
+    for seconds in [] if known is None else [known / 2, known * 2, known / 4, known * 4, 0.5, 1.0, 2.0]:
+        own = {"second_per_grid": seconds, "identity": f"{round(seconds * 1e9):064x}"}
+        found[f"time steps of {seconds:g} s, not {known:g} s,"] = partial(
+            msgspec.structs.replace, item, **own
+        )
+    return found
+
+
+def _unseen(case: Case) -> Iterator[Trial]:
+    spans = case.sample.media_spans
+
+    def without(inputs: dict[str, Any]) -> None:
+        for key in _TENSORS:
+            inputs.pop(key, None)
+
+    if spans:
+        text = f"the sampler was given no {spans[0].modality}: it read the placeholder tokens as text"
+        yield Trial(text, inputs=without, since=spans[0].start)
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "stale image": _other_images,
-    "image order": partial(_order, "image", "image"),
-    "clip order": partial(_order, "audio", "clip"),
-    "pixel budget": _budget,
+    "stale image": partial(over_media, _stale, several=False),
+    "image order": _order,
+    "pixel budget": partial(over_media, _sized),
     "image unseen": _unseen,
-    "frames": _frames,
+    "frames": partial(over_media, partial(_reordered, "frame")),
+    "tiles": partial(over_media, partial(_reordered, "tile")),
+    "grid": partial(over_media, _grid),
 }
 """Changes to try, by row."""

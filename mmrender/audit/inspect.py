@@ -1,4 +1,4 @@
-"""Faults that a sample shows by itself, before any model runs."""
+"""Faults that a sample shows by itself, or by which of its tokens differ."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.report import Finding
+from mmrender.audit.report import Comparison, Finding, sampled_runs
 from mmrender.audit.rows import finding_of
 from mmrender.errors import PlaceholderError
 from mmrender.trajectory.sample import TrainingSample
@@ -81,6 +81,45 @@ def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:
     if len(mask) and mask[0]:
         text = "the first token counts as sampled, and nothing precedes it"
         yield finding_of("loss mask", text, "position 0", sample)
+
+
+def shown_by(compared: Comparison, tolerance: float) -> Finding | None:
+    """Report tokens that tell the cause by which of them differ: all others agree."""
+    beyond, positions, sample = compared.beyond(tolerance), compared.positions, compared.sample
+    token, runs = int(positions[beyond.argmax()]), sampled_runs(sample.loss_mask)
+    versions = {span.version for span in sample.weight_versions}
+    for version in sorted(versions) if len(versions) > 1 else ():
+        of_it = np.zeros(len(beyond), np.bool_)
+        for name, start, stop in sample.weight_versions:
+            of_it |= (positions >= start) & (positions < stop) & (name == version)
+        enough = of_it.sum() >= 4 and (~of_it).sum() >= 4
+        if enough and not beyond[~of_it].any() and beyond[of_it].mean() > 0.5:
+            text = (
+                f"the tokens that the weights {version!r} sampled differ, and tokens of other weights agree"
+            )
+            evidence = f"{beyond.sum()} of {of_it.sum()} tokens differ, none of the {(~of_it).sum()}"
+            return finding_of("weights", text, evidence, sample, token=token)
+    absent, places = ~np.isfinite(compared.sampler), {*positions[beyond].tolist()}
+    starts, ends = {start for start, _ in runs}, {stop - 1 for _, stop in runs}
+    row = "missing"
+    if absent.any() and not beyond[~absent].any():
+        value = compared.sampler[absent][0]
+        text = f"{value:g} was recorded in place of log-probabilities, which are missing"
+    elif beyond.all() or compared.sampler[beyond].any():
+        return None
+    elif places == starts and min(len(starts), len({*sample.token_ids[[*starts]]})) > 1:
+        # A prompt ends in the same token each time, and a completion begins with any.
+        text = "0 was recorded for the first token of each completion: it has no log-probability"
+    elif places == starts:
+        row = "loss mask"
+        text = "the first token of each completion has no log-probability: the mask begins one token early"
+    elif places <= ends:
+        row = "final token"
+        text = "the last token of a completion has no log-probability: it was added after sampling"
+    else:
+        return None
+    evidence = f"{int(beyond.sum())} of {len(beyond)} tokens, and all other tokens agree"
+    return finding_of(row, text, evidence, sample, token=token)
 
 
 def _some(positions: npt.NDArray[np.intp]) -> str:

@@ -7,13 +7,13 @@ from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from mmrender.audit.canvas import Canvas, canvas_of, pictures, renewed, shrunk, source_of
-from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number, showing
-from mmrender.audit.report import described
+from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number
+from mmrender.audit.images import Make, over_media
 from mmrender.media.processors.patches import PatchItem, PatchLayout
-from mmrender.sidecar import MediaItem
+from mmrender.sidecar import MediaItem, MediaSpan
 
 ItemChange: TypeAlias = Callable[[Case, MediaItem], MediaItem | None]
 """The item that the sampler may have had in place of another; None if it cannot have."""
@@ -33,16 +33,12 @@ _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
 
 def _over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]:
     """Yield trials that change one suspect, and one that changes all images, if there are several."""
-    spans, suspects = (
-        [span for span in media if span.modality != "audio"]
-        for media in (case.sample.media_spans, case.suspects)
-    )
-    for text, change in table.items():
-        changed = {span.start: item for span in spans if (item := change(case, span.item)) is not None}
-        chosen = [[span for span in spans if span.start in changed]] if len(changed) > 1 else []
-        for some in [*chosen, *([span] for span in suspects if span.start in changed)]:
-            which = described(some[0]) if len(some) == 1 else "every image"
-            yield showing(case, f"{text} in {which}", [(span, changed[span.start]) for span in some])
+
+    def others(case: Case, span: MediaSpan) -> dict[str, Make]:
+        is_seen = span.modality != "audio"
+        return {text: partial(change, case, span.item) for text, change in table.items() if is_seen}
+
+    return over_media(others, case)
 
 
 def _each(text: str, values: Iterable[Any], change: Callable[[Any], ItemChange]) -> dict[str, ItemChange]:
@@ -265,41 +261,6 @@ _ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
 }
 
 
-# --- tiles
-
-
-def _tiles(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of the order of tiles, `(tiles,)`."""
-
-    def make(_: Case, item: MediaItem) -> MediaItem | None:
-        frames = pictures(item)
-        if frames is None or len(frames) < 2 or isinstance(item, PatchItem):
-            return None
-        changed = frames[change(np.arange(len(frames)))]
-        return None if np.array_equal(changed, frames) else renewed(item, changed)
-
-    return make
-
-
-def _in_columns(order: Array, last: int) -> Array:
-    """Return the order of a square of tiles column by column, `last` tiles in their place."""
-    count = len(order) - last
-    side = round(count**0.5)
-    if side * side != count:
-        return order
-    return np.append(order[:count].reshape(side, side).T.ravel(), order[count:])
-
-
-_ORDERS: Final[Mapping[str, Callable[[Array], Array]]] = {
-    "tiles in reverse order": lambda order: order[::-1],
-    "the last tile first": lambda order: np.roll(order, 1),
-    "the first tile last": lambda order: np.roll(order, -1),
-    "tiles in reverse order, the last in its place,": lambda order: np.append(order[-2::-1], order[-1:]),
-    "the first tile in the place of each": lambda order: 0 * order,
-    "the last tile in the place of each": lambda order: 0 * order + order[-1],
-    "tiles in columns": partial(_in_columns, last=0),
-    "tiles in columns, the last in its place,": partial(_in_columns, last=1),
-}
 _ROWS: Final = (0, 1, 2, 3, 4)
 _VALUES: Final = (1, 2, 3, 4)
 _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
@@ -379,11 +340,6 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
                 "colours without a gamma of 2.2 (linear light)": lambda own: own**2.2,
             }.items()
         }
-        | {f"an image of {n} bits (posterised)": partial(ImageOps.posterize, bits=n) for n in range(1, 8)}
-        | {
-            "an image with equalised levels": ImageOps.equalize,
-            "an image with stretched contrast (autocontrast)": ImageOps.autocontrast,
-        }
     ),
     "framing": {
         "its middle square only (cropped)": _images(partial(_squared, None)),
@@ -456,7 +412,6 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
             )
         ).items()
     },
-    "tiles": {text: _tiles(change) for text, change in _ORDERS.items()},
 }
 """Other pixels of an image by row: statement, and how they are made."""
 

@@ -7,15 +7,13 @@ from functools import partial
 from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
-import msgspec
 import numpy as np
 
-from mmrender.audit.case import Case, ChangedItem, Trial, fitted, scopes, showing
+from mmrender.audit.case import Case, Trial, fitted, scopes
 from mmrender.audit.computed import Place, bound, changed_weights, giving, other_dtypes, replaced, through
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described, sampled_runs
 from mmrender.audit.trainer import LANGUAGE, parts_of
-from mmrender.media.processors.patches import PatchItem
 
 _MAX_GAP: Final = 65
 """Positions that padding between prompt and completion may take."""
@@ -34,9 +32,8 @@ def positions(case: Case) -> Iterator[Trial]:
         _of_images(case, images) if images else (), _of_tokens(case), _moved(case, images)
     ):
         since = parts[0][0]
-        image = next((span.position for span in spans if since in (span.start, span.stop)), None)
         moved = partial(with_positions, parts, change)
-        trial = Trial(f"the sampler {text}", positions=moved, token=since, since=since, image=image)
+        trial = Trial(f"the sampler {text}", positions=moved, since=since)
         yield trial
         # Of one completion alone: in later prompts its tokens may have their own positions again.
         for number in case.departing_runs if len(case.runs) > 1 else ():
@@ -158,23 +155,6 @@ _STEPS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "by its height": lambda own: own[1, 0].max() - own[0, 0, 0] + 1,
     "by its width": lambda own: own[2, 0].max() - own[0, 0, 0] + 1,
 }
-
-
-def grid(case: Case) -> Iterator[Trial]:
-    """Yield images whose grid has height and width exchanged, and videos with other time steps."""
-    for span in case.suspects:
-        item: Any = span.item
-        others: dict[str, Any] = {}
-        if isinstance(item, PatchItem) and item.grid[1] != item.grid[2]:
-            turned = ChangedItem(item, lambda pixels, _: pixels, grid=(item.grid[0], *item.grid[:0:-1]))
-            others["a grid with height and width exchanged"] = turned
-        known = getattr(item, "second_per_grid", None)
-        for seconds in [] if known is None else [known / 2, known * 2, known / 4, known * 4, 0.5, 1.0, 2.0]:
-            name = f"{round(seconds * 1e9):064x}"
-            other = msgspec.structs.replace(item, second_per_grid=seconds, identity=name)
-            others[f"time steps of {seconds:g} s, not {known:g} s,"] = other
-        for text, other in others.items():
-            yield showing(case, f"{text} in {described(span)}", [(span, other)])
 
 
 def rotary_buffers(model: Any) -> list[tuple[Any, str]]:
@@ -337,7 +317,6 @@ _SECTIONS: Final[Mapping[str, Callable[[int, list[int]], int]]] = {
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "positions": positions,
-    "grid": grid,
     "rotary base": rotary,
 }
 """Changes to try, by row."""

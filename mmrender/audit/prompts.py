@@ -27,7 +27,7 @@ _WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\
 
 
 class Blocks(NamedTuple):
-    """Parts of prompts that templates, clients and limits write otherwise.
+    """Parts of prompts that templates, clients and limits write otherwise, and how.
 
     Attributes:
         row: The row that tries them.
@@ -55,96 +55,113 @@ class Blocks(NamedTuple):
     whole: bool = False
     twice: bool = False
 
+    def edits(self, case: Case) -> Iterator[tuple[str, list[Edit]]]:
+        """Yield edits that leave tokens out, repeat them, add some or replace one, by description."""
+        noun, blocks = self.noun, self.blocks
+        shortest = min(stop - start for start, stop in blocks)
+        runs = {f"the {n} token(s) before {noun}": [(a - n, a) for a, _ in blocks] for n in _to(self.before)}
+        runs |= {f"the {n} token(s) after {noun}": [(b, b + n) for _, b in blocks] for n in _to(self.after)}
+        for n in _to(min(self.inside, shortest - 1)):
+            runs[f"the first {n} token(s) of {noun}"] = [(a, a + n) for a, _ in blocks]
+            runs[f"the last {n} token(s) of {noun}"] = [(b - n, b) for _, b in blocks]
+        runs |= {noun: list(blocks)} if self.inside or self.whole else {}
+        for which, some in runs.items():
+            yield f"lacked {which}", [(a, b, []) for a, b in some]
+        again = {noun: list(blocks)} if self.twice else {}
+        again |= {
+            f"the {n} token(s) before {noun}": [(a - n, a) for a, _ in blocks]
+            for n in _to(min(self.before, 4))[1:]
+        }
+        for which, some in again.items():
+            if some[0][0] >= 0:
+                yield f"had {which} twice", [(b, b, part(case.sample, a, b, sampled=False)) for a, b in some]
+        for ids in self.fillers:
+            more = said(case, ids)
+            if self.before:
+                yield f"had {more} before {noun}", [(a, a, ids) for a, _ in blocks]
+            if self.after:
+                yield f"had {more} after {noun}", [(b, b, ids) for _, b in blocks]
+            if self.inside and len(ids) == 1:
+                what = f"had {name_of(case, ids[0])} for the last token of {noun}"
+                yield what, [(b - 1, b, ids) for _, b in blocks]
 
-def _edits_at(case: Case, at: Blocks) -> Iterator[tuple[str, list[Edit]]]:
-    """Yield prompts with tokens less or more beside some blocks, or in them."""
-    starts, stops = map(list, zip(*at.blocks, strict=True))
-    shortest = min(stop - start for start, stop in at.blocks)
-    for count in range(1, at.before + 1):
-        yield f"lacked the {count} token(s) before {at.noun}", [(s - count, s, []) for s in starts]
-    for count in range(1, at.after + 1):
-        yield f"lacked the {count} token(s) after {at.noun}", [(e, e + count, []) for e in stops]
-    for count in range(1, min(at.inside, shortest - 1) + 1):
-        yield f"lacked the first {count} token(s) of {at.noun}", [(s, s + count, []) for s in starts]
-        yield f"lacked the last {count} token(s) of {at.noun}", [(e - count, e, []) for e in stops]
-    if at.inside or at.whole:
-        yield f"lacked {at.noun}", [(start, stop, []) for start, stop in at.blocks]
-    if at.twice:
-        again = [part(case.sample, start, stop, sampled=False) for start, stop in at.blocks]
-        yield f"had {at.noun} twice", [(e, e, one) for e, one in zip(stops, again, strict=True)]
-    for ids in at.fillers:
-        if at.before:
-            yield f"had {said(case, ids)} before {at.noun}", [(start, start, ids) for start in starts]
-        if at.after:
-            yield f"had {said(case, ids)} after {at.noun}", [(stop, stop, ids) for stop in stops]
-        if at.inside and len(ids) == 1:
-            yield f"ended {at.noun} with {said(case, ids)}", [(e - 1, e, ids) for e in stops]
-    for count in range(2, min(at.before, 4) + 1):
-        twice: list[Edit] = [(s, s, case.sample.token_ids[max(s - count, 0) : s].tolist()) for s in starts]
-        yield f"had the {count} token(s) before {at.noun} twice", twice
-
-
-def _beside(row: str, case: Case) -> Iterator[Trial]:
-    """Yield the edits of a row's blocks that leave images and sampled tokens whole."""
-    for at in blocks(case):
-        mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (at.since or 0))
-        for text, edits in _edits_at(case, at) if at.row == row and at.blocks else ():
+    def trials(self, case: Case) -> Iterator[Trial]:
+        """Yield the edits that leave images and sampled tokens whole."""
+        mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (self.since or 0))
+        for text, edits in self.edits(case) if self.blocks else ():
             rising = all(first[1] <= second[0] for first, second in pairwise(edits))
             if edits[0][0] < 0 or not rising or any(mask[a:b].any() for a, b, _ in edits):
                 continue
-            yield prompt_trial(case, text, edits, at.since)
-            if at.own and len(edits) == len(case.departing_runs) > 1:
+            yield prompt_trial(case, text, edits, self.since)
+            if self.own and len(edits) == len(case.departing_runs) > 1:
                 yield _own_trial(case, text, [[edit] for edit in edits])
 
 
-def blocks(case: Case) -> Iterator[Blocks]:
-    """Yield the parts of the prompts of a case."""
-    sample, ids = case.sample, case.sample.token_ids
-    common, last = _fillers(case), int(ids[case.runs[0][0] - 1])
+def _to(count: int) -> range:
+    return range(1, count + 1)
+
+
+def _beside(row: str, case: Case) -> Iterator[Trial]:
+    """Yield the trials of a row's blocks."""
+    kinds = _completions, _images, _history, _turns, _messages
+    for at in chain.from_iterable(kind(case) for kind in kinds):
+        if at.row == row:
+            yield from at.trials(case)
+
+
+def _completions(case: Case) -> Iterator[Blocks]:
+    """Yield the beginning of the sample, and generation prompts."""
+    common, last = _fillers(case), int(case.sample.token_ids[case.runs[0][0] - 1])
     special = [[token] for token in specials(case) if [token] not in common]
     yield Blocks("opening", "the beginning", [(0, 0)], after=1, fillers=special, since=0)
+    departing = [case.runs[number] for number in case.departing_runs]
     for runs, which in scopes(case):
         noun = f"{which.replace('all', 'each').replace('ions', 'ion')}, in the generation prompt,"
-        whole = runs is case.runs or len(case.departing_runs) == 1
+        whole = runs is case.runs or len(departing) == 1
         more = [few for one in special if whole for few in (one, [*one, last])]
         yield Blocks("generation prompt", noun, runs, before=8, fillers=common + more, own=True)
-    departing = [case.runs[number] for number in case.departing_runs]
     if 1 < len(departing) < len(case.runs):
         yield Blocks("generation prompt", "each completion, in the generation prompt,", departing, before=8)
-    yield from _images(case)
-    if number := case.departing_runs[0]:
-        runs, since = case.runs[:number], case.runs[number - 1][1]
-        for some, which in ((runs, "each earlier completion"), (runs[-1:], f"completion {number - 1}")):
-            if some is not runs or number > 1:
-                yield Blocks("history", which, some, 1, 4, _MAX_CUT, common, since)
-                kept = [(start, stop - 1) for start, stop in some]
-                noun = f"{which}, but for its stop token"
-                yield Blocks("history", noun, kept, inside=_MAX_CUT, since=since)
-        if number == 1:
-            yield Blocks("history", "earlier turns' completion", runs, 0, 0, 0, common, since)
-    yield from _turns(case)
-    if headers := heads(case):
-        roles = dict.fromkeys(int(ids[start + 1]) for start, _ in headers)
-        by_role = {"each message": headers}
-        for role in [*roles][:_MAX_ROLES]:
-            own = [head for head in headers if ids[head[0] + 1] == role]
-            by_role[f"each message of {name_of(case, role)}"] = own
-        for which, chosen in by_role.items():
-            ends = [(stop, stop) for _, stop in chosen]
-            noun = f"the text of {which}, in its header,"
-            is_own = chosen is headers or chosen[-1][1] in (start for start, _ in case.runs)
-            more = common if is_own else [[token] for token in _commonest(case)]
-            yield Blocks("opening", noun, ends, before=headers[0][1] - headers[0][0], fillers=more, since=0)
+
+
+def _history(case: Case) -> Iterator[Blocks]:
+    """Yield earlier completions."""
+    number, common = case.departing_runs[0], _fillers(case)
+    runs, since = case.runs[:number], case.runs[number - 1][1]
+    for some in [runs, runs[-1:]][:number]:
+        which = "each earlier completion" if some is runs else f"completion {number - 1}"
+        yield Blocks("history", which, some, 1, 4, _MAX_CUT, common, since)
+        kept = [(start, stop - 1) for start, stop in some]
+        yield Blocks("history", f"{which}, but for its stop token", kept, inside=_MAX_CUT, since=since)
+
+
+def _messages(case: Case) -> Iterator[Blocks]:
+    """Yield the headers and ends of messages."""
+    ids, common, headers = case.sample.token_ids, _fillers(case), heads(case)
+    own_role = next((ids[at + 1] for at, stop in headers if stop == case.runs[0][0]), None)
+    roles: dict[int, list[tuple[int, int]]] = {}
+    for head in headers:
+        roles.setdefault(int(ids[head[0] + 1]), []).append(head)
+    named = {f"each message of {name_of(case, role)}": own for role, own in [*roles.items()][:_MAX_ROLES]}
+    for which, chosen in ({"each message": headers} | named).items() if headers else ():
+        ends = [(stop, stop) for _, stop in chosen]
+        is_own = chosen is headers or chosen[-1][1] in (start for start, _ in case.runs)
+        more = common if is_own else [[token] for token in _commonest(case)]
+        noun = f"the text of {which}, in its header,"
+        yield Blocks("opening", noun, ends, before=headers[0][1] - headers[0][0], fillers=more, since=0)
+    # Headers of completions have another role.
+    places = [(at + 1, at + 2) for at, _ in roles.get(own_role, [])] if own_role is not None else []
+    others = [[token] for token in _commonest(case) if token != own_role]
+    yield Blocks("generation prompt", "the role in generation prompts", places, inside=1, fillers=others)
     # The stop token closes messages too.
-    free, stop = ~sample.loss_mask, ids[case.runs[0][1] - 1]
-    ends = [(at, at + 1) for at in range(1, len(sample)) if free[at] and ids[at] == stop and free[at - 1]]
-    for some in ([ends] if len(ends) > 1 else []) + [[one] for one in ends[:_MAX_CANDIDATES]]:
-        which = "the end of each message" if len(some) > 1 else f"the end of the message at {some[0][0]}"
-        several = len(some) > 1
-        yield Blocks("prompt text", which, some, 8 if several else 4, fillers=common if several else ())
-    lasts = [
-        max((end for end in ends if end[0] < case.runs[n][0]), default=(0, 0)) for n in case.departing_runs
-    ]
+    stop = ids[case.runs[0][1] - 1]
+    ends = [(a, a + 1) for a in range(1, len(ids)) if case.free[a] and ids[a] == stop and case.free[a - 1]]
+    if len(ends) > 1:
+        yield Blocks("prompt text", "the end of each message", ends, before=8, fillers=common)
+    for end in ends[:_MAX_CANDIDATES]:
+        yield Blocks("prompt text", f"the end of the message at {end[0]}", [end], before=4)
+    starts = [case.runs[number][0] for number in case.departing_runs]
+    lasts = [max((end for end in ends if end[0] < start), default=(0, 0)) for start in starts]
     if len(lasts) > 1:
         yield Blocks("prompt text", "the end of the last message", lasts, before=8, own=True)
 
@@ -166,19 +183,6 @@ def _commonest(case: Case) -> list[int]:
     return [token for token in order if token not in held][:_MAX_COMMON]
 
 
-def _other_role(case: Case) -> Iterator[Trial]:
-    """Yield generation prompts, and headers of earlier completions, with another role."""
-    ids, start = case.sample.token_ids, case.runs[0][0]
-    first = next((at for at, stop in heads(case) if stop == start), None)
-    if first is None:
-        return
-    role = ids[first + 1]
-    places = [at + 1 for at, _ in heads(case) if ids[at + 1] == role]
-    for token in (token for token in _commonest(case) if token != role):
-        text = f"had {name_of(case, token)} for {name_of(case, int(role))}, the role in generation prompts,"
-        yield prompt_trial(case, text, [(at, at + 1, [token]) for at in places])._replace(fitted=1)
-
-
 def _fillers(case: Case) -> list[list[int]]:
     """Return tokens that may have been added: those at borders of the sample, and texts of templates."""
     sample, (by_text, _) = case.sample, pieces(case)
@@ -198,7 +202,7 @@ def prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None
     mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
     changed = edited(replace(case.sample, loss_mask=mask), edits)
     since = first if since is None else since
-    return Trial(f"the sampler's prompt {text}", changed, token=first, since=since)
+    return Trial(f"the sampler's prompt {text}", changed, since=since)
 
 
 def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
@@ -211,7 +215,7 @@ def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
         alone = part(case.of_run(number), 0, case.runs[number][1])
         parts.append(Trial("", edited(alone, own)))
     what, since = f"the sampler's prompt {text} when it was sampled", edits[0][0][0]
-    return Trial(what, parts=parts, token=since, since=since)
+    return Trial(what, parts=parts, since=since)
 
 
 def bounds(case: Case, stop: int | None = None) -> list[int]:
@@ -423,7 +427,6 @@ def _others_prompt(case: Case) -> Iterator[Trial]:
                 yield Trial(
                     f"completion {number} was sampled after the prompt of {name}",
                     joined([prompt, part(sample, start, len(sample))], sample),
-                    token=start,
                     until=None if last else stop + len(prompt) - start,
                 )
         before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
@@ -462,7 +465,7 @@ def _alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
             text = f"the sampler's prompt was built by {name}: the tokens part at {first}"
             text = f"the sampler saw the images or clips of {name}" if of_media else text
             since = min(first, *(span.start for span in case.sample.media_spans), len(case.sample))
-            yield Trial(text, replace(other, logprobs=logprobs), token=first, since=since)
+            yield Trial(text, replace(other, logprobs=logprobs), since=since)
 
 
 def _without_media(sample: TrainingSample) -> Array:
@@ -476,7 +479,7 @@ def _without_media(sample: TrainingSample) -> Array:
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
     "history": partial(_beside, "history"),
     "opening": _opening,
-    "generation prompt": lambda case: chain(_beside("generation prompt", case), _other_role(case)),
+    "generation prompt": partial(_beside, "generation prompt"),
     "image places": _image_places,
     "prompt text": _texts,
     "another's prompt": _others_prompt,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -85,10 +85,7 @@ def views(case: Case) -> list[View]:
     compared, found = case.compared, []
     beyond = compared.beyond(case.tolerance)
     for number in case.departing_runs:
-        start, stop = case.runs[number]
-        inside = np.flatnonzero(
-            (compared.positions[case.rows] >= start) & (compared.positions[case.rows] < stop)
-        )
+        inside = np.flatnonzero(np.isin(case.rows, np.r_[case.rows_of(number)]))
         rows = case.rows[inside]
         if len(rows):
             logits, places = case.logits[inside], compared.positions[rows]
@@ -98,34 +95,31 @@ def views(case: Case) -> list[View]:
     return found
 
 
-_FORMS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "probabilities were recorded, not their logarithms,": np.exp,
-    "log-probabilities were recorded with the opposite sign": np.negative,
-    "logarithms to the base 2 were recorded": lambda own: own / np.log(2),
-    "logarithms to the base 10 were recorded": lambda own: own / np.log(10),
-    "running sums of log-probabilities (cumulative_logprob) were recorded": np.cumsum,
-    "each token was given its completion's mean": lambda own: np.full_like(own, own.mean()),
-    "each token was given its completion's sum": lambda own: np.full_like(own, own.sum()),
-}
-
-
 def _forms(view: View) -> Iterator[Recorded]:
-    logs = view.logits.log_softmax(-1)
+    own, logs = view.trainer, view.logits.log_softmax(-1)
     entropy = (logs.exp() * logs).sum(-1).cpu().numpy()
-    forms = {text: np.asarray(rule(view.trainer), np.float32) for text, rule in _FORMS.items()}
-    forms["the likeliest (top-1) token's log-probability was recorded, not the sampled one's,"] = (
-        logs.amax(-1).cpu().numpy()
-    )
-    forms["entropies with the opposite sign were recorded, not log-probabilities,"] = entropy
-    forms["entropies were recorded, not log-probabilities,"] = -entropy
-    raw = view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
-    forms["logits were recorded, which are not normalised,"] = raw
-    pairs = np.arange(len(view.trainer)) ^ 1
-    if len(pairs) > 2:  # two in reverse order are also shifted by one place
-        forms["log-probabilities were recorded in reverse order"] = view.trainer[::-1]
-        if pairs[-1] < len(pairs):
-            forms["log-probabilities of neighbours were exchanged"] = view.trainer[pairs]
-    yield from (Recorded(f"{text} in {{}}", values) for text, values in forms.items())
+    forms = {
+        "probabilities were recorded, not their logarithms,": np.exp(own),
+        "log-probabilities were recorded with the opposite sign": -own,
+        "logarithms to the base 2 were recorded": own / np.log(2),
+        "logarithms to the base 10 were recorded": own / np.log(10),
+        "running sums of log-probabilities (cumulative_logprob) were recorded": np.cumsum(own),
+        "each token was given its completion's mean": np.full_like(own, own.mean()),
+        "each token was given its completion's sum": np.full_like(own, own.sum()),
+        "the likeliest (top-1) token's log-probability was recorded, not the sampled one's,": (
+            logs.amax(-1).cpu().numpy()
+        ),
+        "entropies with the opposite sign were recorded, not log-probabilities,": entropy,
+        "entropies were recorded, not log-probabilities,": -entropy,
+        "logits were recorded, which are not normalised,": (
+            view.logits.gather(1, view.tokens)[:, 0].cpu().numpy()
+        ),
+    }
+    if len(own) > 2:  # two in reverse order are also shifted by one place
+        forms["log-probabilities were recorded in reverse order"] = own[::-1]
+        if len(own) % 2 == 0:
+            forms["log-probabilities of neighbours were exchanged"] = own[np.arange(len(own)) ^ 1]
+    yield from (Recorded(text, values) for text, values in forms.items())
 
 
 def _missing(view: View) -> Iterator[Recorded]:
@@ -135,7 +129,7 @@ def _missing(view: View) -> Iterator[Recorded]:
     if len(values) != 1 or (value := values.pop()) != value:
         return
     expected, count = np.where(departing, np.float32(value), view.trainer), int(departing.sum())
-    text = f"{value:g} was recorded in place of {count} log-probabilities in {{}}"
+    text = f"{value:g} was recorded in place of {count} log-probabilities"
     if (sampler == np.float32(value)).all() or (count > 3 and value.is_integer()):
         yield Recorded(text, expected)
     elif value == 0:  # a remarkable number by itself
@@ -144,9 +138,9 @@ def _missing(view: View) -> Iterator[Recorded]:
     elif value.is_integer() and abs(value) >= _REMARKABLE:
         yield Recorded(f"{text}: a placeholder for none", expected, -1)
     elif count > 1 and view.trainer[departing].max() < value - view.case.tolerance:
-        yield Recorded(f"log-probabilities below {value:g} were recorded as that in {{}}", expected)
+        yield Recorded(f"log-probabilities below {value:g} were recorded as that", expected)
     elif count > 1 and view.trainer[departing].min() > value + view.case.tolerance:
-        yield Recorded(f"log-probabilities above {value:g} were recorded as that in {{}}", expected)
+        yield Recorded(f"log-probabilities above {value:g} were recorded as that", expected)
 
 
 def _rounded(view: View) -> Iterator[Recorded]:
@@ -155,18 +149,18 @@ def _rounded(view: View) -> Iterator[Recorded]:
     for name, zero, unit in (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11)):
         bound = 8 * unit * np.maximum(1, np.abs(own)) + view.case.tolerance
         if not (bits & ((1 << zero) - 1)).any() and (np.abs(view.sampler - own) <= bound).all():
-            text = f"log-probabilities were computed or recorded in {name} in {{}}"
+            text = f"log-probabilities were computed or recorded in {name}"
             yield Recorded(text, view.sampler.copy())
             return
     for count in range(4):
-        yield Recorded(f"log-probabilities were rounded to {count} decimals in {{}}", np.round(own, count))
+        yield Recorded(f"log-probabilities were rounded to {count} decimals", np.round(own, count))
     for count in range(1, 5):
         digits = [float(f"{value:.{count}g}") for value in own.tolist()]
-        text = f"log-probabilities were rounded to {count} significant digits in {{}}"
+        text = f"log-probabilities were rounded to {count} significant digits"
         yield Recorded(text, np.asarray(digits, np.float32))
         with np.errstate(divide="ignore"):
             logs = np.log(np.round(np.exp(own.astype(np.float64)), count + 1))
-        text = f"probabilities were rounded to {count + 1} decimals before their logarithm in {{}}"
+        text = f"probabilities were rounded to {count + 1} decimals before their logarithm"
         yield Recorded(text, logs.astype(np.float32))
 
 
@@ -174,7 +168,7 @@ def _of_rounded_logits(view: View) -> Iterator[Recorded]:
     import torch
 
     for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
-        text = f"logits were rounded to {name} before their softmax in {{}}"
+        text = f"logits were rounded to {name} before their softmax"
         yield Recorded(text, view.of(view.logits.to(dtype).float()))
 
 
@@ -208,27 +202,27 @@ def _late(view: View) -> Iterator[Recorded]:
     last = len(own) - int(view.departing[::-1].argmax())
     for by in range(1, last - first):
         order = np.concatenate([own[:first], np.roll(own[first:last], by), own[last:]])
-        what = f"log-probabilities {first} to {last - 1} are two chunks in each other's place in {{}}"
+        what = f"log-probabilities {first} to {last - 1} are two chunks in each other's place"
         yield Recorded(what, view.trainer[order], 1)
     for by in (by for by in range(-_MAX_LATE, _MAX_LATE + 1) if by and first):
         what = "a chunk of them came twice" if by > 0 else "a chunk of them was lost"
-        text = f"the log-probabilities are {_moved(by)} from token {first} on, as if {what}, in {{}}"
+        text = f"the log-probabilities are {_moved(by)} from token {first} on, as if {what},"
         yield Recorded(text, _laid(view.trainer, own - np.where(own >= first, by, 0)), 1)
 
 
 def _of_another(view: View) -> Iterator[Recorded]:
     """Yield the numbers of another completion, of this sample or of another one."""
     case, own = view.case, np.arange(len(view.rows))
-    runs = [(case.compared.positions >= a) & (case.compared.positions < b) for a, b in case.runs]
+    runs = [case.compared.trainer[case.rows_of(number)] for number in range(len(case.runs))]
     for by in range(1, len(runs)):
-        others = np.concatenate([case.compared.trainer[run] for run in [*runs[by:], *runs[:by]]])
-        text = f"the log-probabilities of completions are in another order, from completion {by} on, in {{}}"
+        others = np.concatenate([*runs[by:], *runs[:by]])
+        text = f"the log-probabilities of completions are in another order, from completion {by} on,"
         yield Recorded(text, others[view.rows])
     for peer in [case.compared, *case.peers]:
         name = peer.sample.sample_id or "another sample"
         of = "" if peer is case.compared else f" of {name}"
         if of:  # one after another, whatever the lengths of the completions
-            text = f"the log-probabilities are the numbers of {name} in {{}}"
+            text = f"the log-probabilities are the numbers of {name}"
             yield Recorded(text, _laid(peer.trainer, view.rows))
         for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
             if peer is not case.compared or other != view.number:
@@ -249,60 +243,53 @@ def _scaled(view: View) -> Iterator[Recorded]:
         text = f"{epsilon:.3g} (epsilon) was added to probabilities before their logarithm"
         numbers[text] = np.log(np.exp(own) + epsilon)
     numbers[f"{offset:+.4g} was added to log-probabilities"] = own + offset
-    yield from (Recorded(f"{text} in {{}}", one.astype(np.float32), 1) for text, one in numbers.items())
+    yield from (Recorded(f"{text}", one.astype(np.float32), 1) for text, one in numbers.items())
 
 
-class _Step(NamedTuple):
-    """A step between logits and log-probabilities with one number, and the number's bounds."""
-
-    text: str
-    rule: Callable[[Any, float, Any], Any]
-    low: float
-    high: float
-    everywhere: bool = False
-    own: float = 0.0
+_Step: TypeAlias = tuple[str, Callable[[Any, float, Any], Any], float, float, bool, float]
+"""A step from logits with one number: its text and rule, the number's bounds, whether
+the prompt's tokens count, and the number that changes nothing."""
 
 
 def _repetition(logits: Any, value: float, counts: Any) -> Any:
     return (logits / value).where(logits > 0, logits * value).where(counts > 0, logits)
 
 
-def _capped(logits: Any, value: float, _: Any) -> Any:
-    return value * (logits / value).tanh()
+_STEPS: Final[Mapping[str, Sequence[_Step]]] = {
+    "soft cap": [
+        ("after logits were capped softly at", lambda own, n, _: n * (own / n).tanh(), 0.5, 200.0, False, 0.0)
+    ],
+    "temperature": [("at temperature", lambda own, n, _: own / n, 0.02, 50.0, False, 1.0)],
+    "penalty": [
+        (f"after a {name} penalty{', the prompt included,' * where} of", rule, low, 5.0, where, own)
+        for name, rule, low, own in (
+            ("repetition", _repetition, 0.2, 1.0),
+            ("presence", lambda own, n, counts: own - n * (counts > 0), 0.01, 0.0),
+            ("frequency", lambda own, n, counts: own - n * counts, 0.01, 0.0),
+        )
+        for where in (False, True)
+    ],
+}
 
 
-_CAP: Final = (_Step("after logits were capped softly at", _capped, 0.5, 200.0),)
-_TEMPERATURE: Final = (_Step("at temperature", lambda logits, value, _: logits / value, 0.02, 50.0, own=1.0),)
-_PENALTIES: Final = tuple(
-    _Step(f"after a {name} penalty{where} of", rule, low, 5.0, bool(where), own)
-    for name, rule, low, own in (
-        ("repetition", _repetition, 0.2, 1.0),
-        ("presence", lambda logits, value, counts: logits - value * (counts > 0), 0.01, 0.0),
-        ("frequency", lambda logits, value, counts: logits - value * counts, 0.01, 0.0),
-    )
-    for where in ("", ", the prompt included,")
-)
-
-
-def _stepped(steps: tuple[_Step, ...], view: View) -> Iterator[Recorded]:
+def _stepped(name: str, view: View) -> Iterator[Recorded]:
     """Yield the distribution after a step of the sampler with one number, the best of a search."""
     chosen = np.flatnonzero(view.departing & np.isfinite(view.sampler))
     if len(chosen) < 3:
         return
     chosen = chosen[:: max(1, len(chosen) // _MAX_FITTED)]
-    some = view._replace(logits=view.logits[chosen], tokens=view.tokens[chosen])
-    target = view.sampler[chosen]
+    some, target = view._replace(logits=view.logits[chosen], tokens=view.tokens[chosen]), view.sampler[chosen]
     before = float(np.abs(target - view.trainer[chosen]).mean())
-    for step in steps:
-        counts = view.counts(step.everywhere)
+    for text, rule, low, high, everywhere, own in _STEPS[name]:
+        counts = view.counts(everywhere)
 
-        def losses(values: Sequence[float], step: _Step = step, counts: Any = counts[chosen]) -> list[float]:
-            numbers = (some.of(step.rule(some.logits, value, counts)) for value in values)
+        def losses(values: Sequence[float], rule: Any = rule, counts: Any = counts[chosen]) -> list[float]:
+            numbers = (some.of(rule(some.logits, value, counts)) for value in values)
             return [float(np.abs(one - target).mean()) for one in numbers]
 
-        value = minimum(losses, step.low, step.high, points=24, enough=before, own=step.own)
-        expected = view.of(step.rule(view.logits, value, counts))
-        yield Recorded(f"the log-probabilities are those {step.text} {value:.4g} in {{}}", expected, 1)
+        value = minimum(losses, low, high, points=24, enough=before, own=own)
+        expected = view.of(rule(view.logits, value, counts))
+        yield Recorded(f"the log-probabilities are those {text} {value:.4g}", expected, 1)
 
 
 def _decayed(view: View) -> Iterator[Recorded]:
@@ -326,7 +313,7 @@ def _decayed(view: View) -> Iterator[Recorded]:
                 factor, logits = float(np.median(some)), view.logits.clone()
                 logits[:, stop] += view.logits[:, stop].abs() * logits.new_tensor(factor**powers - 1)
                 what = f"the logit of the stop token {name_of(view.case, stop)} grew by {factor:.4g} a token"
-                text = f"{what} after {start} tokens (exponential_decay_length_penalty) in {{}}"
+                text = f"{what} after {start} tokens (exponential_decay_length_penalty)"
                 yield Recorded(text, view.of(logits), 2)
 
 
@@ -345,34 +332,36 @@ def _truncated(view: View) -> Iterator[Recorded]:
         ordered = logprobs.gather(1, (surprise if typical else -logprobs).argsort(-1))
         masses = ordered.exp().cumsum(-1)
         wanted = (own - target).exp().clamp(max=1.0)  # the mass that is left, by which an engine divides
-        size = (masses - wanted[:, None]).abs().argmin(-1)
-        kept = masses.gather(1, size[:, None])[:, 0]
+        last = (masses - wanted[:, None]).abs().argmin(-1, keepdim=True)
+        kept = masses.gather(1, last)[:, 0]
         expected = (own - kept.log()).cpu().numpy()
         fits = ~(np.abs(expected - view.sampler) > view.case.tolerance)
         # Nothing was cut off if the remaining mass is the whole mass.
         if not fits.all() or float(kept.log().abs().max()) <= view.case.tolerance:
             continue
-        before = torch.where(size > 0, masses.gather(1, (size - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-        last = (ordered.gather(1, size[:, None])[:, 0] - ordered[:, 0]).exp()
-        beyond = (size + 1).clamp(max=ordered.shape[1] - 1)
-        after = (ordered.gather(1, beyond[:, None])[:, 0] - ordered[:, 0]).exp()
-        is_mass = float(before.max()) <= float(kept.min()) + 1e-4
-        if typical or (int(size.min()) != int(size.max()) and is_mass):
-            name = "typical_p" if typical else "top_p"
-            rule = f"{name} between {float(before.max()):.4g} and {float(kept.min()):.4g}" if is_mass else ""
-        elif int(size.min()) == int(size.max()):
-            rule = f"top_k of {int(size[0]) + 1}"
-        elif float(after.max()) <= float(last.min()):
-            rule = f"min_p between {float(after.max()):.4g} and {float(last.min()):.4g}"
-        elif float(ordered.gather(1, beyond[:, None]).max()) <= float(ordered.gather(1, size[:, None]).min()):
-            rule = "epsilon_cutoff, one least probability for all tokens"
-        elif int(size.max()) < _MAX_KEPT and view.case.tolerance < _CLOSE:
-            rule = f"several of top_k (up to {int(size.max()) + 1}), top_p and min_p"
+        ranks = torch.arange(1, masses.shape[1] + 1, device=masses.device).expand_as(masses)
+        # What a rule compares with its number, from the likeliest token on, and how far that may be off.
+        rules: dict[str, tuple[Any, float]] = {
+            "top_k of {:.0f}": (ranks, -0.5),
+            "top_p between {:.4g} and {:.4g}": (masses - ordered.exp(), 1e-4),
+            "min_p between {3:.4g} and {2:.4g}": (ordered[:, :1] - ordered, 0.0),
+            "epsilon_cutoff between {3:.4g} and {2:.4g}, a least probability": (-ordered, 0.0),
+        }
+        if typical:
+            rules = {"typical_p between {:.4g} and {:.4g}": rules["top_p between {:.4g} and {:.4g}"]}
+        size, rule = int(last.max()) + 1, ""
+        for text, (values, slack) in rules.items():
+            low = float(values.gather(1, last).max())
+            high = float(values.gather(1, (last + 1).clamp(max=values.shape[1] - 1)).min())
+            if low <= high + slack:
+                rule = text.format(low, high, np.exp(-low), np.exp(-high))
+                break
         else:
-            rule = ""
+            if not typical and size <= _MAX_KEPT and view.case.tolerance < _CLOSE:
+                rule = f"several of top_k (up to {size}), top_p and min_p"
         if rule:
             at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
-            yield Recorded(f"the log-probabilities are those after {rule}{at} in {{}}", expected)
+            yield Recorded(f"the log-probabilities are those after {rule}{at}", expected)
 
 
 def _other_support(view: View) -> Iterator[Recorded]:
@@ -383,7 +372,7 @@ def _other_support(view: View) -> Iterator[Recorded]:
 
     def without(text: str, lost: Any, fitted: int = 0) -> Recorded:
         """Return the numbers of a distribution that lost a share of its mass at each token."""
-        return Recorded(f"{text} in {{}}", (own - np.log((1 - lost).clip(1e-12))).astype(np.float32), fitted)
+        return Recorded(f"{text}", (own - np.log((1 - lost).clip(1e-12))).astype(np.float32), fitted)
 
     banned_by = "forbidden (logit_bias, bad_words) and could not be sampled"
     media = sorted(token for token in _media_tokens(view.case) if token < probabilities.shape[1])
@@ -490,7 +479,7 @@ def _biased(view: View) -> Iterator[Recorded]:
         logits = view.logits.clone()
         logits[:, token] += bias
         yield Recorded(
-            f"token {token} had a bias of {bias:.3g} on its logit (logit_bias) in {{}}", view.of(logits), 2
+            f"token {token} had a bias of {bias:.3g} on its logit (logit_bias)", view.of(logits), 2
         )
 
 
@@ -506,7 +495,7 @@ def _restricted(view: View) -> Iterator[Recorded]:
     if below and (certain >= max(2, departing.sum() / 2) or _is_over_one_set(view)):
         text = (
             "the sampler was restricted to a grammar or a few tokens, and its numbers are of these: "
-            f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain}, in {{}}"
+            f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain},"
         )
         yield Recorded(text, np.where(departing, sampler, view.trainer))
 
@@ -534,12 +523,11 @@ READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "chunk": _late,
     "another's numbers": _of_another,
     "scaled": _scaled,
-    "temperature": partial(_stepped, _TEMPERATURE),
-    "penalty": lambda view: chain(_stepped(_PENALTIES, view), _decayed(view)),
     "truncation": _truncated,
     "vocabulary": _other_support,
     "bias": _biased,
-    "soft cap": partial(_stepped, _CAP),
     "restricted": _restricted,
+    **{name: partial(_stepped, name) for name in ("soft cap", "temperature")},
+    "penalty": lambda view: chain(_stepped("penalty", view), _decayed(view)),
 }
 """Numbers to try for a completion, by row."""

@@ -79,36 +79,24 @@ class Comparison:
 
         Args:
             sample: With the sampler's log-probabilities.
-            trainer: Log-probability of each token given the tokens before it, `(len(sample),)`; entry 0 is
-                not used.
+            trainer: Log-probability of each token of the loss mask given the tokens before it: `(m,)`.
 
         Raises:
             TrajectoryError: The shapes differ, or the sample lacks log-probabilities.
         """
-        if sample.logprobs is None or trainer.shape != (len(sample),):
+        positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
+        if sample.logprobs is None or trainer.shape != positions.shape:
             raise TrajectoryError(
                 "sampler and trainer cannot be compared",
                 where=sample.sample_id or "sample",
-                expected=f"log-probabilities of shape ({len(sample)},) from both",
+                expected=f"log-probabilities of shape ({len(positions)},) from both",
                 got="none in the sample" if sample.logprobs is None else f"shape {trainer.shape}",
             )
-        positions = np.flatnonzero(sample.loss_mask).astype(np.int32)
-        return cls(sample, positions, sample.logprobs[positions], trainer[positions].astype(np.float32))
-
-    @classmethod
-    def of_sampled(cls, sample: TrainingSample, trainer: Float32Array) -> "Comparison":
-        """Compare the tokens in the sample's loss mask, `trainer` being of shape `(m,)`. See `of`."""
-        whole = np.zeros(len(sample), np.float32)
-        whole[sample.loss_mask] = trainer
-        return cls.of(sample, whole)
+        return cls(sample, positions, sample.logprobs[positions], trainer.astype(np.float32))
 
     def before(self, stop: int) -> "Comparison":
         """Return the comparison of the tokens before `stop`."""
         return self.of_rows(self.positions < stop)
-
-    def after(self, start: int) -> "Comparison":
-        """Return the comparison of the tokens after `start`."""
-        return self.of_rows(self.positions > start)
 
     def telling(self) -> "Comparison":
         """Return the comparison of the tokens with a probability below 1.
@@ -117,7 +105,7 @@ class Comparison:
         """
         return self.of_rows(self.sampler < 0)
 
-    def of_rows(self, tokens: npt.NDArray[Any]) -> "Comparison":
+    def of_rows(self, tokens: npt.NDArray[Any] | slice) -> "Comparison":
         """Return the comparison of some tokens, by index into `positions` or marks."""
         return Comparison(self.sample, self.positions[tokens], self.sampler[tokens], self.trainer[tokens])
 
@@ -129,16 +117,12 @@ class Comparison:
     @property
     def rms(self) -> float:
         """Root of the mean squared difference; 0.0 without tokens."""
-        return (
-            float(np.sqrt(np.mean(np.square(self.difference, dtype=np.float64))))
-            if len(self.positions)
-            else 0.0
-        )
+        return float(self.size / max(len(self.positions), 1) ** 0.5)
 
     @property
     def size(self) -> float:
         """Root of the sum of squared differences, in nats."""
-        return float(self.rms * len(self.positions) ** 0.5)
+        return float(np.linalg.norm(self.difference.astype(np.float64)))
 
     @property
     def difference(self) -> Float32Array:
@@ -149,14 +133,8 @@ class Comparison:
     @property
     def largest(self) -> float:
         """Largest absolute difference. Infinite if a number is not finite, 0.0 without tokens."""
-        return self.largest_of(slice(None))
-
-    def largest_of(self, part: slice) -> float:
-        """Largest absolute difference within a slice of `positions`."""
-        difference = self.difference[part]
-        if not np.isfinite(difference).all():
-            return float("inf")
-        return float(np.abs(difference).max(initial=0.0))
+        is_finite = np.isfinite(self.difference).all()
+        return float(np.abs(self.difference).max(initial=0.0)) if is_finite else float("inf")
 
     @property
     def kl(self) -> float:

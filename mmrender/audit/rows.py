@@ -1,7 +1,7 @@
 """Rows of the audit: causes by stage, from `rows.toml`, each with its test."""
 
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ class Row:
         sampler: Remedy on the sampler's side.
         trainer: Remedy on the trainer's side.
         reference: Something real that causes it.
-        trials: Changes to try for a case, each a forward.
+        tests: Each yields changes to try for a case, a forward each.
         readings: Numbers to try for a completion, without a forward. A row without either shows in
             a sample or model by itself.
     """
@@ -36,34 +36,33 @@ class Row:
     sampler: str
     trainer: str
     reference: str
-    trials: Callable[[Case], Iterable[Trial]] | None = None
-    readings: Callable[[View], Iterable[Recorded]] | None = None
+    tests: tuple[Callable[[Case], Iterable[Trial]], ...]
+    readings: Callable[[View], Iterable[Recorded]] | None
 
     @property
     def remedy(self) -> str:
         """Remedies on both sides."""
         return f"sampler: {self.sampler}. Trainer: {self.trainer}"
 
+    def trials(self, case: Case) -> Iterable[Trial]:
+        """Yield the changes to try for a case."""
+        return chain.from_iterable(test(case) for test in self.tests)
+
 
 _MODULES: Final = (prompts, gradients, tokens, pixels, images, positions, computed, weights)
 
 
-def _trials(name: str) -> Callable[[Case], Iterable[Trial]] | None:
-    """Return the changes of all modules for a row."""
-    tests = [module.TESTS[name] for module in _MODULES if name in module.TESTS]
-    return (lambda case: chain.from_iterable(test(case) for test in tests)) if tests else None
-
-
-def _rows() -> tuple[Row, ...]:
+def _rows() -> dict[str, Row]:
     data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rows.toml").read_text("utf-8"))
-    readings = recorded.READINGS
-    return tuple(
-        Row(name, **texts, trials=_trials(name), readings=readings.get(name)) for name, texts in data.items()
-    )
+    tests = {name: tuple(one.TESTS[name] for one in _MODULES if name in one.TESTS) for name in data}
+    readings = recorded.READINGS.get
+    return {
+        name: Row(name, **texts, tests=tests[name], readings=readings(name)) for name, texts in data.items()
+    }
 
 
-ROWS: Final = _rows()
-"""All rows, by stage."""
+ROWS: Final[Mapping[str, Row]] = _rows()
+"""All rows by name, in the order of stages."""
 
 
 def finding_of(
@@ -72,9 +71,9 @@ def finding_of(
     evidence: str,
     sample: TrainingSample,
     *,
-    image: int | None = None,
     token: int | None = None,
+    image: int | None = None,
 ) -> Finding:
     """Return a finding of the row of this name."""
-    row = next(row for row in ROWS if row.name == name)
+    row = ROWS[name]
     return Finding(row.stage, name, statement, evidence, sample.sample_id, row.remedy, image, token)

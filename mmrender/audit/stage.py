@@ -20,6 +20,7 @@ the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
@@ -27,6 +28,7 @@ import numpy as np
 
 from mmrender.audit.case import Array, Trial
 from mmrender.audit.report import STAGES, Stage
+from mmrender.audit.rows import ROWS
 
 MAX_TOKENS: Final = 64
 """Tokens whose differences are weighed."""
@@ -45,36 +47,24 @@ SCALES: Final = (-1.0, 0.5, 0.7, 1.0, 1.4, 2.0)
 GRID: Final = 25
 
 
-class Fault(NamedTuple):
-    """A simulated fault.
-
-    Attributes:
-        stage: Its stage.
-        place: Its place, for a statement.
-        trial: The change.
-        row: Name of its row, if it has one.
-    """
-
-    stage: Stage
-    place: str
-    trial: Trial = Trial("")
-    row: str = ""
-
-
-Effect: TypeAlias = tuple[Fault, Array]
-"""A fault, and the trainer's log-probability less the faulty one of each compared token: float64 `(m,)`."""
+Effect: TypeAlias = tuple[Trial, Array]
+"""A trial, and the trainer's log-probability less the changed one of each compared token: float64 `(m,)`."""
 
 
 class Place(NamedTuple):
-    """The evidence of a stage in nats, and the likeliest fault within it."""
+    """The likeliest place within a stage.
 
-    evidence: float
-    fault: Fault
+    Attributes:
+        stage: The stage.
+        name: For a statement.
+        since: Index of the first token that it can change.
+        evidence: Of the stage, in nats.
+    """
 
-    @property
-    def stage(self) -> Stage:
-        """The stage."""
-        return self.fault.stage
+    stage: Stage
+    name: str
+    since: int = 0
+    evidence: float = 0.0
 
 
 def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Place]:
@@ -85,39 +75,32 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
         effects: Simulated faults.
         noise: Root mean square of differences by arithmetic alone, in nats.
     """
-    noise = max(noise, 1e-5)
-    d = difference.astype(np.float64)
-    groups: dict[tuple[Stage, str], list[Effect]] = {}
-    for fault, change in effects:
+    d, noise, sizes = difference.astype(np.float64), max(noise, 1e-5), np.geomspace(1e-4, 30, GRID)
+    groups: dict[Stage, dict[str, list[Effect]]] = {stage: {} for stage in STAGES}
+    for trial, change in effects:
         if np.isfinite(change).all() and np.abs(change).max(initial=0) > noise:
-            groups.setdefault((fault.stage, fault.place), []).append((fault, change))
-    sizes = np.geomspace(1e-4, 30, GRID)
+            groups[ROWS[trial.row].stage].setdefault(trial.place, []).append((trial, change))
     noisy = _averaged(d, np.eye(len(d)), noise, sizes, 0 * sizes)
-    wholes: dict[Stage, list[tuple[float, Fault]]] = {
-        "recording": [
-            (noisy, Fault("recording", "the recorded numbers")),
-            (_sparse(d, noise), Fault("recording", "a few recorded numbers")),
-        ],
-        "sampling": [(_one_sided(d, noise), Fault("sampling", "the allowed tokens"))],
+    read = {
+        "recording": [(noisy, "the recorded numbers", 0), (_sparse(d, noise), "a few recorded numbers", 0)],
+        "sampling": [(_one_sided(d, noise), "the allowed tokens", 0)],
     }
-    singles: dict[Stage, list[tuple[float, Fault]]] = {}
-    pooled: dict[Stage, list[Array]] = {}
-    for (stage, _), some in groups.items():
-        changes = np.stack([change for _, change in some]).astype(np.float64)
-        faults = [fault for fault, _ in some]
-        wholes.setdefault(stage, []).append((_gaussian(d, changes, noise, stage), faults[0]))
-        pooled.setdefault(stage, []).append(changes)
-        singles.setdefault(stage, []).extend(zip(_single(d, changes, noise).tolist(), faults, strict=True))
     places = []
-    for stage in (stage for stage in STAGES if stage in wholes):
-        parts = [wholes[stage], *([singles[stage]] if stage in singles else [])]
-        if len(pooled.get(stage, [])) > 1:
-            best_of = max(wholes[stage], key=itemgetter(0))[1]
-            parts.append([(_gaussian(d, np.concatenate(pooled[stage]), noise, stage), best_of)])
-        logs = [np.logaddexp.reduce([one for one, _ in part]) - np.log(len(part)) for part in parts]
-        evidence = float(np.logaddexp.reduce(logs) - np.log(len(parts))) + READ.get(stage, 0.0)
-        best = max((entry for part in parts for entry in part), key=itemgetter(0))[1]
-        places.append(Place(evidence, best))
+    for stage, of in groups.items():
+        wholes, singles, pooled = read.get(stage, []), list[tuple[float, str, int]](), list[Array]()
+        for name, some in of.items():
+            pooled.append(np.stack([change for _, change in some]).astype(np.float64))
+            wholes.append((_gaussian(d, pooled[-1], noise, stage), name, some[0][0].since))
+            logs = _single(d, pooled[-1], noise).tolist()
+            singles += [(log, name, trial.since) for log, (trial, _) in zip(logs, some, strict=True)]
+        parts = [part for part in (wholes, singles) if part]
+        if len(pooled) > 1:
+            parts.append([(_gaussian(d, np.concatenate(pooled), noise, stage), *max(wholes)[1:])])
+        if parts:
+            means = [np.logaddexp.reduce([one[0] for one in part]) - np.log(len(part)) for part in parts]
+            evidence = float(np.logaddexp.reduce(means) - np.log(len(parts))) + READ.get(stage, 0.0)
+            _, name, since = max(chain.from_iterable(parts), key=itemgetter(0))
+            places.append(Place(stage, name, since, evidence))
     return sorted(places, key=lambda place: -place.evidence)
 
 

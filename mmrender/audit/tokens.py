@@ -46,7 +46,7 @@ def _final_token(case: Case) -> Iterator[Trial]:
             "the last token of each completion is another stop token: "
             f"the sampler's was {name_of(case, token)}"
         )
-        yield Trial(text, replace(case.sample, token_ids=ids), token=lasts[0], since=lasts[0])
+        yield Trial(text, replace(case.sample, token_ids=ids), since=lasts[0])
     for number in case.departing_runs:
         place = case.runs[number][1] - 1
         for token in _read_off(case, place, sorted(stops)):
@@ -54,7 +54,7 @@ def _final_token(case: Case) -> Iterator[Trial]:
                 f"the last token of completion {number} is another stop token: the sampler's number is that "
                 f"of {name_of(case, token)}, not of {name_of(case, int(case.sample.token_ids[place]))}"
             )
-            yield Trial(text, with_sampled(case.sample, place, [token]), token=place, since=place)
+            yield Trial(text, with_sampled(case.sample, place, [token]), since=place)
 
 
 def _altered(case: Case) -> Iterator[Trial]:
@@ -69,7 +69,7 @@ def _altered(case: Case) -> Iterator[Trial]:
             for start, stop in runs:
                 ids[start:stop] = np.roll(ids[start:stop], by)
             text = f"the sampled tokens of {which} are shifted: the sampler's were {by:+d} place(s)"
-            yield Trial(text, replace(sample, token_ids=ids), token=runs[0][0], since=runs[0][0])
+            yield Trial(text, replace(sample, token_ids=ids), since=runs[0][0])
     stop = case.runs[number][1]
     rest = sample.token_ids[place:stop]
     if len(rest) < 3:  # later tokens must be able to disagree
@@ -79,15 +79,15 @@ def _altered(case: Case) -> Iterator[Trial]:
             f"the token at {place}, in completion {number}, is another: "
             f"the sampler's was {name_of(case, token)}, not {name_of(case, int(rest[0]))}"
         )
-        yield Trial(text, with_sampled(sample, place, [token]), token=place, since=place, fitted=1)
+        yield Trial(text, with_sampled(sample, place, [token]), since=place, fitted=1)
         changed = with_sampled(sample, place, [token, *rest[:-1]])
         text = f"completion {number} lacks a token at {place}: the sampler's was {name_of(case, token)}"
-        yield Trial(text, changed, token=place, since=place, fitted=1)
+        yield Trial(text, changed, since=place, fitted=1)
     for count in (1, 2):
         if len(rest) > count + 2:
             # The last tokens were sampled too, but which is not known.
             text = f"completion {number} has {count} token(s) too many from {place} on"
-            yield Trial(text, with_sampled(sample, place, rest[count:], stop=stop), token=place, since=place)
+            yield Trial(text, with_sampled(sample, place, rest[count:], stop=stop), since=place)
 
 
 def _encoded_again(case: Case) -> Iterator[Trial]:
@@ -107,7 +107,7 @@ def _encoded_again(case: Case) -> Iterator[Trial]:
         values = case.trainer.sampled_of_many([changed for _, changed in laid])
         furthest = place
         for (new, changed), found in zip(laid, values, strict=True):
-            own = None if found is None else Comparison.of_sampled(changed, found).before(stop)
+            own = None if found is None else Comparison.of(changed, found).before(stop)
             departure = None if own is None else own.first_departure(case.tolerance)
             reached = stop if departure is None or own is None else int(own.positions[departure])
             if own is not None and reached > furthest:
@@ -123,7 +123,7 @@ def _encoded_again(case: Case) -> Iterator[Trial]:
         if furthest == stop:
             break
     if said:
-        yield Trial(said, sample, token=case.position, since=case.position, until=stop)
+        yield Trial(said, sample, since=case.position, until=stop)
 
 
 def _laid(sample: TrainingSample, place: int, stop: int, old: int, new: Sequence[int]) -> TrainingSample:

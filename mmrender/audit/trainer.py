@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,8 @@ from mmrender.training.scoring import Scoring
 from mmrender.training.segments import Segment
 from mmrender.trajectory.sample import TrainingSample
 
-
-class _Call(NamedTuple):
-    """A call of a vision tower: the tower's forward, its arguments and its output."""
-
-    own: Callable[..., Any]
-    given: Any
-    output: Any
-
-
+_Call: TypeAlias = tuple[Callable[..., Any], Any, Any]
+"""A call of a vision tower: the tower's forward, its arguments and its output."""
 InputChange: TypeAlias = Callable[[dict[str, Any]], None]
 """Changes the keyword arguments of the model's forward in place."""
 ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
@@ -55,7 +48,8 @@ class TrainerModel:
         self.family = ModelFamily.from_config(model.config)
         self._dtype = dtype or str(model.dtype).removeprefix("torch.")
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last: list[Any] = []  # samples and their batch, since the model is changed many times for one
+        # Samples, their batch and its masks, since the model is changed many times for one.
+        self._last: list[Any] = []
         self._inputs: tuple[InputChange, ...] = ()
         self._changes: tuple[ModelChange, ...] = ()
         self._features: list[_Call] = []
@@ -142,20 +136,23 @@ class TrainerModel:
         """
         out: list[Float32Array | None] = []
         while len(out) < len(samples):
-            changes = positions[len(out) : len(out) + _SAMPLES_AT_ONCE]
-            some = [samples[len(out)]]
-            for sample in samples[len(out) + 1 : len(out) + _SAMPLES_AT_ONCE]:
-                if max(map(len, [*some, sample])) * (len(some) + 1) > _TOKENS_AT_ONCE:
+            some, longest = list[TrainingSample](), 0
+            for sample in samples[len(out) : len(out) + _SAMPLES_AT_ONCE]:
+                longest = max(longest, len(sample))
+                if some and longest * (len(some) + 1) > _TOKENS_AT_ONCE:
                     break
                 some.append(sample)
+            changes = positions[len(out) : len(out) + len(some)]
             places = [np.flatnonzero(sample.loss_mask) for sample in some]
             try:
                 other = self.changed(inputs=partial(_by_row, changes)) if changes else self
                 rows = other._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
-                alone: Sequence[InputChange | None] = changes or [None] * len(some)
-                out += [self.attempt(*entry) for entry in zip(some, alone, strict=False)]
+                out += [
+                    self.attempt(one, *change)
+                    for one, *change in zip(some, changes or len(some) * [None], strict=True)
+                ]
         return out
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
@@ -192,20 +189,13 @@ class TrainerModel:
             hook.remove()
         return torch.stack(slopes).float(), held[0].detach()[0].float()
 
-    def _rows(
-        self,
-        samples: list[TrainingSample],
-        places: list[npt.NDArray[Any]],
-    ) -> list[Any]:
+    def _rows(self, samples: list[TrainingSample], places: list[npt.NDArray[Any]]) -> list[Any]:
         """Return, for the first samples of a batch, the logits that predicted the tokens at their places."""
         import torch
 
-        batch = self._batch(samples)
+        segments = self._batch(samples).segments
         # Nothing predicts the first token, and the value returned for it is not used.
-        columns = [
-            np.maximum(wanted - 1, 0) + segments[0].start
-            for wanted, segments in zip(places, batch.segments, strict=False)
-        ]
+        columns = [np.maximum(own - 1, 0) + row[0].start for own, row in zip(places, segments, strict=False)]
         kept = np.unique(np.concatenate(columns))
         keep = torch.from_numpy(kept).to(self.model.device)
         with torch.inference_mode(), self.ready(samples) as inputs:
@@ -222,14 +212,10 @@ class TrainerModel:
             batch: TrainingBatch = self._last[1]
             return batch
         # Only the model's inputs: masks and numbers of an audited sample may be at fault.
+        masks = [np.zeros(len(one), np.bool_) for one in samples]
         bare = [
-            TrainingSample(
-                one.token_ids,
-                np.zeros(len(one), np.bool_),
-                multi_modal_data=one.multi_modal_data,
-                sample_id=one.sample_id,
-            )
-            for one in samples
+            TrainingSample(one.token_ids, mask, None, one.multi_modal_data, sample_id=one.sample_id)
+            for one, mask in zip(samples, masks, strict=True)
         ]
         features = {*self.family.feature_token_ids.values()}
         batch = collate(
@@ -324,10 +310,10 @@ def _remembering(towers: Sequence[Any], held: list[_Call]) -> Iterator[None]:
         if torch.is_grad_enabled():
             return own(*args, **options)
         given = args, options
-        output = next((one.output for one in held if one.own == own and _same(one.given, given)), None)
+        output = next((old for of, before, old in held if of == own and _same(before, given)), None)
         if output is None:
             output = own(*args, **options)
-            held[:] = [*held[1 - _MAX_FEATURES :], _Call(own, given, output)]
+            held[:] = [*held[1 - _MAX_FEATURES :], (own, given, output)]
         return copy.copy(output)  # models put parts of an output in its place
 
     for tower in towers:
@@ -342,17 +328,14 @@ def _remembering(towers: Sequence[Any], held: list[_Call]) -> Iterator[None]:
 def _same(one: Any, two: Any) -> bool:
     """Whether two arguments are equal. Values of unknown classes equal no other."""
     import torch
+    from torch.utils._pytree import tree_flatten
 
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, torch.Tensor):
-        return bool(one.dtype == two.dtype and torch.equal(one, two))
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_same(value, two[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_same, one, two))
-    is_plain = one is None or isinstance(one, (bool, int, float, str, torch.dtype))
-    return is_plain and bool(one == two)
+    (own, shape), (other, form) = tree_flatten(one), tree_flatten(two)
+    return shape == form and all(
+        type(a) is type(b)
+        and (a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
+        for a, b in zip(own, other, strict=True)
+    )
 
 
 def _by_row(changes: Sequence[InputChange], inputs: dict[str, Any]) -> None:

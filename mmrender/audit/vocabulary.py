@@ -33,13 +33,14 @@ def configured(case: Case, *names: str) -> list[int]:
 
 def specials(case: Case) -> list[int]:
     """Return tokens that are written as special tokens are, in angle brackets, and hold no image."""
-    if "specials" not in case.memory:
+
+    def found() -> list[int]:
         sample, (_, texts) = case.sample, pieces(case)
         held = {int(one) for span in sample.media_spans for one in sample.token_ids[span.start : span.stop]}
         special = [token for token, text in enumerate(texts) if len(text) > 2 and text[0] + text[-1] == "<>"]
-        case.memory["specials"] = [token for token in special if token not in held][:MAX_SPECIALS]
-    found: list[int] = case.memory["specials"]
-    return found
+        return [token for token in special if token not in held][:MAX_SPECIALS]
+
+    return case.once("specials", found)
 
 
 def pieces(case: Case) -> tuple[Mapping[str, int], Sequence[str]]:

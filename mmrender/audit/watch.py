@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mmrender.audit.noise import Noise, measure_noise
 from mmrender.audit.report import AuditReport
-from mmrender.audit.run import audit, measure_noise
-from mmrender.audit.search import Noise
+from mmrender.audit.run import audit
 from mmrender.audit.trainer import TrainerModel
 from mmrender.trajectory.sample import TrainingSample
 

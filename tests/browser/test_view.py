@@ -87,7 +87,7 @@ def test_hostile_text_stays_text(opened, renderer, rendered, messages):
         sample_id=HOSTILE,
         rewritten={0: HOSTILE},
     )
-    comparison = Comparison.of(sample, np.ones(len(rendered), np.float32))
+    comparison = Comparison.of(sample, np.ones(int(sample.loss_mask.sum()), np.float32))
     finding = Finding("pixels", "unknown", HOSTILE, HOSTILE, HOSTILE, image=0, token=count + 1)
     report = AuditReport((comparison,), (finding,), (), 1e-3, _decode=renderer.decode)
     other = replace(rendered, roles=(HOSTILE, *rendered.roles[1:]))
@@ -283,7 +283,7 @@ def audited(renderer, rendered):
         Finding("pixels", "unknown", "another picture", "0.5 nats", "one", image=1, token=token),
         Finding("tokens", "unknown", "encoded again", "by 3 tokens", "one", token=token - 2),
     )
-    comparison = Comparison.of(sample, trainer)
+    comparison = Comparison.of(sample, trainer[sample.loss_mask])
     return token, AuditReport((comparison,), named, (), 1e-3, _decode=renderer.decode)
 
 

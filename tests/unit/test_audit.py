@@ -16,11 +16,10 @@ from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import changed_weights, whole_in
+from mmrender.audit.noise import Noise, measure_noise
 from mmrender.audit.recorded import READINGS, View
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
-from mmrender.audit.run import measure_noise
-from mmrender.audit.search import Noise
 from mmrender.audit.trainer import parts_of
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
@@ -31,7 +30,7 @@ from mmrender.trajectory.engine_data import AllowedTokens
 from mmrender.trajectory.sample import TrainingSample
 
 TOLERANCE = 1e-3
-MEASURED = Noise(1e-5, 1e-5, TOLERANCE, TOLERANCE)
+MEASURED = Noise(1e-5, 1e-5)
 """Arithmetic that is not measured again."""
 
 
@@ -299,7 +298,7 @@ def test_a_tolerance_below_the_arithmetic_is_an_alarm_without_a_cause(samples, t
 
 def test_the_page_lists_the_rows():
     page = " ".join((Path(__file__).parents[2] / "docs" / "audit.md").read_text().split())
-    rows = [f"| `{one.name}` | {one.stage} | {one.about} | {one.reference} |" for one in ROWS]
+    rows = [f"| `{one.name}` | {one.stage} | {one.about} | {one.reference} |" for one in ROWS.values()]
     assert [row for row in rows if row not in page] == []
 
 
@@ -327,7 +326,7 @@ def test_a_watch_spends_its_share_of_the_time(samples, monkeypatch):
 
     def measured(chosen, _):
         now[0] += 5.0
-        return Noise(1e-6, 1e-6, TOLERANCE, TOLERANCE)
+        return Noise(1e-6, 1e-6)
 
     def audited(chosen, _, **options):
         now[0] += 0.002 * sum(map(len, chosen))

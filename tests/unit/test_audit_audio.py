@@ -8,7 +8,7 @@ from kit import assistant
 from mmrender import Renderer
 from mmrender.audit import TrainerModel, audit
 from mmrender.audit.case import with_items
-from mmrender.audit.search import Noise
+from mmrender.audit.noise import Noise
 from mmrender.training.families import Proof, remember_proof
 from mmrender.training.samples import build_training_sample
 
@@ -27,7 +27,7 @@ def parts(tmp_path_factory):
     return TrainerModel(model), build
 
 
-OPTIONS = {"tolerance": 1e-4, "noise": Noise(1e-5, 1e-5, 1e-3, 1e-3)}
+OPTIONS = {"tolerance": 1e-4, "noise": Noise(1e-5, 1e-5)}
 STEREO = clip(1.2, 2, channels=2)
 WAYS = {
     "a clip that ends early": heard(STEREO[:, :12_000]),
@@ -55,5 +55,5 @@ def test_clips_that_the_sampler_heard_in_another_order_are_named(parts):
     healthy, faulty = (recorded(sample, trainer.sampled_logprobs(one)) for one in (sample, heard_by_sampler))
     assert audit([healthy], trainer, **OPTIONS).ok
     (finding, *_) = audit([faulty], trainer, **OPTIONS).findings
-    assert (finding.stage, finding.cause) == ("pixels", "clip order")
+    assert (finding.stage, finding.cause) == ("pixels", "image order")
     assert "clips 0 and 1 in exchanged places" in finding.statement

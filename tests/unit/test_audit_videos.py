@@ -11,7 +11,7 @@ import torch
 from audit_cases import ANSWER, BOS, LETTERS, OPENER, Row, as_trained, scored
 from mmrender.audit import TrainerModel, audit
 from mmrender.audit.case import with_items
-from mmrender.audit.search import Noise
+from mmrender.audit.noise import Noise
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.video import open_video
 from mmrender.messages import VideoPart
@@ -23,9 +23,9 @@ KINDS = {
     "qwen3_vl": ("Qwen3VLVideoProcessor", "Qwen3VLProcessor"),
 }
 FAULTS: tuple[tuple[str, str, Any], ...] = (
-    ("qwen2_5_vl", "without frame 2", lambda item: {"frames": item.frames[[0, 1, 3, 4, 4]]}),
+    ("qwen2_5_vl", "frames without frame 2", lambda item: {"frames": item.frames[[0, 1, 3, 4, 4]]}),
     ("qwen2_5_vl", "time steps of 1 s, not ", lambda item: {"second_per_grid": 1.0}),
-    ("qwen3_vl", "with frames 1 and 2 exchanged", lambda item: {"frames": item.frames[[0, 2, 1, 3, 4]]}),
+    ("qwen3_vl", "frames 1 and 2 in exchanged places", lambda item: {"frames": item.frames[[0, 2, 1, 3, 4]]}),
 )
 
 
@@ -48,7 +48,7 @@ def test_what_the_sampler_saw_of_a_video_is_named(tmp_path: Path, name: str, fau
         faulty = as_trained(scored(tiny.model, tiny, with_items(sample, [(span, other)])), sample)
     trainer = TrainerModel(tiny.model)
     # One noise of all audits: it is measured elsewhere.
-    noise = Noise(1e-5, 1e-5, 1e-3, 1e-3)
+    noise = Noise(1e-5, 1e-5)
     assert audit([healthy], trainer, tolerance=1e-4, noise=noise).ok
     findings = audit([faulty], trainer, tolerance=1e-4, noise=noise).findings
     statements = [finding.statement for finding in findings]

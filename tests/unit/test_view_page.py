@@ -212,7 +212,9 @@ def test_a_finding_is_at_its_token_and_image(renderer, trajectory):
     finding = Finding(
         "pixels", "unknown", "the picture is another", "0.5 nats", sample.sample_id, image=0, token=place
     )
-    report = AuditReport((Comparison.of(sample, trainer),), (finding,), (), 1e-3, _decode=renderer.decode)
+    report = AuditReport(
+        (Comparison.of(sample, trainer[sample.loss_mask]),), (finding,), (), 1e-3, _decode=renderer.decode
+    )
     document = shown(Page(report))
     assert [mark["token"] for mark in document["marks"]] == [place, place]
     assert document["marks"][0]["medium"] == 0
