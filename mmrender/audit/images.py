@@ -180,7 +180,7 @@ def _reordered(noun: str, case: Case, span: MediaSpan) -> dict[str, Make]:
     is_of_noun = frames is not None and isinstance(item, PatchItem) == (noun == "frame")
     found = orders(noun, len(frames)) if frames is not None and is_of_noun else {}
     others: dict[str, Make] = {text: partial(_with_frames, item, order) for text, order in found.items()}
-    if isinstance(item, PatchItem) and span.modality == "video":
+    if noun == "frame" and isinstance(item, PatchItem) and span.modality == "video":
         film, own = _film(case, item), len(item.frames)
         counts = {round(own * share) for share in (1, 1 / 2, 2, 1 / 4, 4)}
         for text, chosen in _choices(len(film), sorted(counts, key=lambda count: abs(count - own))).items():
