@@ -128,7 +128,7 @@ class DynamoBackend(HTTPBackend):
                 remedy="Say it with DynamoBackend(pixels='uint8'), or 'float32' for vLLM workers "
                 "with --no-mm-device-do-normalize",
             )
-        forms = await wire_forms(spans, ids, request.model, Process.unknown(transport), self.pixels)
+        forms = await wire_forms(spans, ids, request.model, self.pixels, Process.unknown(transport))
         prompt = await asyncio.to_thread(features_of, spans, forms)
         texts = data_in(prompt)
         setting = "DynamoBackend(max_image_bytes=...)"

@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, Unpack
 
@@ -197,18 +196,12 @@ class Engine:
             **known,
         )
         try:
-            return await self.complete(request, on_tokens=on_tokens)
+            return await self.backend.generate(request, self.transport, on_tokens=on_tokens)
         except (EngineError, PromptTooLongError) as error:
             has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None
             if has_length or not self.backend.is_overflow_error(error):
                 raise
             raise PromptTooLongError(count, limit, where="prompt") from error
-
-    async def complete(self, request: EngineRequest, *, on_tokens: OnTokens | None = None) -> EngineResponse:
-        """Send one request. The response has the facts about the sampler that the server told."""
-        response = await self.backend.generate(request, self.transport, on_tokens=on_tokens)
-        facts = facts_of(self.transport).sampler
-        return response if response.sampler or not facts else replace(response, sampler=facts)
 
     async def turn(
         self,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, Literal, TypeAlias
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from mmrender.caching import LRUCache
 from mmrender.client.reply import token_at
-from mmrender.client.server_facts import forget, model_cards
+from mmrender.client.server_facts import facts_of, forget, model_cards
 from mmrender.client.transport import JSONText, Transport, is_lost
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.content.ids import plain_integers
@@ -239,7 +240,7 @@ async def post(
     on_tokens: OnTokens | None = None,
     read_stream: Callable[[AsyncIterator[bytes]], Awaitable[EngineResponse]] | None = None,
 ) -> EngineResponse:
-    """Send a request for a completion and read its answer.
+    """Send a request for a completion and read its answer, which gets the known facts about the sampler.
 
     Args:
         request: The request.
@@ -257,10 +258,11 @@ async def post(
     body, headers = {**body, **request.extra_body}, request.extra_headers
     try:
         if read_stream is not None:
-            return await read_stream(transport.stream("POST", path, json=body, headers=headers))
-        reply = await transport.request(
-            "POST", path, json=body, headers=headers, max_reply_bytes=_max_reply_bytes(request)
-        )
+            response = await read_stream(transport.stream("POST", path, json=body, headers=headers))
+        else:
+            reply = await transport.request(
+                "POST", path, json=body, headers=headers, max_reply_bytes=_max_reply_bytes(request)
+            )
     except (asyncio.CancelledError, EngineError) as error:
         if is_lost(error):
             forget(transport)  # the server may come back with other flags
@@ -272,10 +274,12 @@ async def post(
         if overflow is None:
             raise
         raise overflow from error
-    if len(reply.body) < _LARGE_REPLY:
+    if read_stream is None and len(reply.body) < _LARGE_REPLY:
         response = read(reply.body, where)
-    else:
+    elif read_stream is None:
         response = await asyncio.to_thread(read, reply.body, where)
+    if sampler := facts_of(transport).sampler:
+        response = replace(response, sampler=sampler)
     if on_tokens is not None:
         on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
     return response

@@ -198,28 +198,28 @@ class _Call:
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Counts its connections, and knows whether one is open."""
+    """Counts its connections.
+
+    Attributes:
+        number: Its own number, unique in this process.
+        made: Connections that it has made.
+        open: Those that were open when the last one was made.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._number = next(_connector_numbers)
-        self._made = 0
-        self._open: set[asyncio.BaseTransport] = set()
+        self.number = next(_connector_numbers)
+        self.made = 0
+        self.open: set[asyncio.BaseTransport] = set()
 
     async def connect(self, *args: Any, **options: Any) -> aiohttp.connector.Connection:
         """Return a connection from the pool, or a new one."""
         connection = await super().connect(*args, **options)
         transport = connection.transport
-        if transport is not None and transport not in self._open:
-            self._made += 1
-            self._open = {each for each in self._open if not each.is_closing()} | {transport}
+        if transport is not None and transport not in self.open:
+            self.made += 1
+            self.open = {each for each in self.open if not each.is_closing()} | {transport}
         return connection
-
-    @property
-    def connections(self) -> Connections:
-        """Its connections so far."""
-        is_open = any(not each.is_closing() for each in self._open)
-        return Connections(self._number, self._made, is_open)
 
 
 _Session: TypeAlias = tuple[aiohttp.ClientSession, AsyncGenerator[aiohttp.ClientSession, None]]
@@ -269,7 +269,10 @@ class HTTPTransport:
         except RuntimeError:  # there is none
             return Connections()
         connector = None if entry is None else entry[0].connector
-        return connector.connections if isinstance(connector, _Connector) else Connections()
+        if not isinstance(connector, _Connector):
+            return Connections()
+        is_open = any(not each.is_closing() for each in connector.open)
+        return Connections(connector.number, connector.made, is_open)
 
     async def request(
         self,

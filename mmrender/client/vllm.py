@@ -74,7 +74,8 @@ from mmrender.sidecar import MediaSpan
 
 _log = logging.getLogger("mmrender.client")
 
-Send: TypeAlias = Callable[[dict[str, Any]], Awaitable[EngineResponse]]
+Send: TypeAlias = Callable[[list[dict[str, Any]]], Awaitable[EngineResponse]]
+"""Sends the prompts of a plan, see `VLLMBackend._send`."""
 ABORT_PATH: Final = "/inference/v1/abort_requests"
 Widened: TypeAlias = Literal["not", "anew", "again"]
 """Whether a server widened the placeholders of images. `anew`: it processed an image, and the whole prompt
@@ -136,12 +137,12 @@ class VLLMBackend(HTTPBackend):
         takes: Sequence[Modality] = ("image",) if is_encoded else MODALITIES
         ids, spans = check_request(request, takes=takes)
         listener = on_tokens if limit is None else None
-        send = partial(sample_tokens, request, transport, aborts=self.abort_on_cancel, on_tokens=listener)
+        send = partial(self._send, request, transport, listener)
         if spans:
             plans = await self._plans(request, transport, ids, spans)
-            response = await self._send_images(send, request, transport, plans)
+            response = await self._send_images(send, plans)
         else:
-            response = await send({"token_ids": ids.tolist()})
+            response = await send([{"token_ids": ids.tolist()}])
         if limit is None:
             return response
         response = renormalised(response, limit)
@@ -162,7 +163,8 @@ class VLLMBackend(HTTPBackend):
             steps = dense_spans(spans)
             asks = self.pixels == "ask" or self.images != "features"
             process = await Process.answering(transport) if asks else Process.unknown(transport)
-            forms = await wire_forms(steps, ids, request.model, process, self.pixels)
+            ask = partial(wire_forms, steps, ids, request.model, self.pixels)
+            forms = await ask(process)
             by_hash = self.images == "hash_only"
             if by_hash:
                 await require_safe_cache(process, trusted=self.trust_cache)
@@ -173,7 +175,7 @@ class VLLMBackend(HTTPBackend):
                 raise
             _log.info("%s: images are sent encoded: %s", transport.base_url, refusal)
             return [*last]
-        tensors = ImagePlan(process, ids, steps, forms, by_hash, self.max_body_bytes)
+        tensors = ImagePlan(process, ask, ids, steps, forms, by_hash, self.max_body_bytes)
         # Pixels that are named were not compared with the pixels that the server makes of an image.
         if not last or by_hash or self.pixels != "ask" or not last[0].may_be_named:
             return [tensors, *last]
@@ -183,9 +185,7 @@ class VLLMBackend(HTTPBackend):
         first = [replace(pixels, originals=originals)] if originals else []
         return [*first, pixels, tensors, *last]
 
-    async def _send_images(
-        self, send: Send, request: EngineRequest, transport: Transport, plans: list[ImagePlan | PartsPlan]
-    ) -> EngineResponse:
+    async def _send_images(self, send: Send, plans: list[ImagePlan | PartsPlan]) -> EngineResponse:
         """Send the requests of the first plan that can be carried out."""
         refused: tuple[PartsPlan, EngineError] | None = None
         for plan in plans:
@@ -199,7 +199,7 @@ class VLLMBackend(HTTPBackend):
                     raise
                 continue
             try:
-                response = await self._send_plan(send, request, transport, plan, prompts)
+                response = await self._send_plan(send, plan, prompts)
             except (EngineStatusError, PromptNotShownError) as error:
                 if is_last or not isinstance(plan, PartsPlan) or not plan.is_refused_by(error):
                     raise
@@ -211,45 +211,31 @@ class VLLMBackend(HTTPBackend):
         raise AssertionError("there is no plan")
 
     async def _send_plan(
-        self,
-        send: Send,
-        request: EngineRequest,
-        transport: Transport,
-        plan: ImagePlan | PartsPlan,
-        prompts: list[dict[str, Any]],
+        self, send: Send, plan: ImagePlan | PartsPlan, prompts: list[dict[str, Any]]
     ) -> EngineResponse:
         """Send the requests of a plan, with all data once more if the server lacks an image."""
         left_out = any(map(leaves_out_data, prompts))
         try:
-            response = await self._send_all(send, request, transport, prompts)
+            response = await send(prompts)
         except (EngineStatusError, FailedInEngineError) as error:
             if not left_out or not plan.may_be_miss(error):
                 raise
             plan.note(knew=False, left_out=True)
             prompts = await asyncio.to_thread(plan.prompts, plan.after_miss)
-            response, left_out = await self._send_all(send, request, transport, prompts), False
+            response, left_out = await send(prompts), False
         plan.note(knew=True, left_out=left_out)
         if isinstance(plan, ImagePlan):
-            await self._require_same_pixels(request, plan)
+            await plan.require_same_pixels()
         return response
 
-    async def _require_same_pixels(self, request: EngineRequest, plan: ImagePlan) -> None:
-        """Verify that the server was not replaced meanwhile by one that takes other pixels."""
-        process = plan.process
-        now = await Process.answering(process.transport) if process.facts.name else process
-        if now != process and plan.forms != await wire_forms(
-            plan.spans, plan.ids, request.model, now, self.pixels
-        ):
-            raise EngineMismatchError(
-                "a server that takes other pixels replaced the server that was asked",
-                where=process.transport.base_url,
-                remedy="Ask again. It is not known which of the two answered",
-            )
-
-    async def _send_all(
-        self, send: Send, request: EngineRequest, transport: Transport, prompts: list[dict[str, Any]]
+    async def _send(
+        self,
+        request: EngineRequest,
+        transport: Transport,
+        on_tokens: OnTokens | None,
+        prompts: list[dict[str, Any]],
     ) -> EngineResponse:
-        """Send the beginnings of a prompt, each sampling one token, and then the whole."""
+        """Send the beginnings of a prompt, each sampling one token, and then the whole, as the last."""
         headers = {
             name: text for name, text in request.extra_headers.items() if name.lower() != "x-request-id"
         }
@@ -265,7 +251,9 @@ class VLLMBackend(HTTPBackend):
                 vocab_size=request.vocab_size,
             )
             await sample_tokens(beginning, transport, prompt, aborts=self.abort_on_cancel)
-        return await send(prompts[-1])
+        return await sample_tokens(
+            request, transport, prompts[-1], aborts=self.abort_on_cancel, on_tokens=on_tokens
+        )
 
 
 async def sample_tokens(

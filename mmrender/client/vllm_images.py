@@ -9,7 +9,7 @@ import asyncio
 import io
 import itertools
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -62,8 +62,8 @@ async def wire_forms(
     spans: Sequence[MediaSpan],
     ids: npt.NDArray[Any],
     model: str,
-    process: Process,
     pixels: PixelDtype | Literal["ask"],
+    process: Process,
 ) -> dict[str, WireForm]:
     """Return by identity how a vLLM server takes items, asked once for each processor by a handshake.
 
@@ -344,14 +344,16 @@ class ImagePlan:
 
     Attributes:
         process: The server process.
+        ask: Asks a process how it takes the items.
         ids: The prompt, placeholders widened, of shape `(n,)`.
         spans: Items in prompt order.
-        forms: How the server takes each item, by identity.
+        forms: How the process takes each item, by identity.
         by_hash: Whether data that the server has is left out.
         max_bytes: The longest body that the server's frontend takes. None for no bound.
     """
 
     process: Process
+    ask: Callable[[Process], Awaitable[Mapping[str, WireForm]]]
     ids: npt.NDArray[Any]
     spans: Sequence[MediaSpan]
     forms: Mapping[str, WireForm]
@@ -391,6 +393,17 @@ class ImagePlan:
         """Note an answered request, or one that the server lacked an image of."""
         for name in self.names if self.by_hash else ():
             self.process.facts.hashes.put(name, True) if knew else self.process.facts.hashes.pop(name)
+
+    async def require_same_pixels(self) -> None:
+        """Verify that the server was not replaced meanwhile by one that takes other pixels."""
+        process = self.process
+        now = await Process.answering(process.transport) if process.facts.name else process
+        if now != process and self.forms != await self.ask(now):
+            raise EngineMismatchError(
+                "a server that takes other pixels replaced the server that was asked",
+                where=process.transport.base_url,
+                remedy="Ask again. It is not known which of the two answered",
+            )
 
     def prompts(self, known: Collection[str] | None) -> list[dict[str, Any]]:
         """Return the members for tokens and images of one or more requests. The last has the whole prompt.

@@ -127,7 +127,7 @@ class HTTPEngine(InferenceEngineInterface):
         known = {} if is_known else self.sampler.tokens.fields(request.multi_modal_data)
         headers = {**request.extra_headers, **_headers_of(session_id)}
         sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
-        return await self.sampler.complete(sent, on_tokens=on_tokens)
+        return await self.sampler.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
     async def max_prompt_len(self) -> int | None:
         """Return the server's maximum number of tokens of a prompt, asked once."""
