@@ -163,8 +163,10 @@ def normalize_part(value: Any, where: str) -> Part:
     elif kind == "image":
         part = ImagePart(_take_source("image", name, fields, where))
     elif kind == "video":
-        timing = _take_timing(fields, where)
-        sound = _take_sound(fields, where)
+        timing, sound = _take_timing(fields, where), None
+        if fields.get("audio") is not None:
+            keys = ("audio", "sampling_rate")
+            sound = _take_audio("audio", {key: fields.pop(key) for key in keys if key in fields}, where)
         part = VideoPart(_take_source("video", name, fields, where), **timing, sound=sound)
     else:
         part = _take_audio(name, fields, where)
@@ -264,14 +266,6 @@ def _take_audio(name: str | None, fields: dict[str, Any], where: str) -> AudioPa
         fields[key], rate, path = _split_rate(fields[key], rate, path, f"{where}.{key}")
     source = _take_source("audio", name, fields, where)
     return AudioPart(source, _sampling_rate(rate, path))
-
-
-def _take_sound(fields: dict[str, Any], where: str) -> AudioPart | None:
-    """Take the sound track of a video, under the keys of an audio part."""
-    if fields.get("audio") is None:
-        return None
-    own: dict[str, Any] = {"audio": fields.pop("audio"), "sampling_rate": fields.pop("sampling_rate", None)}
-    return _take_audio("audio", own, where)
 
 
 def _split_rate(value: Any, rate: Any, rate_path: str, where: str) -> tuple[Any, Any, str]:

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -35,6 +36,37 @@ _THREADS = 4
 """Threads that decode one video, each with a frame of its own; FFmpeg itself would take all cores."""
 _TOLERANCE = Fraction(1, 100)
 """Maximum relative difference between the frame rate in a header and the rate of the frames."""
+DEFAULT_FPS = 24.0
+"""Frame rate that Transformers assumes if it is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Times of the frames of a video.
+
+    Attributes:
+        total: Number of frames.
+        fps: Frames per second, or None if it is unknown.
+        duration: In seconds, or None.
+        indices: Index of each sampled frame, or None before sampling.
+    """
+
+    total: float
+    fps: float | None
+    duration: float | None = None
+    indices: tuple[float, ...] | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time of each sampled frame."""
+        return [index / (self.fps or DEFAULT_FPS) for index in self.indices or ()]
+
+    @property
+    def sampled_fps(self) -> float:
+        """Sampled frames per second."""
+        if self.fps is None or self.indices is None:
+            return self.fps or DEFAULT_FPS
+        return len(self.indices) / self.total * self.fps
 
 
 class _Packets(NamedTuple):
@@ -104,9 +136,7 @@ class Decoder:
         started: Time at which decoding began, by the monotonic clock.
 
     Attributes:
-        count: Number of frames.
-        fps: Frames per second, or None if it is unknown.
-        duration: In seconds, or None.
+        timeline: Times of the frames.
     """
 
     def __init__(self, container: Any, policy: MediaPolicy, started: float) -> None:
@@ -127,14 +157,12 @@ class Decoder:
         context.options = {"max_pixels": str(policy.max_pixels), "err_detect": "explode"}
         context.thread_type, context.thread_count = "AUTO", _THREADS
         self._packets = self._scan()
-        self.count = count = self._packets.number
-        seconds = self._packets.seconds
+        count, seconds = self._packets.number, self._packets.seconds
         fps = self._stream.average_rate or self._stream.guessed_rate
         # A rate of whole numbers is finer than time stamps, but is used only if they agree.
         if seconds and (not fps or abs(count / fps - seconds) > max(1 / fps, seconds * _TOLERANCE)):
             fps = count / seconds
-        self.fps = float(fps) if fps else None
-        self.duration = float(count / fps) if fps else None
+        self.timeline = Timeline(count, float(fps), float(count / fps)) if fps else Timeline(count, None)
 
     def frames(self, indices: Sequence[int]) -> Iterator[LoadedImage]:
         """Yield the frames of these indices, which are in rising order."""

@@ -14,43 +14,11 @@ from typing import Any
 import numpy as np
 
 from mmrender.errors import MediaDecodeError, MediaError
-from mmrender.media.decode import Decoder, decoder
+from mmrender.media.decode import Timeline, decoder
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import read_source
 from mmrender.messages import VideoPart
-
-DEFAULT_FPS = 24.0
-"""Frame rate that Transformers assumes if it is unknown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Times of the frames of a video.
-
-    Attributes:
-        total: Number of frames.
-        fps: Frames per second, or None if it is unknown.
-        duration: In seconds, or None.
-        indices: Index of each sampled frame, or None before sampling.
-    """
-
-    total: float
-    fps: float | None
-    duration: float | None = None
-    indices: tuple[float, ...] | None = None
-
-    @property
-    def seconds(self) -> list[float]:
-        """Time of each sampled frame."""
-        return [index / (self.fps or DEFAULT_FPS) for index in self.indices or ()]
-
-    @property
-    def sampled_fps(self) -> float:
-        """Sampled frames per second."""
-        if self.fps is None or self.indices is None:
-            return self.fps or DEFAULT_FPS
-        return len(self.indices) / self.total * self.fps
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +133,15 @@ def _open_encoded(part: VideoPart, policy: MediaPolicy) -> Iterator[Video]:
     data = read_source(part.source, policy)
     if policy.processes is None:
         with decoder(data, policy) as video:
-            yield Video(_timeline_of_decoder(video), video.frames, policy)
+            yield Video(video.timeline, video.frames, policy)
     else:
         timeline = policy.decode(_decode_timeline, data)
         yield Video(timeline, lambda indices: iter(policy.decode(_decode_frames, data, [*indices])), policy)
 
 
-def _timeline_of_decoder(video: Decoder) -> Timeline:
-    return Timeline(video.count, video.fps, video.duration)
-
-
 def _decode_timeline(data: bytes, policy: MediaPolicy) -> Timeline:
     with decoder(data, policy) as video:
-        return _timeline_of_decoder(video)
+        return video.timeline
 
 
 def _decode_frames(data: bytes, policy: MediaPolicy, indices: list[int]) -> list[LoadedImage]:

@@ -19,14 +19,10 @@ _BLOCK = 128
 _SAMPLES = ("Hello  world\n\nnext", "naïve 日本語 🙂 \u00ff", '{"k": [1, -2.5e3]}\t<a href="x">')
 
 
-def _byte_table() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary encodes."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_BYTES = _byte_table()
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = sorted({*range(256)} - {*_SHOWN})
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
+"""The byte that each character of a byte-level vocabulary encodes."""
 
 
 def _byte_level(token: str) -> bytes:

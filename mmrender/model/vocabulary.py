@@ -239,7 +239,8 @@ def check_tekken(file: Path) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _unreadable(file, "a tokenizer of mistral-common", str(error)) from error
     settings, vocab = content.config, content.vocab
-    _check_pattern(settings.pattern, file)
+    if not 0 < (length := len(settings.pattern)) <= _MAX_PATTERN:
+        raise _unreadable(file, f"a pattern of up to {_MAX_PATTERN} characters", f"{length} characters")
     special, size = settings.default_num_special_tokens, settings.default_vocab_size
     if not 0 <= special <= size <= special + len(vocab) or size > _MAX_TOKENS:
         raise _unreadable(
@@ -264,11 +265,6 @@ def check_tekken(file: Path) -> None:
             expected = "special tokens with the ranks 0, 1, 2 and so on, each once"
             raise _unreadable(file, expected, f"{entry.token_str!r} with rank {entry.rank}")
         texts.add(entry.token_str)
-
-
-def _check_pattern(pattern: str, file: Path) -> None:
-    if not 0 < len(pattern) <= _MAX_PATTERN:
-        raise _unreadable(file, f"a pattern of up to {_MAX_PATTERN} characters", f"{len(pattern)} characters")
 
 
 def check_merges(vocab_file: Path, merges_file: Path, added: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from mmrender.errors import InputError
+from mmrender.errors import check_option
 from mmrender.messages import Message, ToolCall
 from mmrender.parsing.grammars import GRAMMARS, Grammar, Section, all_grammars, provided_grammars
 from mmrender.parsing.parser import (
@@ -102,9 +102,8 @@ def build_parser(known: KnownTemplate, *, grammar: str | None = None) -> Respons
         InputError: The grammar is unknown.
     """
     grammars, turns = all_grammars(grammar), turns_of(known)
-    if grammar is not None and grammar not in grammars:
-        names = " or ".join(grammars)
-        raise InputError("unknown tool-call grammar", where="grammar", expected=names, got=repr(grammar))
+    if grammar is not None:
+        check_option("grammar", grammar, tuple(grammars))
 
     def prove(reasons: Mapping[str, str] = MappingProxyType({})) -> _Finding:
         return GrammarProver(known, turns).prove(grammar, grammars, reasons)

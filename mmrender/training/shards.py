@@ -91,7 +91,7 @@ class SequenceShard:
     @cached_property
     def shift_labels(self) -> Any:
         """The token after each one if it is trained on, else -100: int64 `(rows, tokens)`."""
-        return torch.where(self.loss_mask, self._next_ids, IGNORE_INDEX)
+        return torch.where(self.loss_mask, self.at_prediction(self.whole.input_ids), IGNORE_INDEX)
 
     @cached_property
     def loss_mask(self) -> Any:
@@ -132,10 +132,6 @@ class SequenceShard:
     def sample_ids(self) -> list[str]:
         """Names of the samples of `whole`."""
         return self.whole.sample_ids
-
-    @cached_property
-    def _next_ids(self) -> Any:
-        return self.at_prediction(self.whole.input_ids)
 
     def _at_prediction(self, name: str) -> Any:
         values = getattr(self.whole, name)

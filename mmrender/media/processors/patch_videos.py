@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
+from mmrender.media.decode import Timeline
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.pixels import media_identity, resized_planes, rgb_planes
 from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor, digest_settings
@@ -29,7 +30,7 @@ from mmrender.media.processors.patches import (
     patch_numbers,
     smart_resize,
 )
-from mmrender.media.video import Frames, Timeline, Video
+from mmrender.media.video import Frames, Video
 from mmrender.sidecar import Expansion, MediaItem, Repeat, Text
 
 _SAMPLING: Mapping[str, Any] = {
