@@ -212,12 +212,19 @@ def _over(level: int | None, image: Image.Image) -> Image.Image | None:
     return image if level is None else Image.alpha_composite(ground, image)
 
 
-def _squared(level: int | None, image: Image.Image) -> Image.Image:
-    """Return an image in the middle of a square of one level, or its own middle square for None."""
+def _squared(level: int | tuple[int, ...] | None, image: Image.Image) -> Image.Image:
+    """Return an image in the middle of a square of one colour, or its own middle square for None."""
     side = min(image.size) if level is None else max(image.size)
-    out = Image.new("RGB", (side, side), (level or 0,) * 3)
+    colour = level if isinstance(level, tuple) else (level or 0,) * 3
+    out = Image.new("RGB", (side, side), colour)
     out.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return out
+
+
+def _on_mean(case: Case, item: MediaItem) -> MediaItem | None:
+    """Return an image in a square of the colour that is normalised to 0, as of LLaVA."""
+    colour = tuple(int(255 * level) for level in _own_rule(item)[0])
+    return _images(partial(_squared, colour))(case, item)
 
 
 def _middle(share: float, image: Image.Image) -> Image.Image:
@@ -354,9 +361,10 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
         },
         **_each(
             "a square of level {} around it (padded, letterboxed)",
-            (0, 127, 128, 255),
+            (0, 114, 127, 128, 255),
             lambda level: _images(partial(_squared, level)),
         ),
+        "a square of the mean's colour around it (padded, letterboxed)": _on_mean,
     },
     "background": {
         "transparency (alpha) ignored": _images(partial(_over, None), stored=True),

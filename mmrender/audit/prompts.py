@@ -16,6 +16,8 @@ from mmrender.trajectory.sample import TrainingSample
 
 _MAX_CANDIDATES: Final = 12
 _MAX_PEERS: Final = 8
+_BLOCKS: Final = (16, 32, 64, 128)
+"""Tokens of a block of a prefix cache."""
 _MAX_CUT: Final = 65
 _MAX_ROLES: Final = 4
 _MAX_COMMON: Final = 96
@@ -275,6 +277,30 @@ def _moved_text(case: Case) -> Iterator[Trial]:
             yield _own_trial(case, f"{what} the last message", own)
 
 
+def _texts_in(case: Case, since: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the texts between headers, stop tokens and images: runs `[start, stop)`."""
+    ids = case.sample.token_ids
+    edges = {last for _, last in heads(case)}
+    edges |= {at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]}
+    edges |= {edge for span in case.sample.media_spans for edge in (span.start - 1, span.stop + 1)}
+    for first, last in pairwise(sorted(edge for edge in edges if since <= edge <= stop)):
+        if case.free[first:last].all():
+            yield first, last
+
+
+def _exchanged(case: Case) -> Iterator[Trial]:
+    """Yield prompts in which two texts or two neighbouring turns are in each other's place."""
+    sample, number = case.sample, case.departing_runs[0]
+    since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
+    texts = [one for one in _texts_in(case, 0, stop) if one[1] - one[0] > 1][-_MAX_CANDIDATES:]
+    turns = [*pairwise(pairwise(bounds(case, stop)))]
+    for (first, last), (start, end) in [*combinations(texts, 2), *turns]:
+        one, two = (part(sample, a, b, sampled=False) for a, b in ((first, last), (start, end)))
+        if not sample.loss_mask[max(first, since) : end].any():
+            what = f"had the tokens {first} to {last - 1} and {start} to {end - 1} in each other's place"
+            yield prompt_trial(case, f"{what} (exchanged)", [(first, last, two), (start, end, one)], since)
+
+
 def _turns(case: Case) -> Iterator[Blocks]:
     """Yield turns, texts and special tokens that may be lacking in prompts, or come twice."""
     number, ids, free = case.departing_runs[0], case.sample.token_ids, case.free
@@ -289,12 +315,8 @@ def _turns(case: Case) -> Iterator[Blocks]:
         yield Blocks(
             "history", f"the tokens {run[0]} to {run[1] - 1}, a turn,", [run], since=since, twice=True
         )
-    edges = {stop for _, stop in heads(case)}
-    edges |= {at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]}
-    edges |= {edge for span in case.sample.media_spans for edge in (span.start - 1, span.stop + 1)}
-    for first, last in pairwise(sorted(edge for edge in edges if since <= edge <= stop)):
-        if free[first:last].all():
-            yield Blocks("history", f"the tokens {first} to {last - 1}, a text,", [(first, last)], twice=True)
+    for first, last in _texts_in(case, since, stop):
+        yield Blocks("history", f"the tokens {first} to {last - 1}, a text,", [(first, last)], twice=True)
     written, end = [*specials(case), *configured(case, "eos_token_id")], case.runs[-1][0] - 1
     for token in dict.fromkeys(int(ids[at]) for at in range(end) if ids[at] in written and free[at]):
         places = [at for at in range(end) if ids[at] == token and free[at]]
@@ -429,6 +451,10 @@ def _others_prompt(case: Case) -> Iterator[Trial]:
                     joined([prompt, part(sample, start, len(sample))], sample),
                     until=None if last else stop + len(prompt) - start,
                 )
+        first = min([case.runs[0][0], *(s.start for s in (*sample.media_spans, *other.media_spans))])
+        for count in (size for size in _BLOCKS if size < min(first, len(other))):
+            text = f"had the first {count} tokens of {name}, as of a block of a prefix cache,"
+            yield prompt_trial(case, text, [(0, count, other.token_ids[:count].tolist())], 0)
         before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
         yield Trial(f"the sampler's tokens attended to {name}, which came before them", before)
         # A turn that others begin with, such as a system prompt: up to where a token that opens turns recurs.
@@ -477,7 +503,7 @@ def _without_media(sample: TrainingSample) -> Array:
 
 
 TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "history": partial(_beside, "history"),
+    "history": lambda case: chain(_beside("history", case), _exchanged(case)),
     "opening": _opening,
     "generation prompt": partial(_beside, "generation prompt"),
     "image places": _image_places,

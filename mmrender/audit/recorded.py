@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.case import Case, Recorded, minimum
+from mmrender.audit.computed import bound, replaced
 from mmrender.audit.report import Float32Array, sampled_runs
 from mmrender.audit.vocabulary import configured, name_of
+from mmrender.audit.weights import as_given
 
 _MAX_SHIFT: Final = 4
 _MAX_FITTED: Final = 32
@@ -243,6 +245,10 @@ def _scaled(view: View) -> Iterator[Recorded]:
         text = f"{epsilon:.3g} (epsilon) was added to probabilities before their logarithm"
         numbers[text] = np.log(np.exp(own) + epsilon)
     numbers[f"{offset:+.4g} was added to log-probabilities"] = own + offset
+    means = view.logits.log_softmax(-1).mean(-1).cpu().numpy().astype(np.float64)
+    share = float(np.median((theirs - ours) / (means[usable] - ours)))
+    text = f"{share:.3g} of the mean over the vocabulary was mixed in (label smoothing)"
+    numbers[text] = (1 - share) * own + share * means
     yield from (Recorded(f"{text}", one.astype(np.float32), 1) for text, one in numbers.items())
 
 
@@ -406,7 +412,7 @@ def _other_support(view: View) -> Iterator[Recorded]:
             f"the sampler's distribution was over {more} tokens more, of logit 0, as of a padded vocabulary,"
         )
         yield without(text, -more * np.exp(-total), 1)
-    banned = _banned(view.case)
+    banned = view.case.once("banned", lambda: _banned(view.case))
     if banned:
         which = f"token(s) {', '.join(map(str, banned))} were {banned_by}"
         yield without(which, probabilities[:, banned].sum(1), len(banned))
@@ -514,6 +520,22 @@ def _is_over_one_set(view: View) -> bool:
     return float(np.corrcoef(np.log(share), np.log(sampled))[0, 1]) > _LIKE
 
 
+def _of_other_weights(view: View) -> Iterator[Recorded]:
+    """Yield completions that other weights began or ended, as of requests continued after an update."""
+    case, places = view.case, np.arange(len(view.rows))
+    first = int(view.departing.argmax())
+    last = len(places) - int(view.departing[::-1].argmax())
+    for name, given in case.weights.items():
+        change = bound(replaced, as_given(given, case.trainer.model))
+        values = case.once(("weights", name), partial(case.trainer.attempt, case.sample, model=change))
+        if values is None:
+            continue
+        begun, ended = f"the first {last} tokens of {{}}", f"the tokens of {{}} from {first} on"
+        for text, of in {begun: places < last, ended: places >= first}.items():
+            expected = np.where(of, values[view.rows], view.trainer)
+            yield Recorded(f"{text} are of the weights of {name}", expected, 1)
+
+
 READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "missing": _missing,
     "form": _forms,
@@ -523,6 +545,7 @@ READINGS: Final[Mapping[str, Callable[[View], Iterator[Recorded]]]] = {
     "chunk": _late,
     "another's numbers": _of_another,
     "scaled": _scaled,
+    "weights": _of_other_weights,
     "truncation": _truncated,
     "vocabulary": _other_support,
     "bias": _biased,

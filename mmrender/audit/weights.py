@@ -41,6 +41,8 @@ def quantised(case: Case) -> Iterator[Trial]:
             by = "rows" if group is None else f"groups of {group}"
             text = f"int{bits} by {by}{'' if even else ' with zero points'}"
             changes[text] = partial(_in_integers, bits=bits, group=group, even=even)
+    for name, group in {"NVFP4": 16, "MXFP4": 32}.items():
+        changes[f"float4 in groups of {group} ({name})"] = partial(_in_float4, group=group)
     # Engines leave the head out, and often vision.
     parts = parts_of(model)
     body = torch.nn.ModuleList(part for name, part in parts.items() if name != "head")
@@ -53,7 +55,7 @@ def quantised(case: Case) -> Iterator[Trial]:
     for part, module in scopes_of.items():
         linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
-            chosen = linear if name.startswith(("int", "float8 ")) else module
+            chosen = linear if name.startswith(("int", "float8 ", "float4")) else module
             text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
             yield Trial(text, model=changed_weights(chosen, change))
         for by_row in (True, False) if part in ("model but its head", LANGUAGE) else ():
@@ -84,6 +86,25 @@ def _in_integers(data: Any, bits: int, group: int | None, even: bool = True) -> 
     return (((rows - least) / scale).round() * scale + least).reshape(data.shape)
 
 
+def _in_float4(data: Any, group: int) -> Any:
+    """Return a matrix rounded to float4 (e2m1), in groups with scales of float8, or powers of 2 for 32."""
+    import torch
+
+    if data.ndim != 2 or data.shape[1] % group:
+        return data
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).to(data)
+    rows = data.reshape(-1, group)
+    largest = rows.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    if group == 32:
+        scale = 2.0 ** (largest.log2().floor() - 2)
+    else:
+        whole = data.abs().max().clamp(min=1e-12) / (6 * torch.finfo(torch.float8_e4m3fn).max)
+        scale = through(torch.float8_e4m3fn, largest / 6 / whole).clamp(min=2.0**-9) * whole
+    bounds = (levels[1:] + levels[:-1]) / 2
+    nearest = levels[torch.bucketize((rows / scale).abs(), bounds)]
+    return (nearest * rows.sign() * scale).reshape(data.shape)
+
+
 def _in_float8(data: Any, by_row: bool) -> Any:
     """Return a matrix rounded to float8, scaled by its largest value, or by each row's."""
     import torch
@@ -104,10 +125,10 @@ def other_weights(case: Case) -> Iterator[Trial]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
 
     def trial(statement: str, changed: Mapping[str, Any]) -> Trial:
-        return Trial(statement, model=bound(replaced, _as_given(changed, named)))
+        return Trial(statement, model=bound(replaced, as_given(changed, model)))
 
     for name, given in case.weights.items():
-        known = {id(own): value for own, _, value in _as_given(given, named)}
+        known = {id(own): value for own, _, value in as_given(given, model)}
         same = {key for key, own in named.items() if id(own) in known and torch.equal(known[id(own)], own)}
         changed = {key: known[id(own)] for key, own in named.items() if id(own) in known and key not in same}
         text = f"the sampler had the weights of {name}"
@@ -146,8 +167,9 @@ def other_weights(case: Case) -> Iterator[Trial]:
     yield from _restacked(named, trial)
 
 
-def _as_given(given: Mapping[str, Any], named: Mapping[str, Any]) -> list[Place]:
+def as_given(given: Mapping[str, Any], model: Any) -> list[Place]:
     """Return the model's parameters with given values of their shape."""
+    named = dict(model.named_parameters(remove_duplicate=False))
     known = [(named[key], value) for key, value in given.items() if key in named]
     return [(own, "data", value.to(own)) for own, value in known if value.shape == own.shape]
 
@@ -190,9 +212,9 @@ def _restacked(named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]
 
 def stale_prefix(case: Case) -> Iterator[Trial]:
     """Yield prompts whose keys and values were cached under other weights."""
-    named = dict(case.trainer.model.named_parameters(remove_duplicate=False))
+    model = case.trainer.model
     for name, given in case.weights.items():
-        change = partial(bound, _after, case.trainer.model, _as_given(given, named))
+        change = partial(bound, _after, model, as_given(given, model))
         starts = [(number, case.runs[number][0]) for number in case.departing_runs]
         parts = [Trial("", case.of_run(number), model=change(start - 1)) for number, start in starts]
         text = f"the sampler's prefix cache held keys and values of the weights of {name}"
