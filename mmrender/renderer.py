@@ -383,35 +383,16 @@ class Renderer:
         """Render to token ids only; options and errors as for `render`."""
         return self.render(messages, **options).token_ids
 
-    def render_text(
-        self,
-        messages: Sequence[MessageLike],
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        images: Sequence[Any] | None = None,
-        videos: Sequence[Any] | None = None,
-        audio: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **template_arguments: Any,
-    ) -> TracedStr:
+    def render_text(self, messages: Sequence[MessageLike], **options: Unpack[RenderOptions]) -> TracedStr:
         """Render to text, with one placeholder per image and an origin for each character.
 
         Images are not loaded. Options and errors as for `render`.
         """
-        request = read_request(
-            messages,
-            tools=tools,
-            documents=documents,
-            images=images,
-            videos=videos,
-            audio=audio,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=self._variables("render", chat_template_kwargs, template_arguments),
-        )
+        variables: dict[str, Any] = {**options}
+        mapping = variables.pop("chat_template_kwargs", None)
+        arguments = {name: variables.pop(name) for name in _KEYWORDS["render"] if name in variables}
+        variables = self._variables("render", mapping, variables)
+        request = read_request(messages, **arguments, variables=variables)
         return self._rendering(request).text(request)
 
     def encode_text(

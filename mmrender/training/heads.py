@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isfinite
 from sys import modules
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 from mmrender.errors import BatchError
-from mmrender.training.predictions import Predictions, Tokens
+from mmrender.training.predictions import BatchRows, Predictions, Tokens
 from mmrender.training.scoring import HiddenStates, OutputHead, Scoring, TokenScores, check_whole, flat
 from mmrender.training.tensor_list import torch
 
@@ -27,22 +27,9 @@ _changes: "WeakKeyDictionary[Any, tuple[float, float | None]]" = WeakKeyDictiona
 """Scale and cap of the logits of each model that was observed."""
 
 
-class ScoredRows(Protocol):
-    """A `TrainingBatch`, or a `SequenceShard` of it."""
-
-    def model_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward."""
-
-    def predictions(self, tokens: Tokens = "trained") -> Predictions:
-        """Return the predictions of some tokens."""
-
-    def check_aligned(self, values: Any) -> None:
-        """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
-
-
 def score_tokens(
     model: Any,
-    rows: ScoredRows,
+    rows: BatchRows,
     *,
     tokens: Tokens = "trained",
     inputs: Mapping[str, Any] | None = None,
@@ -98,7 +85,7 @@ def score_tokens(
 
 
 def hidden_states(
-    model: Any, rows: ScoredRows, *, tokens: Tokens = "trained", inputs: Mapping[str, Any] | None = None
+    model: Any, rows: BatchRows, *, tokens: Tokens = "trained", inputs: Mapping[str, Any] | None = None
 ) -> HiddenStates:
     """Run a model on a batch and return the hidden states before the output head, without logits.
 
@@ -146,7 +133,7 @@ def _joined(values: Any, output: Any) -> Any:
 
 def _run(
     model: Any,
-    rows: ScoredRows,
+    rows: BatchRows,
     inputs: Mapping[str, Any] | None,
     compute: Callable[[Any, OutputHead], Any],
 ) -> Any:

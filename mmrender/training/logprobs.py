@@ -1,16 +1,16 @@
 """Log-probabilities and entropies of a batch's tokens from logits, and importance weights."""
 
 from math import log
-from typing import Any, Protocol
+from typing import Any
 
 from mmrender.errors import BatchError
 from mmrender.training.batch import TrainingBatch
-from mmrender.training.heads import ScoredRows
+from mmrender.training.predictions import BatchRows
 from mmrender.training.scoring import Scoring
 from mmrender.training.tensor_list import torch
 
 
-def token_logprobs(logits: Any, batch: ScoredRows, *, temperature: Any = 1.0) -> Any:
+def token_logprobs(logits: Any, batch: BatchRows, *, temperature: Any = 1.0) -> Any:
     """Return the log-probability of each token given the tokens before it in its sample.
 
     If a token was sampled under a constraint, over the tokens that the constraint allowed. For long samples
@@ -51,22 +51,7 @@ def token_entropy(logits: Any, batch: TrainingBatch, *, temperature: Any = 1.0) 
     return Scoring(batch.predictions(), temperature, entropy=True).spread(logits, None).entropy
 
 
-class SampledRows(Protocol):
-    """A `TrainingBatch`, or a `SequenceShard` of it."""
-
-    @property
-    def loss_mask(self) -> Any:
-        """Tokens to train on: bool `(rows, width)`."""
-
-    @property
-    def logprobs(self) -> Any:
-        """The sampler's: float32 `(rows, width)`, or None."""
-
-    def check_aligned(self, values: Any) -> None:
-        """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
-
-
-def importance_weights(logprobs: Any, batch: SampledRows, *, most: float = 2.0) -> Any:
+def importance_weights(logprobs: Any, batch: BatchRows, *, most: float = 2.0) -> Any:
     """Return the ratio of the model's probability of each sampled token to the sampler's, truncated.
 
     The truncated ratio `min(exp(model - sampler), most)` corrects for a sampler that differs from the trainer

@@ -19,42 +19,12 @@ its loss mask.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from mmrender.errors import BatchError
 from mmrender.training.batch import TrainingBatch
+from mmrender.training.predictions import BatchRows
 from mmrender.training.tensor_list import torch
-
-
-class PolicyRows(Protocol):
-    """A `TrainingBatch`, or a `SequenceShard` of it."""
-
-    @property
-    def loss_mask(self) -> Any:
-        """Tokens to train on: bool `(rows, width)`."""
-
-    @property
-    def logprobs(self) -> Any:
-        """The sampler's: float32 `(rows, width)`, or None."""
-
-    @property
-    def advantages(self) -> Any:
-        """float32 `(rows, width)`, or None."""
-
-    @property
-    def sample_numbers(self) -> Any:
-        """The number of each token's sample, int64 `(rows, width)`; -1 at padding."""
-
-    @property
-    def trained_tokens(self) -> Any:
-        """Number of tokens to train on in each token's sample, int64 `(rows, width)`; 0 at padding."""
-
-    @property
-    def sample_ids(self) -> list[str]:
-        """Names of the samples."""
-
-    def check_aligned(self, values: Any) -> None:
-        """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
 
 
 class StepCounts(NamedTuple):
@@ -108,7 +78,7 @@ class PolicyOptions(TypedDict, total=False):
     penalty: Any
 
 
-def ppo_loss(logprobs: Any, rows: PolicyRows, *, tokens: int, **options: Unpack[PolicyOptions]) -> Any:
+def ppo_loss(logprobs: Any, rows: BatchRows, *, tokens: int, **options: Unpack[PolicyOptions]) -> Any:
     """Return the clipped loss, as a mean over tokens.
 
     Source: Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7. With `high` above
@@ -128,7 +98,7 @@ def ppo_loss(logprobs: Any, rows: PolicyRows, *, tokens: int, **options: Unpack[
     return _total(losses, rows, options) / tokens
 
 
-def grpo_loss(logprobs: Any, rows: PolicyRows, *, samples: int, **options: Unpack[PolicyOptions]) -> Any:
+def grpo_loss(logprobs: Any, rows: BatchRows, *, samples: int, **options: Unpack[PolicyOptions]) -> Any:
     """Return the clipped loss, as a mean over the tokens of each sample and over samples.
 
     Source: Shao et al., "DeepSeekMath", 2024, equation 3. Its last term is
@@ -148,7 +118,7 @@ def grpo_loss(logprobs: Any, rows: PolicyRows, *, samples: int, **options: Unpac
 
 
 def dr_grpo_loss(
-    logprobs: Any, rows: PolicyRows, *, samples: int, max_tokens: int, **options: Unpack[PolicyOptions]
+    logprobs: Any, rows: BatchRows, *, samples: int, max_tokens: int, **options: Unpack[PolicyOptions]
 ) -> Any:
     """Return the clipped loss, as a sum over tokens divided by samples and by one length for all.
 
@@ -169,7 +139,7 @@ def dr_grpo_loss(
 
 
 def gspo_loss(
-    logprobs: Any, rows: PolicyRows, *, samples: int, group: Any = None, **options: Unpack[PolicyOptions]
+    logprobs: Any, rows: BatchRows, *, samples: int, group: Any = None, **options: Unpack[PolicyOptions]
 ) -> Any:
     """Return the loss with one clipped ratio a sample, as a mean over samples.
 
@@ -193,7 +163,7 @@ def gspo_loss(
     return _total(losses, rows, options, by_sample=True) / samples
 
 
-def cispo_loss(logprobs: Any, rows: PolicyRows, *, tokens: int, **options: Unpack[PolicyOptions]) -> Any:
+def cispo_loss(logprobs: Any, rows: BatchRows, *, tokens: int, **options: Unpack[PolicyOptions]) -> Any:
     """Return the loss whose clipped ratio is a factor, so that every token has a gradient, over tokens.
 
     Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5, which leaves the ratio without a lower bound.
@@ -286,7 +256,7 @@ def kl_estimate(logprobs: Any, reference: Any) -> Any:
     return difference.expm1() - difference
 
 
-def _log_ratio(logprobs: Any, rows: PolicyRows, options: PolicyOptions) -> Any:
+def _log_ratio(logprobs: Any, rows: BatchRows, options: PolicyOptions) -> Any:
     """Return `log r`, 0.0 outside the loss mask."""
     rows.check_aligned(logprobs)
     old = options.get("old", rows.logprobs)
@@ -300,7 +270,7 @@ def _log_ratio(logprobs: Any, rows: PolicyRows, options: PolicyOptions) -> Any:
     return torch.where(rows.loss_mask, logprobs - old.detach(), 0.0)
 
 
-def _advantages(rows: PolicyRows) -> Any:
+def _advantages(rows: BatchRows) -> Any:
     if rows.advantages is None:
         remedy = "Set `advantages` of the samples before `collate`"
         raise BatchError("the batch is without advantages", where="advantages", remedy=remedy)
@@ -308,14 +278,14 @@ def _advantages(rows: PolicyRows) -> Any:
 
 
 def _clipped(
-    log_ratio: Any, rows: PolicyRows, options: PolicyOptions, *, low: float = 0.2, high: float = 0.2
+    log_ratio: Any, rows: BatchRows, options: PolicyOptions, *, low: float = 0.2, high: float = 0.2
 ) -> Any:
     ratio, advantages = log_ratio.exp(), _advantages(rows)
     bounded = ratio.clamp(1 - options.get("low", low), 1 + options.get("high", high))
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
-def _total(losses: Any, rows: PolicyRows, options: PolicyOptions, *, by_sample: bool = False) -> Any:
+def _total(losses: Any, rows: BatchRows, options: PolicyOptions, *, by_sample: bool = False) -> Any:
     """Return the sum of the losses of the tokens to train on, or of the means of each sample."""
     weights, penalty = options.get("weights"), options.get("penalty")
     if weights is not None:
@@ -329,7 +299,7 @@ def _total(losses: Any, rows: PolicyRows, options: PolicyOptions, *, by_sample: 
     return (losses / rows.trained_tokens.clamp(min=1) if by_sample else losses).sum()
 
 
-def _sample_sums(values: Any, rows: PolicyRows, group: Any) -> Any:
+def _sample_sums(values: Any, rows: BatchRows, group: Any) -> Any:
     """Return for each token the sum of the values of its sample's tokens."""
     places = rows.sample_numbers + 1
     sums = values.new_zeros(len(rows.sample_ids) + 1).index_add(0, places.reshape(-1), values.reshape(-1))

@@ -7,7 +7,7 @@ whole rows and for rows that are split over ranks.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,43 @@ class Predictions:
         rows, columns = self.shape
         zeros = torch.zeros(rows * columns, dtype=values.dtype, device=values.device)
         return zeros.index_put((self.places.to(values.device),), values).view(rows, columns)
+
+
+class BatchRows(Protocol):
+    """A `TrainingBatch`, or a `SequenceShard` of it."""
+
+    @property
+    def loss_mask(self) -> Any:
+        """Tokens to train on: bool `(rows, width)`."""
+
+    @property
+    def logprobs(self) -> Any:
+        """The sampler's: float32 `(rows, width)`, or None."""
+
+    @property
+    def advantages(self) -> Any:
+        """float32 `(rows, width)`, or None."""
+
+    @property
+    def sample_numbers(self) -> Any:
+        """The number of each token's sample, int64 `(rows, width)`; -1 at padding."""
+
+    @property
+    def trained_tokens(self) -> Any:
+        """Number of tokens to train on in each token's sample, int64 `(rows, width)`; 0 at padding."""
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Names of the samples."""
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return the keyword arguments of the model's forward."""
+
+    def predictions(self, tokens: Tokens = "trained") -> Predictions:
+        """Return the predictions of some tokens."""
+
+    def check_aligned(self, values: Any) -> None:
+        """Raise `BatchError` unless a tensor is `(rows, width, ...)`."""
 
 
 def predicted(rows: Rows, loss_mask: Any, tokens: Tokens) -> npt.NDArray[np.bool_]:

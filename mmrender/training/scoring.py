@@ -240,8 +240,7 @@ def _compiled_on_a_gpu(steps: Callable[..., Result]) -> Callable[..., Result]:
 
     @wraps(steps)
     def run(tile: _Tile, *rest: Any) -> Result:
-        is_large = tile.products.is_cuda and tile.products.numel() >= _COMPILED_FROM
-        if torch.compiler.is_compiling() or _failures or not is_large:
+        if torch.compiler.is_compiling() or _failures or not _is_large(tile):
             return steps(tile, *rest)
         try:
             result: Result = _compiled(steps)(tile, *rest)
@@ -258,6 +257,10 @@ def _compiled_on_a_gpu(steps: Callable[..., Result]) -> Callable[..., Result]:
 
 
 _failures: list[Exception] = []
+
+
+def _is_large(tile: _Tile) -> bool:
+    return bool(tile.products.is_cuda) and tile.products.numel() >= _COMPILED_FROM
 
 
 @cache
