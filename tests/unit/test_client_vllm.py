@@ -343,6 +343,17 @@ def test_data_is_sent_once(renderer, image, images, routes):
     assert len(transport.of_path("/server_info")) == 1
 
 
+def test_a_completion_has_the_settings_that_the_server_told(image):
+    told = info()
+    told["vllm_config"]["model_config"] |= {"dtype": "torch.bfloat16", "quantization": None}
+    transport = server(image, **{INFO: told})
+    assert run(transport, image, VLLMBackend(images="hash_only")).sampler == {
+        "engine": "vllm",
+        "dtype": "bfloat16",
+    }
+    assert run(hashing(image), image, TENSORS).sampler == {}  # it was not asked
+
+
 @pytest.mark.parametrize("miss", ["500", "200"])
 def test_a_miss_is_answered_with_all_data(renderer, miss):
     failed = {"choices": [{"index": 0, "finish_reason": "error", "token_ids": [], "logprobs": None}]}
