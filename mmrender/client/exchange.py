@@ -278,7 +278,7 @@ async def post(
         response = read(reply.body, where)
     elif read_stream is None:
         response = await asyncio.to_thread(read, reply.body, where)
-    if sampler := facts_of(transport).sampler:
+    if sampler := facts_of(transport, has_answered=True).sampler:
         response = replace(response, sampler=sampler)
     if on_tokens is not None:
         on_tokens(response.completion_ids, response.logprobs, response.finish_reason)

@@ -123,12 +123,16 @@ class ServerFacts:
 _facts: WeakKeyDictionary[Transport, ServerFacts] = WeakKeyDictionary()
 
 
-def facts_of(transport: Transport) -> ServerFacts:
-    """Return the facts about the server of a transport."""
+def facts_of(transport: Transport, *, has_answered: bool = False) -> ServerFacts:
+    """Return the facts about the server of a transport.
+
+    If it `has_answered` just now, it was in use meanwhile, however long the answer took.
+    """
     now, facts = time.monotonic(), _facts.get(transport)
     connections: Connections | None = getattr(transport, "connections", None)
     stays = facts is not None and connections is not None and connections.is_open
-    if facts is None or (now - facts.used_at > _IDLE and not (stays and connections == facts.connections)):
+    is_old = facts is not None and now - facts.used_at > _IDLE and not has_answered
+    if facts is None or (is_old and not (stays and connections == facts.connections)):
         facts = _facts[transport] = ServerFacts()
     facts.used_at, facts.connections = now, connections
     return facts

@@ -37,11 +37,9 @@ from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import tensor_specs
 from mmrender.trajectory.delivery import DeliveryId
 from mmrender.trajectory.sample import TrainingSample
-from mmrender.trajectory.stores import source_of
+from mmrender.trajectory.stores import INDEX_SUFFIX, source_of
 from mmrender.trajectory.tree import Trajectory
 
-SUFFIX: Final = ".index"
-"""What the name of an index has after the name of its file."""
 _VERSION: Final = 2
 _MIN_ROWS: Final = 64
 """Records and samples of a message, at least, unless the writer is closed."""
@@ -200,7 +198,7 @@ class IndexReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._source = source_of(os.fspath(path) + SUFFIX, whole=True)
+        self._source = source_of(os.fspath(path) + INDEX_SUFFIX, whole=True)
         self._forget()
         self.refresh()
 
@@ -278,7 +276,7 @@ class IndexWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], blocks: Blocks) -> None:
-        self._path = Path(os.fspath(path) + SUFFIX)
+        self._path = Path(os.fspath(path) + INDEX_SUFFIX)
         self._writer: mmcodecs.RecordWriter | None = None
         self._blocks: list[Block] = []
         self._records: list[list[Descriptor] | None] = []
@@ -293,7 +291,7 @@ class IndexWriter:
 
     def _open(self, blocks: Blocks) -> bool:
         """Open the index if it is sound and agrees with the file, or is not there. Otherwise return False."""
-        index = IndexReader(self._path.with_name(self._path.name.removesuffix(SUFFIX)))
+        index = IndexReader(self._path.with_name(self._path.name.removesuffix(INDEX_SUFFIX)))
         if index.blocks != blocks[: len(index.blocks)]:
             return False
         try:

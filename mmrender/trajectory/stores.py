@@ -7,10 +7,13 @@ a local file, which is read by memory map.
 import glob
 import os
 import re
-from typing import Any
+from typing import Any, Final
 
 from mmcodecs.files import MappedFile, Source
 from mmrender.errors import MissingDependencyError
+
+INDEX_SUFFIX: Final = ".index"
+"""What the name of an index has after the name of its file."""
 
 
 def is_stored(path: str) -> bool:
@@ -64,7 +67,7 @@ def find_files(path: str) -> list[tuple[str, str]]:
 
 
 def _is_trajectories(name: str) -> bool:
-    return not name.endswith(".index") and not os.path.basename(name).startswith(".")
+    return not name.endswith(INDEX_SUFFIX) and not os.path.basename(name).startswith(".")
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -118,6 +118,23 @@ async def test_turns_side_by_side_are_one_request_each(renderer, image, clock):
         await engine.transport.aclose()
 
 
+async def test_a_completion_that_takes_minutes_is_no_pause(renderer, image, clock):
+    class Slow(Address):
+        async def answer(self, request):
+            if request.path != GENERATE_PATH:
+                return await super().answer(request)
+            clock.seconds += 100
+            return web.json_response(completion(SimpleNamespace(json=await request.json())))
+
+    address = Slow(image, {"1": "uint8"})
+    async with serving(address.answer) as url:
+        engine = engine_at(url, renderer)
+        for _ in range(3):
+            await engine.sample(engine.prompt([5, 6, 7]), {"max_tokens": 4})
+            await engine.transport.aclose()  # as a connection closes that is not used between turns
+        assert address.questions() == {"/v1/models": 1}
+
+
 async def test_another_process_at_the_url_is_asked_anew(renderer, image, clock):
     before, after = Address(image, {"1": "uint8"}), Address(image, {"2": "float32"})
     async with serving(before.answer) as url:

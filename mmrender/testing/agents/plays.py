@@ -9,6 +9,7 @@ from mmrender.errors import MissingDependencyError
 from mmrender.gateway.call import AnswerCall
 from mmrender.gateway.digests import folded
 from mmrender.renderer import Renderer
+from mmrender.sidecar import common_prefix
 from mmrender.testing.agents.player import Player
 from mmrender.testing.agents.recordings import AgentAnswer, RecordedCall
 from mmrender.testing.agents.replies import read_answer
@@ -169,8 +170,7 @@ async def play(
 def _break(before: Exchange, exchange: Exchange, renderer: Renderer) -> Break | None:
     """Return the place at which a prompt ceases to begin with an earlier exchange, or None."""
     expected, prompt = before.ids, exchange.prompt_ids
-    pairs = enumerate(zip(expected, prompt, strict=False))
-    at = next((index for index, (one, other) in pairs if one != other), min(len(expected), len(prompt)))
+    at = common_prefix(expected, prompt)
     if at == len(expected):
         return None
     texts = (renderer.decode(ids[at : at + _SHOWN]) for ids in (expected, prompt))
