@@ -36,7 +36,6 @@ from mmrender.messages import (
 from mmrender.rendering import Rendering
 from mmrender.sidecar import MultiModalData
 from mmrender.template.text import TracedStr
-from mmrender.tokens.encode import Layout
 from mmrender.tokens.rendered import RenderedTokens, TokenSpan
 
 History: TypeAlias = Literal["sampled", "template"]
@@ -98,7 +97,12 @@ class Bridge:
         try:
             shortest = self._proved(sampled, request, previous, history)
             first = len(shortest.messages)
-            layout = self._appended(sampled, messages, shortest)
+            tail = ExtendedHistory(self._tails, shortest, messages).tail
+            close, start = self._tails.closing(tail, shortest, messages, sampled)
+            if close or any(match.start < start < match.stop for match in tail.layout.matches):
+                layout = self._writer.lay_out(TracedStr(close) + tail.layout.text[start:])
+            else:
+                layout = tail.layout.cut(start)
         except SpecialTokenError as error:
             error.where = place_of_new(error.where, first)
             raise
@@ -157,20 +161,6 @@ class Bridge:
             raise NotBridged("the model's processor or tokenizer ends every prompt, and this one would go on")
         if (affixes.first, affixes.opening) != (longer.first, longer.opening):
             raise NotBridged("the model's processor begins prompts with images differently")
-
-    def _appended(self, sampled: BridgedTurn, messages: Sequence[Message], history: ProbeHistory) -> Layout:
-        """Lay out the text that closes the completion, and the tail after it."""
-        tail = ExtendedHistory(self._tails, history, messages).tail
-        close = ""
-        if sampled.stop_id is None:
-            close, start = self._tails.closing(tail, history, messages, sampled)
-        elif tail.end.is_opener and sampled.stop_id != tail.end.token_id:
-            start = tail.end.start  # only the next turn's opener itself can stand for it
-        else:
-            start = tail.end.stop
-        if not close and not any(match.start < start < match.stop for match in tail.layout.matches):
-            return tail.layout.cut(start)
-        return self._writer.lay_out(TracedStr(close) + tail.layout.text[start:])
 
     def _proved(
         self, sampled: BridgedTurn, request: RenderRequest, previous: MultiModalData, history: History

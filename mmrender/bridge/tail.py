@@ -373,7 +373,11 @@ class Tails:
     def closing(
         self, tail: Tail, history: ProbeHistory, extension: Sequence[Message], sampled: BridgedTurn
     ) -> tuple[str, int]:
-        """Text that closes a completion without a stop token, and the character of the tail that follows."""
+        """Text that closes a completion, and the character of the tail that follows."""
+        if sampled.stop_id is not None:
+            # Only the next turn's opener itself can stand for it.
+            is_other = tail.end.is_opener and sampled.stop_id != tail.end.token_id
+            return "", tail.end.start if is_other else tail.end.stop
         completion, reasoning = self.turns.text_of(sampled.completion).text, self.profile.reasoning
         history = history.answering(content=f"{WORD}A", tool_calls=())
         if sampled.is_fresh:

@@ -2,13 +2,14 @@
 
 import copy
 
+import msgspec
 import numpy as np
 import pytest
 
 import mmcodecs
 from item_cases import ITEMS, PROCESSOR, patch_item, picture, processed_item, reference_item, same_tensors
-from kit import encoded, error_of
-from mmrender.errors import MediaError
+from kit import encoded, error_of, raised
+from mmrender.errors import MediaError, ProcessorError
 from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import expand_into, tensor_specs
 from mmrender.media.wire import item_from_wire, item_to_wire, items_from_wire, items_to_wire
@@ -138,6 +139,13 @@ def test_a_reference_is_processed_again_and_has_no_tensors(sentence):
     with pytest.raises(MediaError, match="processing again gives another identity"):
         ReferenceItem.of(item, encoded(picture(seed=4).image), 6).resolve(PROCESSOR)
     assert error_of(MediaError, reference_item().tensors) == sentence
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_a_reference_to_a_medium_that_the_model_does_not_take_is_refused_as_such_a_part_is(modality):
+    reference = msgspec.structs.replace(reference_item(), modality=modality)
+    error = raised(ProcessorError, reference.resolve, PROCESSOR)
+    assert str(error) == str(raised(ProcessorError, PROCESSOR.of, modality, error.where))
 
 
 @pytest.mark.parametrize("kind", ["patches", "video", "processed"])

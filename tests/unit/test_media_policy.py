@@ -1,5 +1,6 @@
 """Which addresses are public, and which policies can be made."""
 
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,17 @@ def test_policies_are_values() -> None:
         ("allow_networks", "10.0.0.0/8"),
         ("deny_networks", ("10.0.0.1/8",)),
         ("max_bytes", 0),
+        ("max_items", "many"),
+        ("max_redirects", -1),
         ("total_timeout", float("nan")),
     ],
 )
 def test_policies_that_make_no_sense(field: str, value: Any, sentence) -> None:
     assert error_of(InputError, MediaPolicy, **{field: value}) == sentence
+
+
+def test_an_infinite_limit_is_none() -> None:
+    MediaPolicy(max_pixels=math.inf, max_redirects=0).check("max_pixels", 10**30)
 
 
 LOCAL = "127.0.0.1 127.1 127.0.1 0 0.0.0.0 2130706433 0x7f000001 0x7f.1 0x7f.0.0.1 0177.0.0.1 017700000001 0177.1 127.0.0.01"
