@@ -221,7 +221,8 @@ class VLLMBackend(HTTPBackend):
             if not left_out or not plan.may_be_miss(error):
                 raise
             plan.note(knew=False, left_out=True)
-            prompts = await asyncio.to_thread(plan.prompts, plan.after_miss)
+            known = None if plan.max_bytes is None else ()  # then long requests stay split
+            prompts = await asyncio.to_thread(plan.prompts, known)
             response, left_out = await send(prompts), False
         plan.note(knew=True, left_out=left_out)
         if isinstance(plan, ImagePlan):

@@ -371,11 +371,6 @@ class ImagePlan:
         hashes = self.process.facts.hashes
         return {name for name in self.names if hashes.get(name)} if self.by_hash else None
 
-    @property
-    def after_miss(self) -> Collection[str] | None:
-        """Hashes whose data is left out once the server lacked one: none, and long requests stay split."""
-        return None if self.max_bytes is None else ()
-
     def is_quick(self, known: Collection[str] | None) -> bool:
         """Whether `prompts` takes less time than a thread to call it on: nothing is to be encoded."""
         return known is not None and set(self.names) <= set(known)

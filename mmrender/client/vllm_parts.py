@@ -81,11 +81,6 @@ class PartsPlan:
         is_dense = all(span.range.num_embeds == span.range.length for span in self.spans)
         return self.facts.recall.is_usable and is_dense and count == sum(s.range.length for s in self.spans)
 
-    @property
-    def after_miss(self) -> Collection[str]:
-        """Images whose data is left out once the server did not know one: none."""
-        return ()
-
     def prompts(self, known: Collection[str] | None) -> list[dict[str, Any]]:
         """Return the members for tokens and images of the one request, without the data of `known` images.
 

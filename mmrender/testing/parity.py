@@ -225,25 +225,19 @@ class ParityPair:
 
     def without_text(self) -> str | None:
         """Return why prompts without images are refused, or None."""
-        ours = _outcome(lambda: self.renderers["default"].render([{"role": "user", "content": "x"}]))
-        return str(ours) if isinstance(ours, ProcessorError) else None
+        return _refusal(self.renderers["default"], "x")
 
     def _why_without_videos(self, renderer: Renderer) -> str | None:
         if not self.reference.takes_videos:
             why = "the reference's video processor cannot be built here"
             return why if has_reference_backend("torch") else f"{why}. {INSTALL_TORCHVISION}"
         *_, video = sample_videos(random.Random(0), 3)
-        # Another error may mean that the template takes no video there.
-        ours = _outcome(lambda: renderer.render([{"role": "user", "content": [video]}]))
-        return str(ours) if isinstance(ours, ProcessorError) else None
+        return _refusal(renderer, [video])
 
     def _why_without_audio(self, renderer: Renderer) -> str | None:
         if not self.reference.takes_audio:
             return "the reference's feature extractor cannot be built here"
-        clip = sample_clips(random.Random(0), 2)[1]
-        ours = _outcome(lambda: renderer.render([{"role": "user", "content": [clip]}]))
-        refused = isinstance(ours, ProcessorError | MissingDependencyError)
-        return str(ours) if refused else None
+        return _refusal(renderer, [sample_clips(random.Random(0), 2)[1]])
 
     def reference_refusal(self, video: dict[str, Any]) -> str | None:
         """Return why the reference refuses a video without times that our side renders, or None."""
@@ -472,6 +466,12 @@ def _outcome(render: Callable[[], _Rendered]) -> _Rendered | Exception:
         return render()
     except Exception as error:  # noqa: BLE001 - templates and Transformers raise anything
         return error
+
+
+def _refusal(renderer: Renderer, content: Any) -> str | None:
+    """Return why no message with this content is processed here. Other errors may be the template's."""
+    outcome = _outcome(lambda: renderer.render([{"role": "user", "content": content}]))
+    return str(outcome) if isinstance(outcome, ProcessorError | MissingDependencyError) else None
 
 
 def _acceptance(*sides: object) -> Difference:
