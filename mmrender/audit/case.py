@@ -56,7 +56,6 @@ class Trial(NamedTuple):
         model: Change of the model.
         place: Where it is, as of "layer 3 of the language model".
         since: Index of the first token whose log-probability may change.
-        until: Index after the last token that it must explain; None for all.
         fitted: Number of the sampler's numbers that were used to find it.
         parts: A trial for each completion that differs, of which it consists.
         row: Name of its row.
@@ -69,7 +68,6 @@ class Trial(NamedTuple):
     model: ModelChange | None = None
     place: str = ""
     since: int = 0
-    until: int | None = None
     fitted: int = 0
     parts: "Sequence[Trial]" = ()
     row: str = ""
@@ -147,7 +145,7 @@ class Case:
     @cached_property
     def head(self) -> TrainingSample:
         """The sample up to the end of its first completion that differs."""
-        return _cut(self.sample, self.runs[self.departing_runs[0]][1])
+        return cut(self.sample, self.runs[self.departing_runs[0]][1])
 
     def shortened(self, trial: Trial) -> Trial | None:
         """Return a trial on the sample's head alone; None for changes that are bound to the whole sample."""
@@ -158,7 +156,7 @@ class Case:
         at = max(0, self.departing_runs[0] - len(self.runs) + len(runs))
         if trial.inputs is not None or at + 1 >= len(runs):
             return None
-        return trial._replace(sample=self.head if trial.sample is None else _cut(trial.sample, runs[at][1]))
+        return trial._replace(sample=self.head if trial.sample is None else cut(trial.sample, runs[at][1]))
 
     def of_run(self, number: int) -> TrainingSample:
         """Return the sample with the loss mask of one completion."""
@@ -230,23 +228,31 @@ class Case:
 
     def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
         """Compare the sampler with the trainer under each trial; None if the model refuses one."""
-        plain = [one.sample for one in trials if one.sample is not None and _is_plain(one)]
-        batched = iter(self.trainer.sampled_of_many(plain))
-        moved = [(one.sample or self.sample, one.positions) for one in trials if one.positions is not None]
-        renumbered = iter(self.trainer.sampled_of_many(*map(list, zip(*moved, strict=True))) if moved else ())
+        alone = [bool(one.parts or one.inputs or one.model) for one in trials]
+        samples = [one.sample or self.sample for one in trials]
+        some = zip(trials, samples, alone, strict=True)
+        batch = [(sample, one.positions) for one, sample, is_alone in some if not is_alone]
+        batched = (
+            iter(self.trainer.sampled_of_many(*map(list, zip(*batch, strict=True)))) if batch else iter(())
+        )
         out: list[Comparison | None] = []
-        for trial in trials:
+        for trial, sample, is_alone in zip(trials, samples, alone, strict=True):
             if trial.parts:
                 values = self._joined(self.run(trial.parts))
-            elif trial.positions is not None:
-                values = next(renumbered)
-            elif _is_plain(trial):
-                values = next(batched)
+            elif is_alone:
+                values = self.trainer.attempt(sample, trial.inputs, model=trial.model)
             else:
-                values = self.trainer.attempt(trial.sample or self.sample, trial.inputs, model=trial.model)
-            one = None if values is None else Comparison.of(trial.sample or self.sample, values)
-            out.append(one if one is None or trial.until is None else one.before(trial.until))
+                values = next(batched)
+            out.append(None if values is None else Comparison.of(sample, values))
         return out
+
+    def rest(self, varied: Comparison) -> Float32Array | None:
+        """Return the numbers of all tokens under a trial that has the last ones; None if it lacks these."""
+        own = self.compared
+        start = max(0, len(own.positions) - len(varied.positions))
+        if not np.array_equal(varied.sampler, own.sampler[start:], equal_nan=True):
+            return None
+        return np.concatenate([own.trainer[:start], varied.trainer])
 
     def _joined(self, parts: Sequence[Comparison | None]) -> Float32Array | None:
         """Return the trainer's log-probabilities, those of completions that differ from their own trials."""
@@ -259,15 +265,10 @@ class Case:
 
     def after(self, trial: Trial, compared: Comparison) -> "Case | None":
         """Return the case that is left after a trial, to be explained by a second cause."""
-        if not compared.beyond(self.tolerance).any() or trial.until is not None or trial.parts:
+        if not compared.beyond(self.tolerance).any() or self.rest(compared) is None or trial.parts:
             return None
         trainer = self.trainer.changed(inputs=trial.inputs or trial.positions, model=trial.model)
         return replace(self, compared=compared, trainer=trainer)
-
-
-def _is_plain(trial: Trial) -> bool:
-    """Whether a trial changes the sample alone."""
-    return trial.sample is not None and not (trial.inputs or trial.positions or trial.model)
 
 
 class ChangedItem:
@@ -329,7 +330,7 @@ def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True)
     return TrainingSample(ids, sample.loss_mask[start:stop], numbers[start:stop], data)
 
 
-def _cut(sample: TrainingSample, stop: int) -> TrainingSample:
+def cut(sample: TrainingSample, stop: int) -> TrainingSample:
     """Return the first tokens of a sample."""
     return replace(part(sample, 0, stop), allowed=sample.aligned.cut(0, stop).allowed)
 

@@ -1,7 +1,7 @@
 """Rows of the stage model: other attention, dtypes, settings and modules, and how trials change a model."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain, pairwise
@@ -90,12 +90,7 @@ def tensors(module: Any, change: Callable[[Any], Any], *, buffers: bool = False)
 
 def changed_weights(module: Any, change: Callable[[Any], Any]) -> ModelChange:
     """Return a change of a model whose parameters in a module are changed."""
-    return lambda _: replaced([*tensors(module, change)])
-
-
-def bound(make: Callable[..., AbstractContextManager[None]], *args: Any) -> ModelChange:
-    """Return a change of a model that is already bound to its modules."""
-    return lambda _: make(*args)
+    return lambda: replaced([*tensors(module, change)])
 
 
 def changing(
@@ -104,7 +99,7 @@ def changing(
     """Return the trial of a changed model. A change of vision matters from the first image on."""
     starts = [span.start for span in case.sample.media_spans] if part.startswith((VISION, "image")) else [0]
     since = min(starts, default=len(case.sample))
-    return Trial(f"the sampler{text}", model=bound(make, *args), since=since)
+    return Trial(f"the sampler{text}", model=partial(make, *args), since=since)
 
 
 # --- attention and dtypes
@@ -176,11 +171,6 @@ def in_dtype(module: Any, dtype: Any) -> Iterator[None]:
         yield
 
 
-def whole_in(dtype: Any) -> ModelChange:
-    """Return a change of the model that computes all of it in another dtype."""
-    return lambda model: in_dtype(model, dtype)
-
-
 @contextmanager
 def other_attention(model: Any) -> Iterator[None]:
     """Compute attention by another kernel within the block, if the model has one."""
@@ -207,7 +197,7 @@ def other_dtypes(model: Any) -> dict[str, Any]:
 def whole_dtype(case: Case) -> Iterator[Trial]:
     """Yield the whole model in another dtype."""
     for name, dtype in other_dtypes(case.trainer.model).items():
-        yield Trial(f"the sampler computed in {name}", model=whole_in(dtype))
+        yield Trial(f"the sampler computed in {name}", model=partial(in_dtype, case.trainer.model, dtype))
 
 
 def part_dtype(case: Case) -> Iterator[Trial]:
@@ -280,7 +270,7 @@ def recurrent_state(case: Case) -> Iterator[Trial]:
     kinds = {"convolutions": ["conv_states"], "recurrent states": ["recurrent_states"]}
     for text, lost in (kinds | {"states": [*chain(*kinds.values())]}).items() if layers else ():
         of, starts = f"the sampler's {text} of linear attention were lost", [start for start, _ in case.runs]
-        without = partial(bound, losing, model, layers, lost)
+        without = partial(partial, losing, model, layers, lost)
         own = [Trial("", case.of_run(n), model=without(starts[n : n + 1])) for n in case.departing_runs]
         yield Trial(f"{of} between each prompt and its completion", parts=own, since=starts[0])
         anew = {f"before completion {number}": [start] for number, start in enumerate(starts)}
@@ -314,32 +304,28 @@ def left_out(case: Case) -> Iterator[Trial]:
     """Yield the model without a layer, the layers from one on, a module beside them, or biases."""
     import torch
 
-    model = case.trainer.model
-
-    def without(what: str, modules: Sequence[Any], part: str) -> Trial:
-        trial = changing(case, f" left out {what}", giving, modules, lambda data: data * 0, part=part)
-        return trial._replace(place=what if what.startswith("layer ") else "")
-
-    for part, layers in stacks(model).items():
+    inside, found = set[int](), stacks(case.trainer.model)
+    for part, root in parts_of(case.trainer.model).items():
+        layers, lost = found.get(part, []), dict[str, list[Any]]()
+        inside |= {id(module) for layer in layers for module in layer.modules()}
         # Without attention and perceptron, a layer hands on its input.
         added = [
             [one for one in layer.children() if any(p.ndim > 1 for p in one.parameters())] for layer in layers
         ]
-        for number in range(len(layers)):
-            yield without(f"layer {number} of the {part}", added[number], part)
+        for number, own in enumerate(added):
+            lost[f"layer {number} of the {part}"] = own
             if 0 < number < len(layers) - 1:
-                yield without(f"the layers of the {part} from {number} on", [*chain(*added[number:])], part)
-    inside = {id(module) for layer in chain(*stacks(model).values()) for module in layer.modules()}
-    for part, root in parts_of(model).items():
+                lost[f"the layers of the {part} from {number} on"] = [*chain(*added[number:])]
         for name, module in root.named_modules():
             holds_layers = any(id(one) in inside for one in module.modules())
             if name and name.count(".") < 2 and not holds_layers and any(True for _ in module.parameters()):
-                what = name.replace("_", " ").split(".")[0]
-                yield without(f"{what} ({name}) of the {part}", [module], part)
+                lost[f"{name.replace('_', ' ').split('.')[0]} ({name}) of the {part}"] = [module]
+        for what, modules in lost.items():
+            trial = changing(case, f" left out {what}", giving, modules, lambda data: data * 0, part=part)
+            yield trial._replace(place=what if what.startswith("layer ") else "")
+        named = [(one._parameters, one._parameters.get("bias")) for one in root.modules()]
         biases = [
-            (one._parameters, "bias", torch.nn.Parameter(torch.zeros_like(value), requires_grad=False))
-            for one in root.modules()
-            if (value := one._parameters.get("bias")) is not None
+            (of, "bias", torch.nn.Parameter(0 * one.data, False)) for of, one in named if one is not None
         ]
         if biases:
             yield changing(case, f" left out the biases of the {part}", replaced, biases, part=part)
@@ -405,14 +391,3 @@ def _other_numbers(case: Case) -> Iterator[Trial]:
             return changing(case, statement, giving, modules, lambda data: data * factor, part=text)
 
         yield from fitted(case, multiplied, 1 / _MAX_FACTOR, _MAX_FACTOR, 1.0) if modules else ()
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "attention": attention,
-    "dtype": whole_dtype,
-    "dtype of a part": part_dtype,
-    "recurrent state": recurrent_state,
-    "left out": left_out,
-    "settings": settings,
-}
-"""Changes to try, by row."""

@@ -4,7 +4,7 @@ The model is taken for linear in the embedding of each token of a prompt, so the
 approximate. The likeliest are run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -81,7 +81,7 @@ def _replacements(
     return [(places, token) for places, token in pairs if sample.token_ids[places[0]] != token]
 
 
-def _other_tokens(case: Case) -> Iterator[Trial]:
+def other_tokens(case: Case) -> Iterator[Trial]:
     """Yield prompts in which a token, or two or three, are others.
 
     A token of a template is another at all its places: those behind one token.
@@ -123,7 +123,3 @@ def _other_tokens(case: Case) -> Iterator[Trial]:
         fitted = 2 * len({(int(own[at]), token) for at, token in changed.items()})
         statement = f"the sampler's prompt had {where}: {' and '.join(texts)}"
         yield Trial(statement, sample, since=min(changed), fitted=fitted)
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {"prompt text": _other_tokens}
-"""Changes to try, by row."""

@@ -45,7 +45,8 @@ def over_media(others: Others, case: Case, *, several: bool = True) -> Iterator[
         changed = [(span, item) for span, item in made if item is not None]
         alone = [[one] for one in changed if (one[0].start, one[0].modality) in suspects]
         for some in ([changed] if several and len(changed) > 1 else []) + alone:
-            which = f"every {some[0][0].modality}" if len(some) > 1 else described(some[0][0])
+            kinds = " and ".join(dict.fromkeys(span.modality for span, _ in some))
+            which = f"every {kinds}" if len(some) > 1 else described(some[0][0])
             count = all(feature_count(item.expansion) == feature_count(s.item.expansion) for s, item in some)
             parts = [] if count else [(s.start, s.stop, _shown(case, s, item)) for s, item in some]
             sample = with_items(case.sample, some) if count else edited(case.sample, parts)
@@ -100,7 +101,7 @@ def orders(noun: str, count: int) -> dict[str, list[int]]:
     return {text: [*order] for order, text in reversed(texts.items())}
 
 
-def _order(case: Case) -> Iterator[Trial]:
+def order(case: Case) -> Iterator[Trial]:
     """Yield the images, videos or clips of a sample in other orders."""
     for kind, noun in _NOUNS.items():
         spans = [span for span in case.sample.media_spans if span.modality == kind]
@@ -115,7 +116,7 @@ def _order(case: Case) -> Iterator[Trial]:
                 yield Trial(f"the sampler saw {text}", edited(case.sample, moved), since=moved[0][0])
 
 
-def _stale(case: Case, span: MediaSpan) -> dict[str, Make]:
+def stale(case: Case, span: MediaSpan) -> dict[str, Make]:
     """Return other items of as many tokens."""
     own, known = span.item, {item.identity: item for item in case.others}
     kind = own.modality, feature_count(own.expansion)
@@ -131,7 +132,7 @@ def _itself(item: MediaItem) -> MediaItem:
     return item
 
 
-def _sized(case: Case, span: MediaSpan) -> dict[str, Make]:
+def sized(case: Case, span: MediaSpan) -> dict[str, Make]:
     """Return an image in other sizes, of as many placeholder tokens as these make."""
     # Rows and separators between features are written by rules that only the processor knows.
     item: Any = span.item
@@ -174,7 +175,7 @@ def _resized(item: Any, image: Image.Image, size: tuple[int, int], share: float)
     return renewed(item, levels(small or image, size))
 
 
-def _reordered(noun: str, case: Case, span: MediaSpan) -> dict[str, Make]:
+def reordered(noun: str, case: Case, span: MediaSpan) -> dict[str, Make]:
     """Return a video with other frames, or an image with its tiles in another order."""
     item, frames = span.item, pictures(span.item)
     is_of_noun = frames is not None and isinstance(item, PatchItem) == (noun == "frame")
@@ -239,7 +240,7 @@ def _with_frames(item: Any, order: Sequence[int]) -> MediaItem:
     return item if frames is None else renewed(item, frames[list(order)])
 
 
-def _grid(_: Case, span: MediaSpan) -> dict[str, Make]:
+def grid(_: Case, span: MediaSpan) -> dict[str, Make]:
     """Return an image whose grid has height and width exchanged, and a video with other time steps."""
     found = dict[str, Make]()
     item: Any = span.item
@@ -256,7 +257,8 @@ def _grid(_: Case, span: MediaSpan) -> dict[str, Make]:
     return found
 
 
-def _unseen(case: Case) -> Iterator[Trial]:
+def unseen(case: Case) -> Iterator[Trial]:
+    """Yield the placeholders of media as text."""
     spans = case.sample.media_spans
 
     def without(inputs: dict[str, Any]) -> None:
@@ -266,15 +268,3 @@ def _unseen(case: Case) -> Iterator[Trial]:
     if spans:
         text = f"the sampler was given no {spans[0].modality}: it read the placeholder tokens as text"
         yield Trial(text, inputs=without, since=spans[0].start)
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "stale image": partial(over_media, _stale, several=False),
-    "image order": _order,
-    "pixel budget": partial(over_media, _sized),
-    "image unseen": _unseen,
-    "frames": partial(over_media, partial(_reordered, "frame")),
-    "tiles": partial(over_media, partial(_reordered, "tile")),
-    "grid": partial(over_media, _grid),
-}
-"""Changes to try, by row."""

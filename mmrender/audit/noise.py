@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from mmrender.audit.computed import other_attention, whole_in
+from mmrender.audit.computed import in_dtype, other_attention
 from mmrender.audit.report import Comparison
 from mmrender.audit.trainer import TrainerModel
 from mmrender.trajectory.sample import TrainingSample
@@ -88,6 +89,7 @@ def measure_noise(
 
     other = getattr(torch, dtype) if dtype else torch.bfloat16
     differs = other != trainer.model.dtype and (dtype is not None or trainer.model.dtype == torch.float32)
+    kernel, lower = partial(other_attention, trainer.model), partial(in_dtype, trainer.model, other)
     exact, low, near = np.zeros(1), np.zeros(1), list[bool]()
     chosen = sorted(samples, key=len)[: 2 * _MEASURED : 2]
     beside = max(chosen, key=len, default=None)
@@ -97,10 +99,10 @@ def measure_noise(
         mask[np.flatnonzero(mask)[:-_MEASURED_TOKENS]] = False
         whole = replace(sample, loss_mask=mask, logprobs=np.zeros(len(sample), np.float32))
         alone = trainer.sampled_logprobs(whole)
-        again = trainer.sampled_logprobs(whole, model=other_attention, beside=beside)
+        again = trainer.sampled_logprobs(whole, model=kernel, beside=beside)
         exact = np.append(exact, np.abs(again - alone))
         if differs:
-            mixed = np.abs(trainer.sampled_logprobs(whole, model=whole_in(other)) - alone)
+            mixed = np.abs(trainer.sampled_logprobs(whole, model=lower) - alone)
             low = np.append(low, mixed)
             near += (mixed <= _FLOOR)[sample.loss_mask[mask]].tolist()
     rms = max(float(np.linalg.norm(of) / max(len(of) - 1, 1) ** 0.5) for of in (exact, low))

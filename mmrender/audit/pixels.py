@@ -3,7 +3,6 @@
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -31,7 +30,7 @@ _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
 }
 
 
-def _over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]:
+def over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]:
     """Yield trials that change one suspect, and one that changes all images, if there are several."""
 
     def others(case: Case, span: MediaSpan) -> dict[str, Make]:
@@ -240,13 +239,13 @@ def _enlarged(share: float, image: Image.Image) -> Image.Image:
     return image.resize(image.size, Image.Resampling.BICUBIC, box=box)
 
 
-def _adjusted(case: Case) -> Iterator[Trial]:
+def adjusted(case: Case) -> Iterator[Trial]:
     """Yield images with other brightness, contrast, saturation or gamma, by the number that fits best."""
     for text, rule in _ADJUSTED.items():
 
         def make(factor: float, text: str = text, rule: Any = rule) -> Trial:
             name = f"pixels with {factor:.3g} times the {text}"
-            trials = [*_over_images({name: _raw(partial(rule, factor))}, case)]
+            trials = [*over_images({name: _raw(partial(rule, factor))}, case)]
             return trials[0] if trials else Trial("", since=len(case.sample))
 
         value = fitted_number(case, make, 1 / 16, 16, 1.0)
@@ -254,7 +253,7 @@ def _adjusted(case: Case) -> Iterator[Trial]:
             name, change = f"{value:.3g} times the {text}", partial(rule, value)
             ways = {f"pixels with {name}": _raw(change)}
             ways |= _both({f"an image with {name}": partial(_on_image, change)})
-            yield from (trial._replace(fitted=1) for trial in _over_images(ways, case))
+            yield from (trial._replace(fitted=1) for trial in over_images(ways, case))
 
 
 _GREY: Final = np.array([0.299, 0.587, 0.114])[:, None]
@@ -270,7 +269,7 @@ _ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
 
 _ROWS: Final = (0, 1, 2, 3, 4)
 _VALUES: Final = (1, 2, 3, 4)
-_TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
+TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "patch order": {
         **_each("every patch moved by {:+d}", (1, -1, 2, -2), lambda n: _values(partial(_rolled, by=n))),
         **_each("patches moved by {:+d} row", (1, -1), lambda n: _values(partial(_rolled, by=n, rows=True))),
@@ -422,10 +421,3 @@ _TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     },
 }
 """Other pixels of an image by row: statement, and how they are made."""
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    **{name: partial(_over_images, table) for name, table in _TABLES.items()},
-    "levels": lambda case: chain(_over_images(_TABLES["levels"], case), _adjusted(case)),
-}
-"""Changes to try, by row."""

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, product
 from typing import Any, Final, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from mmrender.audit.case import Case, Trial, fitted, scopes
-from mmrender.audit.computed import Place, bound, changed_weights, giving, other_dtypes, replaced, through
+from mmrender.audit.computed import Place, changed_weights, giving, other_dtypes, replaced, through
 from mmrender.audit.prompts import bounds
 from mmrender.audit.report import described, sampled_runs
 from mmrender.audit.trainer import LANGUAGE, parts_of
@@ -28,19 +28,16 @@ def positions(case: Case) -> Iterator[Trial]:
     spans = case.sample.media_spans
     # Between the features of an image there may be text.
     images = [(s.start + a, s.start + b) for s in spans for a, b in sampled_runs(s.range.is_embed)]
-    for text, parts, change in chain(
-        _of_images(case, images) if images else (), _of_tokens(case), _moved(case, images)
-    ):
+    of_images = _of_images(case, images) if images else ()
+    for text, parts, change in chain(of_images, _of_tokens(case), _moved(case, images)):
         since = parts[0][0]
-        moved = partial(with_positions, parts, change)
-        trial = Trial(f"the sampler {text}", positions=moved, since=since)
+        trial = Trial(f"the sampler {text}", positions=partial(_renumbered, parts, change), since=since)
         yield trial
         # Of one completion alone: in later prompts its tokens may have their own positions again.
         for number in case.departing_runs if len(case.runs) > 1 else ():
-            start, stop = case.runs[number]
-            if start == since:
+            if case.runs[number][0] == since:
                 statement = f"{trial.statement}, seen by its own tokens alone"
-                yield trial._replace(sample=case.of_run(number), statement=statement, until=stop)
+                yield trial._replace(sample=case.of_run(number), statement=statement)
 
 
 def _of_images(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renumbered]:
@@ -104,8 +101,8 @@ def _moved(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renumbere
             yield f"had {shift} within images", images, moved
 
 
-def with_positions(
-    parts: Iterable[tuple[int, int]], change: Callable[[Any, int], Any], given: dict[str, Any]
+def _renumbered(
+    parts: Sequence[tuple[int, int]], change: Callable[[Any, int], Any], given: dict[str, Any]
 ) -> None:
     """Change the positions of some parts of a model's inputs in place."""
     given["position_ids"] = ids = given["position_ids"].clone()
@@ -157,24 +154,17 @@ _STEPS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def rotary_buffers(model: Any) -> list[tuple[Any, str]]:
-    """Return the buffers of the language model that rotate by positions, one for each kind of layer."""
-    language = parts_of(model).get(LANGUAGE, model)
-    return [
-        (module, name)
-        for module in language.modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq") and "original" not in name
-    ]
-
-
 def rotary(case: Case) -> Iterator[Trial]:
     """Yield another base, scale or dtype of rotary frequencies, and other pairs of dimensions or axes."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    model, held = case.trainer.model, rotary_buffers(case.trainer.model)
+    model = case.trainer.model
+    modules = [*parts_of(model).get(LANGUAGE, model).modules()]
+    buffers = ((one, name) for one in modules for name, _ in one.named_buffers(recurse=False))
+    held = [(one, name) for one, name in buffers if name.endswith("inv_freq") and "original" not in name]
     config = copy.deepcopy(model.config.get_text_config())
+    length = config.max_position_embeddings
     given = dict(getattr(config, "rope_parameters", None) or {})
     theta = given.get("rope_theta", getattr(config, "rope_theta", None)) or 1e4
     if not held:
@@ -183,10 +173,9 @@ def rotary(case: Case) -> Iterator[Trial]:
 
     def trial(statement: str, change: Callable[[Any], Any], *names: str, of: Any = None) -> Trial:
         places = [(one, name, change(getattr(one, name))) for one, name in held]
-        places += [
-            (one, name, of(getattr(one, name))) for one in modules for name in names if hasattr(one, name)
-        ]
-        return Trial(f"the sampler's rotary {statement}", model=bound(replaced, places))
+        others = [(one, name) for one in modules for name in names if hasattr(one, name)]
+        places += [(one, name, of(getattr(one, name))) for one, name in others]
+        return Trial(f"the sampler's rotary {statement}", model=partial(replaced, places))
 
     def based(base: float) -> Trial:
         text = f"base (theta) was {base:.6g}, not {theta:g}"
@@ -207,17 +196,11 @@ def rotary(case: Case) -> Iterator[Trial]:
         if name != "float32":
             yield trial(f"frequencies were rounded to {name}", partial(through, dtype))
             text = f"the sampler's rotations, cosines and sines of positions, were rounded to {name}"
-            yield Trial(text, model=bound(giving, modules, partial(through, dtype)))
-    length = config.max_position_embeddings
+            yield Trial(text, model=partial(giving, modules, partial(through, dtype)))
     for kind, factor in product(("yarn", "linear", "dynamic"), (2.0, 4.0, 8.0)):
         for original in dict.fromkeys((int(length / factor), length)):
-            changed = {
-                **given,
-                "rope_type": kind,
-                "factor": factor,
-                "original_max_position_embeddings": original,
-            }
-            config.rope_parameters = changed
+            lengths = {"factor": factor, "original_max_position_embeddings": original}
+            config.rope_parameters = given | lengths | {"rope_type": kind}
             try:
                 frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
             except (KeyError, TypeError, ValueError, AttributeError):
@@ -230,15 +213,12 @@ def rotary(case: Case) -> Iterator[Trial]:
         kind = name.removesuffix("_inv_freq").replace("_", " ")
         yield trial(f"base was that of {kind} in all layers", partial(_instead, getattr(one, name)))
     for share in (0.5, 0.25):
-        count = int(len(first) * share)
         text = f"dimensions were the first {share:g} of each head alone (partial_rotary_factor)"
         fewer = lambda own, share=share: own and [int(length * share) for length in own]  # noqa: E731
-        frequencies = theta ** -(torch.arange(count) / count)
+        frequencies = theta ** -torch.linspace(0, 1, int(len(first) * share) + 1)[:-1]
         yield trial(text, partial(_instead, frequencies), "mrope_section", of=fewer)
-    yield from _other_pairs(case, len(first) * 2)
-    yield from _other_sections(case, modules)
-    yield from (based(base) for base in (1e4, 5e5, 1e6, 5e6, 1e7))
-    yield from (scaled(factor) for factor in (0.5, 0.25, 0.125, 2.0, 4.0))
+    yield from chain(_other_pairs(case, len(first) * 2), _other_sections(case, modules))
+    yield from chain(map(based, (1e4, 5e5, 1e6, 5e6, 1e7)), map(scaled, (0.5, 0.25, 0.125, 2.0, 4.0)))
     yield from fitted(case, based, 1e3, 1e8, theta, theta * 4, theta / 4)
     yield from fitted(case, scaled, 0.02, 50.0, 1.0)
     for factor in (8.0, 32.0):
@@ -255,20 +235,18 @@ def _other_pairs(case: Case, size: int) -> Iterator[Trial]:
 
     language = parts_of(case.trainer.model).get(LANGUAGE, case.trainer.model)
     modules = [one for name, one in language.named_modules() if name.endswith(("q_proj", "k_proj"))]
-    own = torch.arange(size)
+    both = torch.nn.ModuleList(modules)
+    neighbours, halves = (torch.arange(size).reshape(shape).T.reshape(-1) for shape in ((-1, 2), (2, -1)))
+
+    def permuted(order: Any, data: Any) -> Any:
+        heads = data.reshape(-1, size, *data.shape[1:]) if len(data) % size == 0 else None
+        return data if heads is None else heads[:, order].reshape(data.shape)
+
     for text, order in {
-        "neighbouring dimensions of a head together (interleaved, is_neox_style=False)": own.reshape(
-            -1, 2
-        ).T.reshape(-1),
-        "dimensions half a head apart together, of weights for neighbours": own.reshape(2, -1).T.reshape(-1),
+        "neighbouring dimensions of a head together (interleaved, is_neox_style=False)": neighbours,
+        "dimensions half a head apart together, of weights for neighbours": halves,
     }.items():
-
-        def permuted(data: Any, order: Any = order) -> Any:
-            heads = data.reshape(-1, size, *data.shape[1:]) if len(data) % size == 0 else None
-            return data if heads is None else heads[:, order].reshape(data.shape)
-
-        change = changed_weights(torch.nn.ModuleList(modules), permuted)
-        yield Trial(f"the sampler rotated {text}", model=change)
+        yield Trial(f"the sampler rotated {text}", model=changed_weights(both, partial(permuted, order)))
 
 
 def _other_sections(case: Case, modules: Sequence[Any]) -> Iterator[Trial]:
@@ -276,20 +254,23 @@ def _other_sections(case: Case, modules: Sequence[Any]) -> Iterator[Trial]:
     since = min((span.start for span in case.sample.media_spans), default=0)
     sections = [one for one in modules if getattr(one, "mrope_section", None)]
     composed = [one for one in sections if hasattr(one, "recomposition_frequencies")]
+    changes: dict[str, tuple[str, Callable[[Any], Any]]] = {}
     for text, order in _SECTIONS.items() if composed else ():
-        places: list[Place] = [
-            (one, "recomposition_frequencies", partial(_composed, order, one.mrope_section))
-            for one in composed
-        ]
-        statement = f"the sampler gave the axes of positions {text}"
-        yield Trial(statement, model=bound(replaced, places), since=since)
+        changes[f" gave the axes of positions {text}"] = (
+            "recomposition_frequencies",
+            partial(partial, _composed, order),
+        )
     own = list(sections[0].mrope_section) if sections else []
     for shares in _SHARES if len(own) == 3 else ():
         time, height = (round(sum(own) * share) for share in shares)
         if (other := [time, height, sum(own) - time - height]) != own:
-            text = f"the sampler's mrope_section (sections of time, height and width) was {other}, not {own}"
-            places = [(one, "mrope_section", other) for one in sections]
-            yield Trial(text, model=bound(replaced, places), since=since)
+            text = f"'s mrope_section (sections of time, height and width) was {other}, not {own}"
+            changes[text] = "mrope_section", lambda _, other=other: other  # type: ignore[misc]
+    for text, (name, change) in changes.items():
+        places: list[Place] = [
+            (one, name, change(one.mrope_section)) for one in sections if hasattr(one, name)
+        ]
+        yield Trial(f"the sampler{text}", model=partial(replaced, places), since=since)
 
 
 def _composed(order: Callable[[int, list[int]], int], sections: list[int], frequencies: Any) -> Any:
@@ -304,19 +285,10 @@ def _composed(order: Callable[[int, list[int]], int], sections: list[int], frequ
 _SHARES: Final = ((1 / 4, 3 / 8), (1 / 3, 1 / 3), (3 / 8, 5 / 16), (1 / 2, 1 / 4), (1 / 8, 7 / 16))
 """Shares of frequencies for time and height, of families: Qwen2-VL, GLM-4V, Qwen3-VL and others."""
 _SECTIONS: Final[Mapping[str, Callable[[int, list[int]], int]]] = {
-    "contiguous sections of frequencies, one after another, not interleaved": lambda place, sections: int(
-        np.searchsorted(np.cumsum(sections), place, "right").clip(0, 2)
+    "contiguous sections of frequencies, one after another, not interleaved": (
+        lambda at, own: min(2, sum(at >= edge for edge in np.cumsum(own)))
     ),
-    "interleaved frequencies, not contiguous sections": lambda place, sections: (
-        place % 3 if place < 3 * sections[place % 3] else 0
-    ),
-    "the frequencies of time alone": lambda place, sections: 0,
+    "interleaved frequencies, not contiguous sections": lambda at, own: at % 3 * (at < 3 * own[at % 3]),
+    "the frequencies of time alone": lambda at, own: 0,
 }
 """The axis of each frequency, given the number of frequencies of each axis."""
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "positions": positions,
-    "rotary base": rotary,
-}
-"""Changes to try, by row."""

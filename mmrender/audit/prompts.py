@@ -1,8 +1,7 @@
 """Rows of the stage template: other prompts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, combinations, pairwise, product
 from typing import Final, NamedTuple
 
@@ -26,6 +25,7 @@ _MAX_HEAD: Final = 8
 """Tokens of a message's header at most."""
 _WRITTEN: Final = (("\n",), ("\n\n",), (" ",), ("<think>", "\n"), ("<think>", "\n\n", "</think>", "\n\n"))
 """Texts that templates write between others."""
+_BESIDE: Final = {1: "with the tokens beside them", 0: "without the tokens beside them"}
 
 
 class Blocks(NamedTuple):
@@ -84,8 +84,8 @@ class Blocks(NamedTuple):
             if self.after:
                 yield f"had {more} after {noun}", [(b, b, ids) for _, b in blocks]
             if self.inside and len(ids) == 1:
-                what = f"had {name_of(case, ids[0])} for the last token of {noun}"
-                yield what, [(b - 1, b, ids) for _, b in blocks]
+                which = noun if shortest == 1 else f"the last token of {noun}"
+                yield f"had {name_of(case, ids[0])} for {which}", [(b - 1, b, ids) for _, b in blocks]
 
     def trials(self, case: Case) -> Iterator[Trial]:
         """Yield the edits that leave images and sampled tokens whole."""
@@ -103,7 +103,7 @@ def _to(count: int) -> range:
     return range(1, count + 1)
 
 
-def _beside(row: str, case: Case) -> Iterator[Trial]:
+def beside(row: str, case: Case) -> Iterator[Trial]:
     """Yield the trials of a row's blocks."""
     kinds = _completions, _images, _history, _turns, _messages
     for at in chain.from_iterable(kind(case) for kind in kinds):
@@ -113,9 +113,20 @@ def _beside(row: str, case: Case) -> Iterator[Trial]:
 
 def _completions(case: Case) -> Iterator[Blocks]:
     """Yield the beginning of the sample, and generation prompts."""
-    common, last = _fillers(case), int(case.sample.token_ids[case.runs[0][0] - 1])
+    ids, common, start = case.sample.token_ids, _fillers(case), case.runs[0][0]
     special = [[token] for token in specials(case) if [token] not in common]
-    yield Blocks("opening", "the beginning", [(0, 0)], after=1, fillers=special, since=0)
+    own, last = int(ids[0]), int(ids[start - 1])
+    firsts = sorted({own, *configured(case, "bos_token_id", "eos_token_id", "pad_token_id")})
+    more = [[token] * count for token in firsts for count in (1, 2, 3, 4, 8, 16)]
+    noun = "the beginning, as of a BOS or padding"
+    yield Blocks("opening", noun, [(0, 0)], after=1, fillers=more + special, since=0)
+    others = [[token] for token in firsts if token != own]
+    yield Blocks("opening", "the first token, such as a BOS,", [(0, 1)], inside=1, fillers=others, since=0)
+    first = min([start, *(span.start for span in case.sample.media_spans)])
+    for count in [*range(2, 33), *(len(ids) - 2**power for power in range(5, 16))]:
+        if 0 < count < first:
+            noun = f"the first {count} token(s), cut from the left (truncated)"
+            yield Blocks("opening", noun, [(0, count)], since=0, whole=True)
     departing = [case.runs[number] for number in case.departing_runs]
     for runs, which in scopes(case):
         noun = f"{which.replace('all', 'each').replace('ions', 'ion')}, in the generation prompt,"
@@ -154,7 +165,7 @@ def _messages(case: Case) -> Iterator[Blocks]:
     # Headers of completions have another role.
     places = [(at + 1, at + 2) for at, _ in roles.get(own_role, [])] if own_role is not None else []
     others = [[token] for token in _commonest(case) if token != own_role]
-    yield Blocks("generation prompt", "the role in generation prompts", places, inside=1, fillers=others)
+    yield Blocks("generation prompt", "the role in generation prompts,", places, inside=1, fillers=others)
     # The stop token closes messages too.
     stop = ids[case.runs[0][1] - 1]
     ends = [(a, a + 1) for a in range(1, len(ids)) if case.free[a] and ids[a] == stop and case.free[a - 1]]
@@ -200,11 +211,9 @@ def _fillers(case: Case) -> list[list[int]]:
 
 def prompt_trial(case: Case, text: str, edits: Sequence[Edit], since: int | None = None) -> Trial:
     """Return the trial of another prompt, which need not explain tokens sampled before `since`."""
-    first = edits[0][0]
     mask = case.sample.loss_mask & (np.arange(len(case.sample)) >= (since or 0))
     changed = edited(replace(case.sample, loss_mask=mask), edits)
-    since = first if since is None else since
-    return Trial(f"the sampler's prompt {text}", changed, since=since)
+    return Trial(f"the sampler's prompt {text}", changed, since=edits[0][0] if since is None else since)
 
 
 def _own_trial(case: Case, text: str, edits: Sequence[Sequence[Edit]]) -> Trial:
@@ -233,62 +242,38 @@ def bounds(case: Case, stop: int | None = None) -> list[int]:
     return []
 
 
-def _opening(case: Case) -> Iterator[Trial]:
-    """Yield prompts that begin with a token more, or cut from the left."""
-    sample = case.sample
-    for token in sorted(
-        {int(sample.token_ids[0]), *configured(case, "bos_token_id", "eos_token_id", "pad_token_id")}
-    ):
-        for count in (1, 2, 3, 4, 8, 16):
-            text = f"{said(case, [token])} a BOS" if count == 1 and token == sample.token_ids[0] else ""
-            text = text or f"{count} more token(s) of id {token}, as of padding"
-            yield prompt_trial(case, f"began with {text}", [(0, 0, [token] * count)], 0)
-        if token != sample.token_ids[0]:
-            own = name_of(case, int(sample.token_ids[0]))
-            text = f"had another first token, such as a BOS: {name_of(case, token)}, not {own}"
-            yield prompt_trial(case, text, [(0, 1, [token])], 0)
-    first = min([case.runs[0][0], *(span.start for span in sample.media_spans)])
-    for count in [*range(1, 33), *(len(sample) - 2**power for power in range(5, 16))]:
-        if 0 < count < first:
-            why = "without its BOS" if count == 1 else "cut from the left, truncated"
-            yield prompt_trial(case, f"lacked the first {count} token(s): {why}", [(0, count, [])], 0)
-    yield from _beside("opening", case)
-    yield from _moved_text(case)
-
-
-def _moved_text(case: Case) -> Iterator[Trial]:
+def moved_text(case: Case) -> Iterator[Trial]:
     """Yield prompts without a first message of their own, whose text begins a later message."""
     headers, ids = heads(case), case.sample.token_ids
-    stop_token = ids[case.runs[0][1] - 1]
     if len(headers) < 3 or headers[1][0] > case.runs[0][0]:
         return
-    (start, begin), (after, into) = headers[:2]
-    text = ids[begin:after].tolist()
-    text = text[: text.index(stop_token)] if stop_token in text else text
-    for added in ([], [int(ids[begin - 1])], 2 * [int(ids[begin - 1])]):
-        gone: Edit = (start, after, [])
-        what = f"lacked the first message, whose text, with {len(added)} token(s) after it, began"
-        yield prompt_trial(case, f"{what} the second one", [gone, (into, into, text + added)], start)
-        own = []
-        for number in case.departing_runs:
-            last = [stop for at, stop in headers if start < at and stop < case.runs[number][0]]
-            own += [[gone, (last[-1], last[-1], text + added)]] if last else []
-        if len(own) == len(case.departing_runs):
-            yield _own_trial(case, f"{what} the last message", own)
+    (start, begin), (after, into), ends = *headers[:2], np.flatnonzero(ids == ids[case.runs[0][1] - 1])
+    text = ids[begin : min([after, *ends[ends >= begin]])].tolist()
+    gone: Edit = (start, after, [])
+    for count in range(3):
+        added = text + count * [int(ids[begin - 1])]
+        what = f"lacked the first message, whose text, with {count} token(s) after it, began"
+        yield prompt_trial(case, f"{what} the second one", [gone, (into, into, added)], start)
+        starts = [case.runs[number][0] for number in case.departing_runs]
+        lasts = [
+            max((stop for at, stop in headers if start < at and stop < own), default=0) for own in starts
+        ]
+        if all(lasts):
+            edits = [[gone, (last, last, added)] for last in lasts]
+            yield _own_trial(case, f"{what} the last message", edits)
 
 
-def _texts_in(case: Case, since: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the texts between headers, stop tokens and images: runs `[start, stop)`."""
+def _texts_in(case: Case, since: int, stop: int) -> list[tuple[int, int]]:
+    """Return the texts between headers, stop tokens and images: runs `[start, stop)`."""
     ids = case.sample.token_ids
     edges = {last for _, last in heads(case)}
     edges |= {at for at in range(stop) if ids[at] == ids[case.runs[0][1] - 1]}
     edges |= {edge for span in case.sample.media_spans for edge in (span.start - 1, span.stop + 1)}
-    for first, last in pairwise(sorted(edge for edge in edges if since <= edge <= stop)):
-        if case.free[first:last].all():
-            yield first, last
+    texts = pairwise(sorted(edge for edge in edges if since <= edge <= stop))
+    return [(first, last) for first, last in texts if case.free[first:last].all()]
 
 
-def _exchanged(case: Case) -> Iterator[Trial]:
+def exchanged(case: Case) -> Iterator[Trial]:
     """Yield prompts in which two texts or two neighbouring turns are in each other's place."""
     sample, number = case.sample, case.departing_runs[0]
     since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
@@ -311,10 +296,9 @@ def _turns(case: Case) -> Iterator[Blocks]:
         if last - first > 1 and (last < stop or not number):
             noun = f"the tokens {first} to {last - 1}, one turn or more,"
             yield Blocks("history", noun, [(first, last)], since=since, whole=True)
-    for run in pairwise(starts):
-        yield Blocks(
-            "history", f"the tokens {run[0]} to {run[1] - 1}, a turn,", [run], since=since, twice=True
-        )
+    for first, last in pairwise(starts):
+        noun = f"the tokens {first} to {last - 1}, a turn,"
+        yield Blocks("history", noun, [(first, last)], since=since, twice=True)
     for first, last in _texts_in(case, since, stop):
         yield Blocks("history", f"the tokens {first} to {last - 1}, a text,", [(first, last)], twice=True)
     written, end = [*specials(case), *configured(case, "eos_token_id")], case.runs[-1][0] - 1
@@ -343,7 +327,7 @@ def _images(case: Case) -> Iterator[Blocks]:
         yield Blocks("image places", f"the placeholders of {which}", some, 1, 1, fillers=fillers)
         yield Blocks("image places", which, _around(some, 1), 2, 2, fillers=fillers)
     since = case.runs[last - 1][1] if last else 0
-    for beside, text in ((1, "with the tokens beside them"), (0, "without the tokens beside them")):
+    for beside, text in _BESIDE.items():
         earlier = [block for block in _around(images, beside) if block[1] <= since]
         for chosen, which in ((earlier, "all images but the last turn's"), (earlier[:1], "the first image")):
             noun = f"{which}, {text}, when it sampled completion {last}"
@@ -354,21 +338,20 @@ def _around(blocks: Sequence[tuple[int, int]], beside: int) -> list[tuple[int, i
     return [(start - beside, stop + beside) for start, stop in blocks]
 
 
-def _image_places(case: Case) -> Iterator[Trial]:
+def image_places(case: Case) -> Iterator[Trial]:
     """Yield images elsewhere in their messages, with other neighbours, or lacking."""
-    for beside, text in ((1, "with the tokens beside them"), (0, "without the tokens beside them")):
+    last = case.departing_runs[-1]
+    since = case.runs[last - 1][1] if last else 0
+    for beside, text in _BESIDE.items():
         around = _around([(span.start, span.stop) for span in case.sample.media_spans], beside)
-        if all(a >= 0 and not case.sample.loss_mask[a:b].any() for a, b in around):
-            yield from _moved_images(case, around, text)
-            last = case.departing_runs[-1]
-            since = case.runs[last - 1][1] if last else 0
-            earlier = [block for block in around if block[1] <= since]
-            for at in (stop for start, stop in heads(case) if start >= since):
-                for block in earlier[:: max(len(earlier) - 1, 1)]:
-                    again: list[Edit] = [(at, at, part(case.sample, *block, sampled=False))]
-                    what = f"had an image of an earlier message again, {text}, at {at}"
-                    yield prompt_trial(case, what, again, since)
-    yield from _beside("image places", case)
+        if any(a < 0 or case.sample.loss_mask[a:b].any() for a, b in around):
+            continue
+        yield from _moved_images(case, around, text)
+        earlier = [part(case.sample, *block, sampled=False) for block in around if block[1] <= since]
+        for at in (stop for start, stop in heads(case) if start >= since):
+            for block in earlier[:: max(len(earlier) - 1, 1)]:
+                what = f"had an image of an earlier message again, {text}, at {at}"
+                yield prompt_trial(case, what, [(at, at, block)], since)
 
 
 def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> Iterator[Trial]:
@@ -394,9 +377,8 @@ def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> I
             yield prompt_trial(case, what, edits)
 
 
-def _texts(case: Case) -> Iterator[Trial]:
+def texts(case: Case) -> Iterator[Trial]:
     """Yield prompts whose text was cut short, or encoded in another way."""
-    yield from _beside("prompt text", case)
     sample, (by_text, texts), number = case.sample, pieces(case), case.departing_runs[0]
     # Completions of earlier turns are text of later prompts.
     since = case.runs[number - 1][1] if number else 0
@@ -419,71 +401,51 @@ def _texts(case: Case) -> Iterator[Trial]:
             if length and free[at : at + length].all():
                 named.setdefault(f"a text as the special token {text!r}", {})[at] = (at, at + length, [token])
     for text, places in named.items():
-        after = {int(ids[stop]) for _, stop, _ in places.values() if stop < len(ids)}
-        some = {
-            "everywhere": [*places.values()],
-            **{f"at {at}": [edit] for at, edit in list(places.items())[:16]},
-        }
-        for token in sorted(after):
-            followed = [edit for edit in places.values() if edit[1] < len(ids) and ids[edit[1]] == token]
-            some[f"before each {name_of(case, token)}"] = followed
+        some = {"everywhere": [*places.values()]}
+        some |= {f"at {at}": [edit] for at, edit in list(places.items())[:16]}
+        for edit in places.values():
+            if edit[1] < len(ids):
+                some.setdefault(f"before each {name_of(case, int(ids[edit[1]]))}", []).append(edit)
         for where, edits in some.items():
-            apart = [
-                edit for number, edit in enumerate(edits) if not number or edit[0] >= edits[number - 1][1]
-            ]
+            apart: list[Edit] = []
+            for edit in edits:
+                apart += [edit] if not apart or edit[0] >= apart[-1][1] else []
             yield prompt_trial(case, f"had the same text encoded again, {text} {where},", apart, since)
 
 
-def _others_prompt(case: Case) -> Iterator[Trial]:
-    """Yield another sample's prompt, or its beginning, or all of another sample, before the completions."""
-    sample = case.sample
-    seen: set[tuple[int, ...]] = set()
-    rated = [(common_prefix(sample.token_ids, peer.sample.token_ids), peer.sample) for peer in case.peers]
-    for _, other in sorted(rated, key=lambda entry: -entry[0])[:_MAX_PEERS]:
+def others_prompt(case: Case) -> Iterator[Trial]:
+    """Yield another sample's prompt, or all of another sample, before the completions."""
+    sample, last = case.sample, case.departing_runs[-1]
+    peers = sorted(case.peers, key=lambda one: -common_prefix(sample.token_ids, one.sample.token_ids))
+    for other in (peer.sample for peer in peers[:_MAX_PEERS]):
         name, runs = other.sample_id or "another sample", sampled_runs(other.loss_mask)
         for number in case.departing_runs[:2]:
             start, stop = case.runs[number]
-            if number < len(runs) and not _is_same(other, runs[number][0], sample, start):
-                prompt = part(other, 0, runs[number][0], sampled=False)
-                last = number == case.departing_runs[-1]
-                yield Trial(
-                    f"completion {number} was sampled after the prompt of {name}",
-                    joined([prompt, part(sample, start, len(sample))], sample),
-                    until=None if last else stop + len(prompt) - start,
+            length = runs[number][0] if number < len(runs) else 0
+            if length and _seen(other, length) != _seen(sample, start):
+                prompt = part(other, 0, length, sampled=False)
+                changed = joined(
+                    [prompt, part(sample, start, len(sample) if number == last else stop)], sample
                 )
+                yield Trial(f"completion {number} was sampled after the prompt of {name}", changed)
         first = min([case.runs[0][0], *(s.start for s in (*sample.media_spans, *other.media_spans))])
         for count in (size for size in _BLOCKS if size < min(first, len(other))):
             text = f"had the first {count} tokens of {name}, as of a block of a prefix cache,"
             yield prompt_trial(case, text, [(0, count, other.token_ids[:count].tolist())], 0)
         before = joined([part(other, 0, len(other), sampled=False), part(sample, 0, len(sample))], sample)
         yield Trial(f"the sampler's tokens attended to {name}, which came before them", before)
-        # A turn that others begin with, such as a system prompt: up to where a token that opens turns recurs.
-        ids, first = other.token_ids, min([runs[0][0] if runs else 0, *(s.start for s in other.media_spans)])
-        for at, opener in enumerate(sample.token_ids[:3].tolist()):
-            places = np.flatnonzero(ids[:first] == opener)
-            turn = tuple(ids[places[0] : places[1]].tolist()) if len(places) > 1 else ()
-            if turn and turn != tuple(sample.token_ids[at : at + len(turn)].tolist()) and turn not in seen:
-                seen.add(turn)
-                text = (
-                    f"had the {len(turn)} token(s) more at {at} that {name} has there, as of a system prompt"
-                )
-                yield prompt_trial(case, text, [(at, at, list(turn))], 0)
-                for bound in bounds(case)[1:2]:
-                    text = f"had the {len(turn)} token(s) of {name} in place of tokens {at} to {bound - 1}"
-                    yield prompt_trial(case, text, [(at, bound, list(turn))], 0)
 
 
-def _is_same(one: TrainingSample, stop: int, two: TrainingSample, end: int) -> bool:
-    """Whether two prompts have the same tokens and media."""
-    media = [[s.item.identity for s in of.media_spans if s.start < end] for of in (one, two)]
-    return stop == end and np.array_equal(one.token_ids[:end], two.token_ids[:end]) and media[0] == media[1]
+def _seen(sample: TrainingSample, stop: int) -> tuple[bytes, list[str]]:
+    """Return the tokens before `stop`, and the identities of their media."""
+    media = [span.item.identity for span in sample.media_spans if span.start < stop]
+    return sample.token_ids[:stop].tobytes(), media
 
 
-def _alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
+def alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
     """Yield the sample as something else builds it, with other media alone or with another text."""
     for name, other in case.alternatives.items():
-        own, its = (_without_media(sample) for sample in (case.sample, other))
-        is_same = np.array_equal(own, its)
+        is_same = np.array_equal(_text_of(case.sample), _text_of(other))
         if is_same == of_media and int(other.loss_mask.sum()) == len(case.compared.positions):
             logprobs = np.zeros(len(other), np.float32)
             logprobs[other.loss_mask] = case.compared.sampler
@@ -494,22 +456,7 @@ def _alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
             yield Trial(text, replace(other, logprobs=logprobs), since=since)
 
 
-def _without_media(sample: TrainingSample) -> Array:
+def _text_of(sample: TrainingSample) -> Array:
     """Return the tokens outside images and clips."""
-    is_text = np.ones(len(sample), np.bool_)
-    for span in sample.media_spans:
-        is_text[span.start : span.stop] = False
-    return sample.token_ids[is_text]
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "history": lambda case: chain(_beside("history", case), _exchanged(case)),
-    "opening": _opening,
-    "generation prompt": partial(_beside, "generation prompt"),
-    "image places": _image_places,
-    "prompt text": _texts,
-    "another's prompt": _others_prompt,
-    "another template": partial(_alternatives, False),
-    "other media": partial(_alternatives, True),
-}
-"""Changes to try, by row."""
+    places = [at for span in sample.media_spans for at in range(span.start, span.stop)]
+    return np.delete(sample.token_ids, places)

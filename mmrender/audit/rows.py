@@ -1,13 +1,25 @@
 """Rows of the audit: causes by stage, from `rows.toml`, each with its test."""
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from mmrender.audit import computed, gradients, images, pixels, positions, prompts, recorded, tokens, weights
+from mmrender.audit import (
+    computed,
+    gradients,
+    images,
+    pixels,
+    positions,
+    prompts,
+    recorded,
+    sampling,
+    tokens,
+    weights,
+)
 from mmrender.audit.case import Case, Recorded, Trial
 from mmrender.audit.recorded import View
 from mmrender.audit.report import Finding, Stage
@@ -25,9 +37,6 @@ class Row:
         sampler: Remedy on the sampler's side.
         trainer: Remedy on the trainer's side.
         reference: Something real that causes it.
-        tests: Each yields changes to try for a case, a forward each.
-        readings: Numbers to try for a completion, without a forward. A row without either shows in
-            a sample or model by itself.
     """
 
     name: str
@@ -36,29 +45,84 @@ class Row:
     sampler: str
     trainer: str
     reference: str
-    tests: tuple[Callable[[Case], Iterable[Trial]], ...]
-    readings: Callable[[View], Iterable[Recorded]] | None
 
     @property
     def remedy(self) -> str:
         """Remedies on both sides."""
         return f"sampler: {self.sampler}. Trainer: {self.trainer}"
 
-    def trials(self, case: Case) -> Iterable[Trial]:
-        """Yield the changes to try for a case."""
-        return chain.from_iterable(test(case) for test in self.tests)
+    @property
+    def shows(self) -> bool:
+        """Whether it shows in a sample or model by itself, without a test."""
+        return self.name not in _TESTS and self.name not in _READINGS
+
+    def trials(self, case: Case) -> Iterator[Trial]:
+        """Yield the changes to try for a case, a forward each."""
+        return chain.from_iterable(test(case) for test in _TESTS.get(self.name, ()))
+
+    def readings(self, view: View) -> list[Recorded]:
+        """Return the numbers to try for a completion, without a forward."""
+        return [*chain.from_iterable(test(view) for test in _READINGS.get(self.name, ()))]
 
 
-_MODULES: Final = (prompts, gradients, tokens, pixels, images, positions, computed, weights)
+_TESTS: Final[Mapping[str, tuple[Callable[[Case], Iterable[Trial]], ...]]] = {
+    "history": (partial(prompts.beside, "history"), prompts.exchanged),
+    "opening": (partial(prompts.beside, "opening"), prompts.moved_text),
+    "generation prompt": (partial(prompts.beside, "generation prompt"),),
+    "image places": (prompts.image_places, partial(prompts.beside, "image places")),
+    "prompt text": (partial(prompts.beside, "prompt text"), prompts.texts, gradients.other_tokens),
+    "another's prompt": (prompts.others_prompt,),
+    "another template": (partial(prompts.alternatives, False),),
+    "other media": (partial(prompts.alternatives, True),),
+    "encoded again": (tokens.encoded_again,),
+    "final token": (tokens.final_token,),
+    "altered token": (tokens.altered,),
+    "stale image": (partial(images.over_media, images.stale, several=False),),
+    "image order": (images.order,),
+    "pixel budget": (partial(images.over_media, images.sized),),
+    "image unseen": (images.unseen,),
+    "frames": (partial(images.over_media, partial(images.reordered, "frame")),),
+    "tiles": (partial(images.over_media, partial(images.reordered, "tile")),),
+    **{name: (partial(pixels.over_images, table),) for name, table in pixels.TABLES.items()},
+    "levels": (partial(pixels.over_images, pixels.TABLES["levels"]), pixels.adjusted),
+    "positions": (positions.positions,),
+    "grid": (partial(images.over_media, images.grid),),
+    "rotary base": (positions.rotary,),
+    "attention": (computed.attention,),
+    "dtype": (computed.whole_dtype,),
+    "dtype of a part": (computed.part_dtype,),
+    "recurrent state": (computed.recurrent_state,),
+    "left out": (computed.left_out,),
+    "settings": (computed.settings,),
+    "quantised weights": (weights.quantised,),
+    "weights": (weights.other_weights,),
+    "stale prefix": (weights.stale_prefix,),
+}
+"""Changes to try, by row."""
+_READINGS: Final[Mapping[str, tuple[Callable[[View], Iterable[Recorded]], ...]]] = {
+    "logits dtype": (sampling.of_rounded_logits,),
+    "soft cap": (partial(sampling.stepped, "soft cap"),),
+    "temperature": (partial(sampling.stepped, "temperature"),),
+    "penalty": (partial(sampling.stepped, "penalty"), sampling.decayed),
+    "truncation": (sampling.truncated,),
+    "vocabulary": (sampling.other_support,),
+    "bias": (sampling.biased,),
+    "restricted": (sampling.restricted,),
+    "missing": (recorded.missing,),
+    "form": (recorded.forms,),
+    "rounded": (recorded.rounded,),
+    "shifted numbers": (recorded.shifted,),
+    "chunk": (recorded.late,),
+    "another's numbers": (recorded.of_another,),
+    "scaled": (recorded.scaled,),
+    "weights": (recorded.of_other_weights,),
+}
+"""Numbers to try for a completion, by row."""
 
 
 def _rows() -> dict[str, Row]:
     data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rows.toml").read_text("utf-8"))
-    tests = {name: tuple(one.TESTS[name] for one in _MODULES if name in one.TESTS) for name in data}
-    readings = recorded.READINGS.get
-    return {
-        name: Row(name, **texts, tests=tests[name], readings=readings(name)) for name, texts in data.items()
-    }
+    return {name: Row(name, **texts) for name, texts in data.items()}
 
 
 ROWS: Final[Mapping[str, Row]] = _rows()

@@ -21,7 +21,7 @@ from mmrender.audit.noise import Noise
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
 from mmrender.audit.rows import ROWS, Row, finding_of
-from mmrender.audit.stage import MAX_TOKENS, Effect, Place, weigh
+from mmrender.audit.stage import MAX_TOKENS, READ, Effect, Place, weigh
 from mmrender.caching import cached_property
 
 DEFAULT_BUDGET: Final = 1500
@@ -152,8 +152,7 @@ class Search:
         """Return the trials that fit, the likeliest stage first, and all others that are not hopeless."""
         fits, before, places = list[Fit](), self._before, self._weighed()
         least = places[0].evidence - _HOPELESS * max(len(self._chosen), 1)
-        tried = {row.stage for row in ROWS.values() if row.tests}
-        stages = [place.stage for place in places if place.evidence >= least and place.stage in tried]
+        stages = [one.stage for one in places if one.evidence >= least and one.stage not in READ]
         # A prompt may differ at many places, and most changes are at one. It is tried second at last.
         if "template" in stages[2:]:
             stages.insert(1, stages.pop(stages.index("template")))
@@ -198,12 +197,9 @@ class Search:
         for trial, varied in zip(trials, case.run(trials), strict=True):
             if varied is None or not len(varied.positions):
                 continue
-            own = self.case.compared.trainer
-            is_rest = trial.until is None and len(varied.trainer) <= len(own)
-            if case is self.case and is_rest and len(self._chosen):
-                # Tokens before those that a trial must explain do not change.
-                values = np.concatenate([own[: len(own) - len(varied.trainer)], varied.trainer])
-                self._effects.append((trial, (own - values)[self._chosen]))
+            values = self.case.rest(varied) if case is self.case else None
+            if values is not None and len(self._chosen):
+                self._effects.append((trial, (self.case.compared.trainer - values)[self._chosen]))
             fits += self._fitting(case, trial, varied)
         return fits
 
@@ -305,7 +301,7 @@ class Search:
 
     def _nearest(self, row: Row, view: View) -> Recorded | None:
         """Return the reading of a row that is the nearest to a completion's numbers, if it is near enough."""
-        readings = [] if row.readings is None else [*row.readings(view)]
+        readings = row.readings(view)
         self._tries[row.name] = max(self._tries[row.name], len(readings))
         best = min(readings, key=partial(_left_over, view), default=None)
         return best if best is not None and _left_over(view, best) <= view.case.tolerance else None
@@ -403,7 +399,7 @@ class Search:
     def unknown(self, places: Sequence[Place]) -> Finding:
         """Locate the difference if no row explains it."""
         case, compared, place = self.case, self.case.compared, places[0]
-        rows = [row.name for row in ROWS.values() if row.stage == place.stage and (row.tests or row.readings)]
+        rows = [row.name for row in ROWS.values() if row.stage == place.stage and not row.shows]
         statement = f"unknown, in {place.name}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
         evidence = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}"
         if case.departure > 0 and (suspects := compared.suspects(case.departure)):

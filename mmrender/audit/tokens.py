@@ -1,6 +1,6 @@
 """Rows of the stage tokens: other sampled tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any, Final
@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.case import Case, Trial, scopes, with_sampled
+from mmrender.audit.case import Case, Trial, cut, scopes, with_sampled
 from mmrender.audit.report import Comparison, sampled_runs
 from mmrender.audit.vocabulary import configured, name_of, pieces
 from mmrender.trajectory.sample import TrainingSample
@@ -33,7 +33,7 @@ def _read_off(
     return [token for token in order if token != own and token in allowed][:_MAX_CANDIDATES]
 
 
-def _final_token(case: Case) -> Iterator[Trial]:
+def final_token(case: Case) -> Iterator[Trial]:
     """Yield stop tokens in place of the last token of a completion, if the sampler's number is theirs."""
     stops = set(configured(case, "eos_token_id", "pad_token_id"))
     for one in [case.compared, *case.peers[:64]]:
@@ -57,7 +57,7 @@ def _final_token(case: Case) -> Iterator[Trial]:
             yield Trial(text, with_sampled(case.sample, place, [token]), since=place)
 
 
-def _altered(case: Case) -> Iterator[Trial]:
+def altered(case: Case) -> Iterator[Trial]:
     """Yield one sampled token replaced, left out or added at the first difference, or all shifted.
 
     The token is found in the trainer's own distribution, and all later tokens must then agree.
@@ -90,7 +90,7 @@ def _altered(case: Case) -> Iterator[Trial]:
             yield Trial(text, with_sampled(sample, place, rest[count:], stop=stop), since=place)
 
 
-def _encoded_again(case: Case) -> Iterator[Trial]:
+def encoded_again(case: Case) -> Iterator[Trial]:
     """Yield a completion whose text was cut into other tokens wherever the numbers part.
 
     From place to place the tokens are chosen by which the next numbers agree the furthest.
@@ -123,7 +123,7 @@ def _encoded_again(case: Case) -> Iterator[Trial]:
         if furthest == stop:
             break
     if said:
-        yield Trial(said, sample, since=case.position, until=stop)
+        yield Trial(said, cut(sample, stop), since=case.position)
 
 
 def _laid(sample: TrainingSample, place: int, stop: int, old: int, new: Sequence[int]) -> TrainingSample:
@@ -146,11 +146,3 @@ def _cuts(
                 new = [by_text[piece] for piece in pieces if piece in by_text]
                 if len(new) == len(pieces) and new[0] != own[0]:
                     yield old, new
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "encoded again": _encoded_again,
-    "final token": _final_token,
-    "altered token": _altered,
-}
-"""Changes to try, by row."""

@@ -24,7 +24,7 @@ _Call: TypeAlias = tuple[Callable[..., Any], Any, Any]
 """A call of a vision tower: the tower's forward, its arguments and its output."""
 InputChange: TypeAlias = Callable[[dict[str, Any]], None]
 """Changes the keyword arguments of the model's forward in place."""
-ModelChange: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+ModelChange: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Changes the model for as long as its block runs."""
 
 VISION: Final = "vision"
@@ -126,15 +126,16 @@ class TrainerModel:
         return limited_logprobs(other._rows(samples, [places])[0], sample, places)
 
     def sampled_of_many(
-        self, samples: Sequence[TrainingSample], positions: Sequence[InputChange] = ()
+        self, samples: Sequence[TrainingSample], positions: Sequence[InputChange | None] = ()
     ) -> list[Float32Array | None]:
         """Return `sampled_logprobs` of each sample, several in a batch; None if the model fails on one.
 
         Args:
-            samples: Of any length, or of one length if positions are changed.
-            positions: For each sample, a change of its row of `position_ids`.
+            samples: Of any length.
+            positions: For each sample, maybe a change of its row of `position_ids`.
         """
         out: list[Float32Array | None] = []
+        changes = positions or len(samples) * [None]
         while len(out) < len(samples):
             some, longest = list[TrainingSample](), 0
             for sample in samples[len(out) : len(out) + _SAMPLES_AT_ONCE]:
@@ -142,17 +143,16 @@ class TrainerModel:
                 if some and longest * (len(some) + 1) > _TOKENS_AT_ONCE:
                     break
                 some.append(sample)
-            changes = positions[len(out) : len(out) + len(some)]
+            own = [*zip(some, changes[len(out) :], strict=False)]
             places = [np.flatnonzero(sample.loss_mask) for sample in some]
             try:
-                other = self.changed(inputs=partial(_by_row, changes)) if changes else self
+                other = (
+                    self.changed(inputs=partial(_by_row, own)) if any(change for _, change in own) else self
+                )
                 rows = other._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
-                out += [
-                    self.attempt(one, *change)
-                    for one, *change in zip(some, changes or len(some) * [None], strict=True)
-                ]
+                out += [self.attempt(*entry) for entry in own]
         return out
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
@@ -247,7 +247,7 @@ class TrainerModel:
             for change in self._inputs:
                 change(inputs)
             for make in self._changes:
-                stack.enter_context(make(self.model))
+                stack.enter_context(make())
             if not self.model.training:
                 changed = self._changes  # without one, the towers are as they were
                 same = [one for one, state in self._towers if not changed or _state_of(one) == state]
@@ -338,13 +338,14 @@ def _same(one: Any, two: Any) -> bool:
     )
 
 
-def _by_row(changes: Sequence[InputChange], inputs: dict[str, Any]) -> None:
-    """Change the positions of each row of a batch by a change of its own."""
+def _by_row(rows: Sequence[tuple[TrainingSample, InputChange | None]], inputs: dict[str, Any]) -> None:
+    """Change the positions of each row of a batch, which is padded on the left, by a change of its own."""
     inputs["position_ids"] = ids = inputs["position_ids"].clone()
-    for row, change in enumerate(changes[: ids.shape[-2]]):
-        own = {"position_ids": ids[..., row : row + 1, :]}
-        change(own)
-        ids[..., row : row + 1, :] = own["position_ids"]
+    for row, (sample, change) in enumerate(rows):
+        if change is not None:
+            own = {"position_ids": ids[..., row : row + 1, ids.shape[-1] - len(sample) :]}
+            change(own)
+            ids[..., row : row + 1, ids.shape[-1] - len(sample) :] = own["position_ids"]
 
 
 def limited_logprobs(logits: Any, sample: TrainingSample, places: npt.NDArray[Any]) -> Float32Array:

@@ -18,7 +18,7 @@ def name_of(case: Case, token: int) -> str:
 
 def said(case: Case, ids: Sequence[int]) -> str:
     """Return a text such as "one more token, '<|im_end|>' (id 2),"."""
-    named = ", ".join(name_of(case, token) for token in ids)
+    named = ", ".join(dict.fromkeys(name_of(case, token) for token in ids))
     return f"{'one more token' if len(ids) == 1 else f'{len(ids)} more tokens'}, {named},"
 
 

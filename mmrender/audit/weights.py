@@ -1,7 +1,7 @@
 """Rows of the stage model about its weights: rounded ones, and weights of another step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -10,7 +10,6 @@ from mmrender.audit.case import Case, Trial, fitted
 from mmrender.audit.computed import (
     Place,
     attending,
-    bound,
     changed_weights,
     changing,
     hooked,
@@ -30,14 +29,13 @@ def quantised(case: Case) -> Iterator[Trial]:
     """Yield weights that were rounded to fewer bits, in the model or a part."""
     import torch
 
-    model = case.trainer.model
+    model, low = case.trainer.model, partial(through, torch.float8_e4m3fn)
     changes = {name: partial(through, dtype) for name, dtype in other_dtypes(model).items()}
-    low = torch.float8_e4m3fn
-    changes |= {f"float8{text}": partial(through, low) for text in ("", " but for vectors")}
+    changes |= {"float8": low, "float8 but for vectors": low}
     changes |= {f"float8 with a scale{' a row' * by}": partial(_in_float8, by_row=by) for by in (False, True)}
     changes["int8 with one scale"] = partial(_in_integers, bits=8, group=0)
-    for bits, even in product((8, 4), (True, False)):
-        for group in (None, 128, 64, 32, 16) if bits == 4 else (None, 128):
+    for bits, even, group in product((8, 4), (True, False), (None, 128, 64, 32, 16)):
+        if bits == 4 or group in (None, 128):
             by = "rows" if group is None else f"groups of {group}"
             text = f"int{bits} by {by}{'' if even else ' with zero points'}"
             changes[text] = partial(_in_integers, bits=bits, group=group, even=even)
@@ -45,19 +43,20 @@ def quantised(case: Case) -> Iterator[Trial]:
         changes[f"float4 in groups of {group} ({name})"] = partial(_in_float4, group=group)
     # Engines leave the head out, and often vision.
     parts = parts_of(model)
-    body = torch.nn.ModuleList(part for name, part in parts.items() if name != "head")
     language = parts.get(LANGUAGE, model)
-    scopes_of = {"model": model, "model but its head": body, LANGUAGE: language}
+    scopes = {"model": [model], "model but its head": [parts[name] for name in parts if name != "head"]}
+    scopes[LANGUAGE] = [language]
     projections = [(name, one) for name, one in language.named_modules() if name.endswith("_proj")]
     for text, in_attention in {"attention": True, "perceptrons": False}.items():
         chosen = [one for name, one in projections if ("attn" in name) == in_attention]
-        scopes_of[f"{text} of the {LANGUAGE}"] = torch.nn.ModuleList(chosen)
-    for part, module in scopes_of.items():
-        linear = torch.nn.ModuleList(one for one in module.modules() if isinstance(one, torch.nn.Linear))
+        scopes[f"{text} of the {LANGUAGE}"] = chosen
+    for part, modules in scopes.items():
+        whole = torch.nn.ModuleList(modules)
+        linear = torch.nn.ModuleList(one for one in whole.modules() if isinstance(one, torch.nn.Linear))
         for name, change in changes.items():
-            chosen = linear if name.startswith(("int", "float8 ", "float4")) else module
+            only = linear if name.startswith(("int", "float8 ", "float4")) else whole
             text = f"the weights of the sampler's {part} were rounded to {name}: quantised"
-            yield Trial(text, model=changed_weights(chosen, change))
+            yield Trial(text, model=changed_weights(only, change))
         for by_row in (True, False) if part in ("model but its head", LANGUAGE) else ():
             scale = f"a scale {'a row and token' if by_row else 'a tensor'}"
             text = f"'s {part} multiplied in float8, weights and inputs, with {scale}: quantised (fp8)"
@@ -125,7 +124,7 @@ def other_weights(case: Case) -> Iterator[Trial]:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
 
     def trial(statement: str, changed: Mapping[str, Any]) -> Trial:
-        return Trial(statement, model=bound(replaced, as_given(changed, model)))
+        return Trial(statement, model=partial(replaced, as_given(changed, model)))
 
     for name, given in case.weights.items():
         known = {id(own): value for own, _, value in as_given(given, model)}
@@ -182,7 +181,7 @@ def _adapters(
 
     if (disable := getattr(case.trainer.model, "disable_adapter", None)) is None:
         return
-    yield Trial("the sampler's adapter (LoRA) was not merged: it had the base weights", model=bound(disable))
+    yield Trial("the sampler's adapter (LoRA) was not merged: it had the base weights", model=disable)
     merged = {key: one.detach().clone() for key, one in named.items()}
     with disable():
         base = {key: one.detach().clone() for key, one in named.items()}
@@ -214,9 +213,9 @@ def stale_prefix(case: Case) -> Iterator[Trial]:
     """Yield prompts whose keys and values were cached under other weights."""
     model = case.trainer.model
     for name, given in case.weights.items():
-        change = partial(bound, _after, model, as_given(given, model))
+        change = partial(_after, model, as_given(given, model))
         starts = [(number, case.runs[number][0]) for number in case.departing_runs]
-        parts = [Trial("", case.of_run(number), model=change(start - 1)) for number, start in starts]
+        parts = [Trial("", case.of_run(number), model=partial(change, start - 1)) for number, start in starts]
         text = f"the sampler's prefix cache held keys and values of the weights of {name}"
         yield Trial(text, parts=parts)
 
@@ -225,30 +224,26 @@ def stale_prefix(case: Case) -> Iterator[Trial]:
 def _after(model: Any, places: list[Place], stop: int) -> Iterator[None]:
     """Take keys and values before token `stop` from a forward under other weights, within the block."""
     cached: list[tuple[Any, Any]] = []
-    left: Iterator[tuple[Any, Any]] | None = None
 
     def keep(key: Any, value: Any) -> tuple[Any, Any]:
         cached.append((key, value))
         return key, value
 
     def put(key: Any, value: Any) -> tuple[Any, Any]:
-        for own, old in zip((key, value), (key, value) if left is None else next(left), strict=True):
+        for own, old in zip((key, value), cached.pop(0), strict=True):
             own[..., :stop, :] = old[..., :stop, :]
         return key, value
 
     def before(_: Any, args: Any, kwargs: Any) -> None:
-        nonlocal left
         hook.remove()
         with replaced(places), attending(model, keep):
             model(*args, **kwargs)
-        left = iter(cached)
+        stack.enter_context(attending(model, put))
 
     hook = model.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        with attending(model, put):
-            yield
-    finally:
-        hook.remove()
+    with ExitStack() as stack:
+        stack.callback(hook.remove)
+        yield
 
 
 def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
@@ -256,20 +251,9 @@ def _groups(keys: Iterable[str]) -> dict[str, set[str]]:
     groups: dict[str, set[str]] = {}
     for key in keys:
         parts = key.split(".")
-        for name in (
-            *(".".join(parts[:count]) for count in range(1, len(parts))),
-            f"each {'.'.join(parts[-2:])}",
-        ):
+        names = [".".join(parts[:count]) for count in range(1, len(parts))] + [f"each {'.'.join(parts[-2:])}"]
+        place = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), 0)
+        last = int(parts[place]) if place else 0
+        for name in [*names, *(f"{'.'.join(parts[:place])} from {n} on" for n in range(1, last + 1))]:
             groups.setdefault(name, set()).add(key)
-        place = next((place for place, part in enumerate(parts[:-1]) if part.isdigit()), None)
-        for last in range(1, int(parts[place]) + 1) if place is not None else ():
-            groups.setdefault(f"{'.'.join(parts[:place])} from {last} on", set()).add(key)
     return dict(sorted(groups.items(), key=lambda entry: -len(entry[1])))
-
-
-TESTS: Final[Mapping[str, Callable[[Case], Iterator[Trial]]]] = {
-    "quantised weights": quantised,
-    "weights": other_weights,
-    "stale prefix": stale_prefix,
-}
-"""Changes to try, by row."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +16,12 @@ from mmrender import Trajectory
 from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
-from mmrender.audit.computed import changed_weights, whole_in
+from mmrender.audit.computed import changed_weights, in_dtype
 from mmrender.audit.noise import Noise, measure_noise
-from mmrender.audit.recorded import READINGS, View
+from mmrender.audit.recorded import View
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.rows import ROWS
+from mmrender.audit.sampling import truncated
 from mmrender.audit.trainer import parts_of
 from mmrender.client.engine import Engine
 from mmrender.client.local import LocalBackend
@@ -211,7 +213,9 @@ def test_ranges_and_masks_that_do_not_fit(samples):
 def test_precision(samples, trainer):
     """Named where a tolerance asks for it; no alarm where the tolerance is measured."""
     logprobs = np.zeros(len(samples[0]), np.float32)
-    logprobs[samples[0].loss_mask] = trainer.sampled_logprobs(samples[0], model=whole_in(torch.bfloat16))
+    logprobs[samples[0].loss_mask] = trainer.sampled_logprobs(
+        samples[0], model=partial(in_dtype, trainer.model, torch.bfloat16)
+    )
     rounded = [replace(samples[0], logprobs=logprobs)]
     noise = measure_noise(rounded, trainer)
     report = audit(rounded, trainer, tolerance=1e-4, noise=noise)
@@ -280,7 +284,7 @@ def test_typical_tokens_are_told_from_the_likeliest():
     case = SimpleNamespace(tolerance=1e-4)
     every = np.arange(12)
     view = View(case, 0, every, every.astype(np.int32), sampler, trainer, every >= 0, logits, tokens)
-    (found,) = READINGS["truncation"](view)
+    (found,) = truncated(view)
     assert found.statement.startswith("the log-probabilities are those after typical_p between 0.")
     np.testing.assert_allclose(found.expected, sampler, atol=1e-4)
 
@@ -312,7 +316,7 @@ def test_kept_features_are_those_of_the_model_as_it_is(samples, trainer):
         None,
         changed_weights(language, noisy),
         changed_weights(vision, noisy),
-        whole_in(torch.bfloat16),
+        partial(in_dtype, trainer.model, torch.bfloat16),
         None,
     ]
     for change in changes:

@@ -1,11 +1,13 @@
 """A handful of the faults that `tests/audit_plantings.py` plants."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from audit_cases import decode
 from mmrender.audit import TrainerModel, audit
-from mmrender.audit.computed import bound, changed_weights, losing
+from mmrender.audit.computed import changed_weights, losing
 from mmrender.training.recurrent import recurrent_layers
 from planting import HEALTHY, dialogue, grown, healthy_rollouts, judge, world_of
 from plantings_fourth import FOURTH
@@ -59,7 +61,7 @@ def test_recurrent_layers_that_lose_nothing_run_in_parts(folder):
     layers = recurrent_layers(trainer.model, trainer.family)
     start, whole = int(samples[0].loss_mask.argmax()), trainer.sampled_logprobs(samples[0])
     for lost, is_same in (((), True), (("conv_states",), False), (("recurrent_states",), False)):
-        change = bound(losing, trainer.model, layers, lost, [start])
+        change = partial(losing, trainer.model, layers, lost, [start])
         own = trainer.sampled_logprobs(samples[0], model=change)
         np.testing.assert_allclose(own[0], whole[0], atol=1e-5)
         assert np.allclose(own, whole, atol=1e-5) is is_same
