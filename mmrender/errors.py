@@ -307,7 +307,7 @@ def check_option(
     Raises:
         MMRenderError: It is another value. `error` is the class.
     """
-    if value not in values:
+    if not isinstance(value, str) or value not in values:  # an array is compared value by value
         expected = one_of([repr(each) for each in values])
         raise error("unknown value of an option", where=where, expected=expected, got=repr(value)[:80])
 
