@@ -87,7 +87,7 @@ def test_a_grammar_of_another_package_is_proved_and_reads(installed):
     assert found.content == "Well."
     assert [(call.name, call.arguments) for call in found.tool_calls] == [("look", {"at": [1, "x"]})]
     assert str(case_with("{{- m.content }}", grammar="brackets").parser.choice).startswith("brackets, named")
-    assert "or brackets, got 'braces'" in error_of(InputError, case_with, SAYS, grammar="braces")
+    assert "or 'brackets', got 'braces'" in error_of(InputError, case_with, SAYS, grammar="braces")
 
 
 def test_a_processor_of_another_package_comes_before_the_models_own(installed, tmp_path):
