@@ -49,9 +49,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave modules and tests, a million objects, out of the garbage collections that follow."""
+    """Leave modules and tests, a million objects, out of the garbage collections that follow, and have few of them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 ROOT = Path(__file__).resolve().parent.parent

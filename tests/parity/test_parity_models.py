@@ -30,6 +30,8 @@ from mmrender.testing.reports import ParityReport
 from mmrender.testing.shrinking import shrink
 from small_models import build_engine
 
+ALIKE = ("qwen2_5_vl", "qwen3_vl")
+"""Left to `make parity`: the naive renderer is compared with the first, and a model here has all parts of the second."""
 CASES = 4
 """Conversations of each model."""
 BACKENDS = [
@@ -46,7 +48,7 @@ IMAGES = sample_images(random.Random(1), 4, largest=160)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [name for name in REAL if name not in ALIKE])
 def test_generated_conversations_equal_the_reference(with_small_tiles, name, backend):
     report = check_parity(with_small_tiles(name), image_backend=backend, cases=CASES, seed=7)
     assert (report.mismatch, report.not_compared) == (None, None)

@@ -8,7 +8,7 @@ from mmrender.media.resolve import MediaCache
 from mmrender.renderer import Renderer
 from session_cases import Agent, Script, distinct_bytes
 
-SESSIONS, TURNS = 10, 8
+SESSIONS, TURNS = 6, 6
 
 
 async def test_memory_of_sessions(tiny_model, tmp_path):

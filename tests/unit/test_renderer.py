@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import jinja2
@@ -108,6 +108,7 @@ class Endless(Mapping):
         return 1
 
 
+@cache
 def unusable():
     """Values that hold themselves, nest deeper than anything can follow, or are half of a character."""
     ring, knot, record, deep = {}, [], Ring(), ()

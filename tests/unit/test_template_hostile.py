@@ -299,7 +299,7 @@ def test_a_bound_on_time_is_a_positive_number(seconds):
 
 def test_what_ends_a_process_ends_one_call(sentence):
     slow = "{% if messages[0].content == 'x' %}{{ (messages|length + 8) ** (9 ** 9) }}{% endif %}fine"
-    with BoundedProcesses(cpu_seconds=1) as processes:
+    with BoundedProcesses(cpu_seconds=0.25) as processes:
         template = IsolatedTemplate(slow, processes=processes)
         request = RenderRequest([Message(role="user", content="x")])
         assert error_of(TemplateLimitError, template.render, request) == sentence
