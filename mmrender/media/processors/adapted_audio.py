@@ -38,7 +38,6 @@ from mmrender.media.processor import (
 )
 from mmrender.media.processors.adapter import (
     Tensors,
-    class_path,
     digest_processor,
     find_feature_token,
     marks_of,
@@ -105,9 +104,8 @@ class AdaptedAudioProcessor(AudioProcessor):
     def settings_digest(self) -> bytes:  # type: ignore[override]
         """Digest of the reference's release and of all its settings. Raises as `sampling_rate`."""
         reference, extractor = self._watched.reference, self._extractor
-        path = class_path(extractor, self._files)
         return digest_processor(
-            reference, extractor, "audio of transformers", self._files, feature_extractor=path
+            reference, "feature_extractor", extractor, "audio of transformers", self._files
         )
 
     @cached_property

@@ -24,7 +24,6 @@ from mmrender.media.processors.adapter import (
     BEFORE,
     Tensors,
     arithmetic_of,
-    class_path,
     digest_processor,
     find_feature_token,
     grid_of,
@@ -68,10 +67,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         """
         reference = self._watched.reference
         videos = reference.video_processor
-        path = class_path(videos, self._files)
-        return digest_processor(
-            reference, videos, "videos of transformers", self._files, video_processor=path
-        )
+        return digest_processor(reference, "video_processor", videos, "videos of transformers", self._files)
 
     @cached_property
     def covers(self) -> tuple[str, str]:  # type: ignore[override]

@@ -93,10 +93,14 @@ def find_feature_token(
     )
 
 
-def digest_processor(reference: Any, part: Any, kind: str, files: ProcessorFiles, **more: str) -> bytes:
-    """Digest everything but the pixels that the tensors of a part depend on."""
+def digest_processor(
+    reference: Any, name: str, part: Any, kind: str, files: ProcessorFiles, **more: str
+) -> bytes:
+    """Digest everything but the pixels that the tensors of a part of this name depend on."""
     import transformers
 
+    cls = type(part)
+    is_own = cls.__module__.startswith("transformers_modules.")  # code of the directory
     return digest_settings({
         "version": _FORMAT_VERSION,
         "kind": kind,
@@ -104,15 +108,9 @@ def digest_processor(reference: Any, part: Any, kind: str, files: ProcessorFiles
         "settings": part.to_json_string(),
         "processor": type(reference).__name__,
         "processor_settings": repr(sorted(files.processor.items(), key=lambda entry: entry[0])),
+        name: f"{files.digest_code() if is_own else cls.__module__}.{cls.__name__}",
         **more,
     })  # fmt: skip
-
-
-def class_path(part: Any, files: ProcessorFiles) -> str:
-    """Return the name of a part's class with its module, or the hash of code of the directory."""
-    cls = type(part)
-    is_own = cls.__module__.startswith("transformers_modules.")
-    return f"{files.digest_code() if is_own else cls.__module__}.{cls.__name__}"
 
 
 class _Observation(NamedTuple):
@@ -188,11 +186,11 @@ class TransformersProcessor(MediaProcessor):
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
         self.settings_digest = digest_processor(
             reference,
+            "image_processor",
             self._image_processor,
             "transformers",
             files,
             backend=backend,
-            image_processor=class_path(self._image_processor, files),
             options=repr(sorted(self._image_options.items())),
         )
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
