@@ -269,7 +269,7 @@ def restricted(view: View) -> Iterator[Recorded]:
     below = (sampler[departing] > view.trainer[departing]).all() and (sampler <= 0).all()
     if below and (certain >= max(2, departing.sum() / 2) or _is_over_one_set(view)):
         text = (
-            "the sampler was restricted to a grammar or a few tokens, and its numbers are of these: "
+            "the sampler was restricted to a part of the vocabulary, as by a grammar or forbidden tokens: "
             f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain},"
         )
         yield Recorded(text, np.where(departing, sampler, view.trainer))
