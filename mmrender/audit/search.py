@@ -69,6 +69,8 @@ _NEARER: Final = 0.6
 """Maximum share of the differences of the first completion under a change that runs on the whole sample."""
 _READ: Final = 8
 """Changes that are tried as the first of two causes, if the second needs no forward."""
+_LIKE: Final = ("temperature", "penalty", "soft cap", "scaled")
+"""Rows of readings with one number, which other faults of their stages resemble."""
 _FIRSTS: Final = 3
 """The same, if it needs forwards."""
 _SECONDS: Final = 2
@@ -122,6 +124,7 @@ class Search:
         self.fits: list[Fit] = []
         self.places: list[Place] = []
         self._effects: list[Effect] = []
+        self._likenesses: dict[str, Effect] = {}
         self._trials = {row.name: _of_row(case, row) for row in ROWS.values()}
 
     def finding(self) -> Finding:
@@ -220,7 +223,8 @@ class Search:
         if not len(self._chosen):
             return [Place("recording", "the recorded numbers")]
         compared, noise = self.case.compared, max(self.noise.exact, self.noise.rms)
-        places = weigh(compared.difference[self._chosen], self._effects, noise)
+        effects = [*self._effects, *self._likenesses.values()]
+        places = weigh(compared.difference[self._chosen], effects, noise)
         # No distribution has positive log-probabilities.
         positive = compared.sampler[self._chosen].max() > self.case.tolerance
         return sorted(places, key=lambda place: place.stage != "recording") if positive else places
@@ -279,9 +283,13 @@ class Search:
         held, fits = views(case), list[Fit]()
         for row in sorted(ROWS.values(), key=lambda row: row.name == "restricted"):
             best = [self._nearest(row, view) for view in held]
-            if None in best or not best or (row.name == "restricted" and fits):
-                continue
             read = [one for one in best if one is not None]
+            if len(read) < len(held) or not read or (row.name == "restricted" and fits):
+                continue
+            if row.name in _LIKE and case.compared is self.case.compared:
+                self._likenesses[row.name] = self._likeness(row, held, read)
+            if any(_left_over(*pair) > case.tolerance for pair in zip(held, read, strict=True)):
+                continue
             texts: dict[str, list[int]] = {}
             for view, one in zip(held, read, strict=True):
                 texts.setdefault(one.statement, []).append(view.number)
@@ -300,11 +308,19 @@ class Search:
         return fits
 
     def _nearest(self, row: Row, view: View) -> Recorded | None:
-        """Return the reading of a row that is the nearest to a completion's numbers, if it is near enough."""
+        """Return the reading of a row that is the nearest to a completion's numbers."""
         readings = row.readings(view)
         self._tries[row.name] = max(self._tries[row.name], len(readings))
-        best = min(readings, key=partial(_left_over, view), default=None)
-        return best if best is not None and _left_over(view, best) <= view.case.tolerance else None
+        return min(readings, key=partial(_left_over, view), default=None)
+
+    def _likeness(self, row: Row, held: Sequence[View], read: Sequence[Recorded]) -> Effect:
+        """Return the differences that readings make, which a fault of their stage may resemble."""
+        own = self.case.compared.trainer
+        values = own.copy()
+        for view, one in zip(held, read, strict=True):
+            values[view.rows] = np.where(np.isnan(one.expected), view.trainer, one.expected)
+        place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
+        return Trial("", place=place, row=row.name), (own - values)[self._chosen]
 
     # --- two causes
 

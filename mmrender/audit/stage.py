@@ -12,8 +12,9 @@ Both are averages, so a stage of many faults has no advantage over a stage of fe
 positions change by whole steps, so their faults have the size that was simulated. Other faults may be of any
 size.
 
-Faults of sampling and recording are not simulated, since their rows are read. Recorded numbers differ by
-noise, at all tokens or at a few. Distributions that were cut differ to one side.
+Rows of sampling and recording are read, and the nearest reading of a row with one number is a fault of its
+stage. Besides, recorded numbers differ by noise, at all tokens or at a few, and distributions by noise or,
+if they were cut, to one side.
 
 A sampler draws from its own distribution q, so `log p - log q` has a mean of about minus half its variance at
 the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q's are free of that.
@@ -34,6 +35,8 @@ MAX_TOKENS: Final = 64
 """Tokens whose differences are weighed."""
 READ: Final = {"recording": -6.0, "sampling": -5.0}
 """Nats by which faults without a row are rarer in stages whose rows are almost all there is."""
+RARER: Final = 1.5
+"""Nats by which differences like noise are rarer in distributions than in recorded numbers."""
 SLACK: Final = 0.2
 """Share of a token's variance that belongs to it alone."""
 FREE: Final = frozenset({"pixels", "model"})
@@ -80,10 +83,10 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
     for trial, change in effects:
         if np.isfinite(change).all() and np.abs(change).max(initial=0) > noise:
             groups[ROWS[trial.row].stage].setdefault(trial.place, []).append((trial, change))
-    noisy = _averaged(d, np.eye(len(d)), noise, sizes, 0 * sizes)
+    noisy, drawn = (_averaged(d, np.eye(len(d)), noise, sizes, 0 * sizes, lower=one) for one in (0.0, 0.5))
     read = {
         "recording": [(noisy, "the recorded numbers", 0), (_sparse(d, noise), "a few recorded numbers", 0)],
-        "sampling": [(_one_sided(d, noise), "the allowed tokens", 0)],
+        "sampling": [(_one_sided(d, noise), "the allowed tokens", 0), (drawn - RARER, "the distribution", 0)],
     }
     places = []
     for stage, of in groups.items():
