@@ -114,7 +114,6 @@ class Renderer:
             bos_token=templates.special_tokens.get("bos_token"),
         )
         self._memo = Memo(memo_bytes, media)
-        self._parsers: LRUCache[KnownTemplate, ResponseParser] = LRUCache(256)
         if tool_call_grammar is not None:
             # Imported here, since most programs that render never parse.
             from mmrender.parsing.grammars import all_grammars
@@ -585,9 +584,8 @@ class Renderer:
 
         variables = self._variables("parse", chat_template_kwargs, template_arguments)
         known = self.templates.find(variables, has_tools=has_tools)
-        return self._parsers.get_or_compute(
-            known, lambda: build_parser(known, grammar=self._tool_call_grammar)
-        )
+        grammar = self._tool_call_grammar
+        return known.findings.remember(("parser", grammar), lambda: build_parser(known, grammar=grammar))
 
     @property
     def profile(self) -> TemplateProfile:

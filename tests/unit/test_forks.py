@@ -126,7 +126,10 @@ TRANSPORT = HTTPTransport("http://127.0.0.1:9")
 LOCKS = {
     "memo of renderings": lambda renderer: [renderer._memo._entries._lock],
     "bridges": lambda renderer: [renderer._bridges._lock, renderer._bridges._flight._lock],
-    "parsers": lambda renderer: [renderer._parsers._lock],
+    "findings and parsers": lambda renderer: [
+        (memory := renderer.templates.find({}, has_tools=False).findings._memory)._lock,
+        memory._flight._lock,
+    ],
     "items": lambda renderer: [renderer.media.cache._items._lock, renderer.media.cache._items._flight._lock],
     "identities of sources": lambda renderer: [renderer.media.cache._identities._lock],
     "sources that load": lambda renderer: [renderer.media.cache._loading._lock],
