@@ -69,7 +69,7 @@ class Document:
         sections: list[Data],
         media: Sequence[MediaSpan],
         trained: npt.NDArray[np.bool_] | None = None,
-        values: Mapping[str, Data] | None = None,
+        values: Mapping[str, Data | None] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         """Add one sequence."""
@@ -91,7 +91,7 @@ class Document:
                 "sections": sections,
                 "media": [self._medium(span) for span in media],
                 "trained": None if trained is None else sampled_runs(trained),
-                "values": values or {},
+                "values": {name: runs for name, runs in (values or {}).items() if runs},
                 "notes": [visible(note) for note in notes],
             }
         )
@@ -182,7 +182,7 @@ def of_sample(
         ],
         media=sample.media_spans,
         trained=sample.loss_mask,
-        values={name: runs for name, runs in values.items() if runs},
+        values=values,
         notes=[f"message {index}: {why}" for index, why in sample.rewritten.items()],
     )
 
@@ -204,7 +204,7 @@ def of_trajectory(
             titles.append(f"branch {branch.index}")
         sample = branch.sample(require_logprobs=False)
         ids = sample.token_ids
-        spans, sections, notes = _by_step(branch), _steps(branch), []
+        (spans, sections), notes = _by_step(branch), []
         offered = branch.tip.tools if tools is None else tools
         rendered = _attributed(branch, renderer, offered) if renderer is not None else None
         if rendered is not None:
@@ -223,12 +223,8 @@ def of_trajectory(
             media=sample.media_spans,
             trained=sample.loss_mask,
             values={
-                name: runs
-                for name, runs in {
-                    "sampler": _runs(sample.logprobs, sample.loss_mask),
-                    "reward": _runs(sample.rewards, None if sample.rewards is None else sample.rewards != 0),
-                }.items()
-                if runs
+                "sampler": _runs(sample.logprobs, sample.loss_mask),
+                "reward": _runs(sample.rewards, None if sample.rewards is None else sample.rewards != 0),
             },
             notes=notes,
         )
@@ -321,20 +317,6 @@ def _section(start: int, label: str, role: str, message: int = -1) -> Data:
     return {"start": start, "label": visible(label), "role": visible(role), "message": message}
 
 
-def _steps(branch: Branch) -> list[Data]:
-    """Return the sections of a branch: the prompt and the completion of each step."""
-    sections = []
-    for part in branch.tip.parts():
-        start, stop = part.sampled
-        step = part.step
-        if step.keep < min(start, part.stop):
-            sections.append(_section(step.keep, f"step {step.index} prompt", "prompt"))
-        if start < stop:
-            reason = f", {step.finish_reason}" if step.finish_reason and part.whole else ""
-            sections.append(_section(start, f"step {step.index} sampled{reason}", "assistant"))
-    return sections
-
-
 def _from(sections: Sequence[Data], start: int, length: int) -> list[Data]:
     """Return the sections of the tokens from `start` on. The first of them begins at `start`."""
     stops = [*(section["start"] for section in sections[1:]), length]
@@ -345,15 +327,19 @@ def _from(sections: Sequence[Data], start: int, length: int) -> list[Data]:
     ]
 
 
-def _by_step(branch: Branch) -> list[TokenSpan]:
-    spans = []
+def _by_step(branch: Branch) -> tuple[list[TokenSpan], list[Data]]:
+    """Return spans and sections of a branch: the prompt and the completion of each step."""
+    spans, sections = [], []
     for part in branch.tip.parts():
-        start, stop = part.sampled
-        if part.step.keep < min(start, part.stop):
-            spans.append(TokenSpan(part.step.keep, min(start, part.stop), -1, "prompt", False))
+        (start, stop), step = part.sampled, part.step
+        if step.keep < (end := min(start, part.stop)):
+            spans.append(TokenSpan(step.keep, end, -1, "prompt", False))
+            sections.append(_section(step.keep, f"step {step.index} prompt", "prompt"))
         if start < stop:
+            reason = f", {step.finish_reason}" if step.finish_reason and part.whole else ""
             spans.append(TokenSpan(start, stop, -1, "completion", True))
-    return spans
+            sections.append(_section(start, f"step {step.index} sampled{reason}", "assistant"))
+    return spans, sections
 
 
 def _from_mask(sample: TrainingSample) -> list[TokenSpan]:
