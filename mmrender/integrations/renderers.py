@@ -22,6 +22,7 @@ from msgspec import structs
 from pydantic import ConfigDict
 from renderers.base import should_rerender_for_thinking_retention
 
+from mmrender.client.engine import ModelTokens
 from mmrender.content import normalize_messages
 from mmrender.errors import RenderError
 from mmrender.media.pixels import ImageBackend
@@ -106,10 +107,8 @@ class MMRenderer:
     @property
     def mm_token_type_id_map(self) -> dict[int, int]:
         """Token type by the id of a placeholder token: 1 for images, 2 for videos."""
-        media = self.renderer.media
-        texts = media.processor.placeholder if media is not None else {}
-        ids = {modality: self.renderer.tokenizer.token_id(text) for modality, text in texts.items()}
-        return {token: TOKEN_TYPES[modality] for modality, token in ids.items() if token is not None}
+        ids = ModelTokens(self.renderer).placeholder_ids
+        return {token: TOKEN_TYPES[modality] for modality, token in ids.items()}
 
     def render(
         self,
