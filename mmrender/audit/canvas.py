@@ -1,7 +1,6 @@
 """An image before it became the pixels of an item, and how it became them."""
 
 import io
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -136,12 +135,8 @@ def source_of(case: Case, item: Any, *, stored: bool = False) -> Image.Image | N
     return Image.fromarray(np.ascontiguousarray(frames[0].transpose(1, 2, 0)), "RGB")
 
 
-def shrunk(side: float, method: Any) -> Callable[[Image.Image], Image.Image | None]:
-    """Return a change to a share of both sides, or to a longer side of so many pixels."""
-
-    def change(image: Image.Image) -> Image.Image | None:
-        share = side if side < 1 else side / max(image.size)
-        width, height = (max(1, int(length * share)) for length in image.size)
-        return image.resize((width, height), method) if share < 1 else None
-
-    return change
+def shrunk(side: float, method: Any, image: Image.Image) -> Image.Image | None:
+    """Return an image of a share of both sides, or of a longer side of so many pixels, if it is smaller."""
+    share = side if side < 1 else side / max(image.size)
+    width, height = (max(1, int(length * share)) for length in image.size)
+    return image.resize((width, height), method) if share < 1 else None

@@ -72,6 +72,11 @@ class Trial(NamedTuple):
     parts: "Sequence[Trial]" = ()
     row: str = ""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it cannot share a batch with others."""
+        return bool(self.parts or self.inputs or self.model)
+
 
 class Recorded(NamedTuple):
     """Numbers of one completion that follow from the trainer's own distribution under one hypothesis.
@@ -228,19 +233,16 @@ class Case:
 
     def run(self, trials: Sequence[Trial]) -> list[Comparison | None]:
         """Compare the sampler with the trainer under each trial; None if the model refuses one."""
-        alone = [bool(one.parts or one.inputs or one.model) for one in trials]
-        samples = [one.sample or self.sample for one in trials]
-        some = zip(trials, samples, alone, strict=True)
-        batch = [(sample, one.positions) for one, sample, is_alone in some if not is_alone]
-        batched = (
-            iter(self.trainer.sampled_of_many(*map(list, zip(*batch, strict=True)))) if batch else iter(())
-        )
+        batch = [(one.sample or self.sample, one.positions) for one in trials if not one.is_alone]
+        batched = iter(self.trainer.sampled_of_many(*map(list, zip(*batch, strict=True))) if batch else ())
         out: list[Comparison | None] = []
-        for trial, sample, is_alone in zip(trials, samples, alone, strict=True):
+        for trial in trials:
+            sample = trial.sample or self.sample
             if trial.parts:
                 values = self._joined(self.run(trial.parts))
-            elif is_alone:
-                values = self.trainer.attempt(sample, trial.inputs, model=trial.model)
+            elif trial.is_alone:
+                changed = self.trainer.changed(inputs=trial.inputs, model=trial.model)
+                (values,) = changed.sampled_of_many([sample])
             else:
                 values = next(batched)
             out.append(None if values is None else Comparison.of(sample, values))

@@ -23,17 +23,6 @@ _MAX_FACTOR: Final = 64
 _NO_SETTINGS: Final = ("p", "momentum")
 
 
-def stacks(model: Any) -> dict[str, list[Any]]:
-    """Return the layers of the language model and of the vision towers, in order, if they are found."""
-    import torch
-
-    found = {}
-    for name, part in parts_of(model).items():
-        lists = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
-        found[name] = list(max(lists, key=len, default=[]))
-    return {name: layers for name, layers in found.items() if layers}
-
-
 @contextmanager
 def replaced(places: Iterable[Place]) -> Iterator[None]:
     """Hold other values in attributes or under keys within the block."""
@@ -75,17 +64,14 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda one: change(one) if one.is_floating_point() else one, value)
 
 
-def tensors(module: Any, change: Callable[[Any], Any], *, buffers: bool = False) -> Iterator[Place]:
+def tensors(module: Any, change: Callable[[Any], Any]) -> Iterator[Place]:
     """Yield a module's parameters, changed. Modules that share them keep the original."""
     import torch
 
     for part in module.modules():
-        for held in (part._parameters, part._buffers)[: 1 + buffers]:
-            for key, value in held.items():
-                if value is not None and value.is_floating_point():
-                    new = change(value.data)
-                    own = isinstance(value, torch.nn.Parameter)
-                    yield held, key, torch.nn.Parameter(new, requires_grad=False) if own else new
+        for key, value in part._parameters.items():
+            if value is not None and value.is_floating_point():
+                yield part._parameters, key, torch.nn.Parameter(change(value.data), requires_grad=False)
 
 
 def changed_weights(module: Any, change: Callable[[Any], Any]) -> ModelChange:
@@ -304,9 +290,10 @@ def left_out(case: Case) -> Iterator[Trial]:
     """Yield the model without a layer, the layers from one on, a module beside them, or biases."""
     import torch
 
-    inside, found = set[int](), stacks(case.trainer.model)
+    inside = set[int]()
     for part, root in parts_of(case.trainer.model).items():
-        layers, lost = found.get(part, []), dict[str, list[Any]]()
+        lists = [one for one in root.modules() if isinstance(one, torch.nn.ModuleList)]
+        layers, lost = list(max(lists, key=len, default=[])), dict[str, list[Any]]()
         inside |= {id(module) for layer in layers for module in layer.modules()}
         # Without attention and perceptron, a layer hands on its input.
         added = [
@@ -344,8 +331,8 @@ def settings(case: Case) -> Iterator[Trial]:
             yield from [changing(case, text, replaced, places, part=part)] if places else ()
         norms: dict[str, list[Any]] = {}
         for name, one in root.named_modules():
-            own = [*one.parameters()]
-            if own and all(value.ndim == 1 for value in own) and not [*one.children()]:
+            dims = {value.ndim for value in one.parameters()}
+            if dims == {1} and not [*one.children()]:
                 norms.setdefault(name.rpartition(".")[2], []).append(one)
         for name, several in norms.items():
             passing = partial(hooked, after=lambda args, _: args[0])

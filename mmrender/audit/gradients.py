@@ -6,7 +6,7 @@ approximate. The likeliest are run.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -27,56 +27,33 @@ _NEARER: Final = 0.8
 """Maximum share of the differences that one replaced token of several leaves."""
 
 
-class _Slopes(NamedTuple):
-    """Slopes of some numbers by the embeddings of a prompt, `(m, n, size)`, and their differences, `(m,)`."""
-
-    slopes: Any
-    vectors: Any
-    lacking: Any
-
-    def likest(self, changes: Any, count: int) -> list[int]:
-        """Return the changes `(m, k)` that are the likest to the differences, the best first."""
-        along = self.lacking @ changes
-        likeness = along / changes.norm(dim=0).clamp(min=1e-9)
-        return [int(at) for at in likeness.topk(min(count, len(likeness))).indices if along[at] > 0]
-
-
-def _slopes(case: Case, sample: TrainingSample, compared: Comparison) -> _Slopes | None:
-    import torch
-
-    finite = np.flatnonzero(np.isfinite(compared.difference))
-    some = finite[np.unique(np.linspace(0, len(finite) - 1, _MAX_GRADIENTS).round().astype(int))]
-    found = case.trainer.slopes(sample, compared.positions[some]) if len(finite) else None
-    if found is None:
-        return None
-    return _Slopes(*found, -torch.from_numpy(compared.difference[some].copy()).to(found[0]))
-
-
 def _replacements(
-    case: Case, sample: TrainingSample, compared: Comparison, groups: Sequence[Sequence[int]], count: int
+    case: Case, sample: TrainingSample, compared: Comparison, groups: Sequence[Sequence[int]]
 ) -> list[tuple[Sequence[int], int]]:
     """Return groups of places with another token, in the order of how far that lowers the differences."""
     import torch
 
-    slopes = _slopes(case, sample, compared) if groups else None
-    if slopes is None:
+    finite = np.flatnonzero(np.isfinite(compared.difference))
+    some = finite[np.unique(np.linspace(0, len(finite) - 1, _MAX_GRADIENTS).round().astype(int))]
+    found = case.trainer.slopes(sample, compared.positions[some]) if len(finite) and groups else None
+    if found is None:
         return []
-    embedding = case.trainer.model.get_input_embeddings()
-    flat = torch.tensor([place for places in groups for place in places], device=embedding.weight.device)
-    of = torch.tensor([group for group, places in enumerate(groups) for _ in places], device=flat.device)
+    (slopes, vectors), embedding = found, case.trainer.model.get_input_embeddings()
+    lacking = -torch.from_numpy(compared.difference[some].copy()).to(slopes)
+    flat = torch.tensor([place for places in groups for place in places], device=slopes.device)
+    of = torch.tensor([group for group, places in enumerate(groups) for _ in places], device=slopes.device)
     # All tokens of a small vocabulary, and the prompt's own of a large one.
     size = len(embedding.weight)
     own = np.unique(sample.token_ids[flat.cpu().numpy()])
     tokens = np.arange(size) if size * len(groups) < _MAX_PAIRS else own
     with torch.no_grad():
-        before = (slopes.slopes * slopes.vectors).sum(-1, keepdim=True)
-        both = torch.cat([slopes.slopes, before], -1)[:, flat]
-        summed = torch.zeros(len(both), len(groups), both.shape[-1], device=flat.device).index_add_(
-            1, of, both
-        )
-        vectors = embedding(torch.from_numpy(tokens).to(flat.device)).float()
-        changes = summed[..., :-1] @ vectors.T - summed[..., -1:]
-        best = slopes.likest(changes.flatten(1), count)
+        both = torch.cat([slopes, (slopes * vectors).sum(-1, keepdim=True)], -1)[:, flat]
+        summed = both.new_zeros(len(both), len(groups), both.shape[-1]).index_add_(1, of, both)
+        others = embedding(torch.from_numpy(tokens).to(flat.device)).float()
+        changes = (summed[..., :-1] @ others.T - summed[..., -1:]).flatten(1)
+        along = lacking @ changes
+        likeness = along / changes.norm(dim=0).clamp(min=1e-9)
+        best = [int(at) for at in likeness.topk(min(_MAX_RUN, len(likeness))).indices if along[at] > 0]
     pairs = [(groups[at // len(tokens)], int(tokens[at % len(tokens)])) for at in best]
     return [(places, token) for places, token in pairs if sample.token_ids[places[0]] != token]
 
@@ -94,7 +71,7 @@ def other_tokens(case: Case) -> Iterator[Trial]:
     groups += [some for some in tied.values() if len(some) > 1]
     headers, changed = heads(case), dict[int, int]()
     for _ in range(_MAX_REPLACED):
-        found = _replacements(case, sample, best, groups, _MAX_RUN)
+        found = _replacements(case, sample, best, groups)
         options = [{**changed, **dict.fromkeys(places, token)} for places, token in found]
         # The token may be right, and its place one off.
         options += [
@@ -115,10 +92,8 @@ def other_tokens(case: Case) -> Iterator[Trial]:
             return
         best, sample, changed = compared[number] or best, samples[number], options[number]
         in_head = all(any(first <= at < last for first, last in headers) for at in changed)
-        texts = [
-            f"{name_of(case, token)} at {at}, not {name_of(case, int(own[at]))}"
-            for at, token in changed.items()
-        ]
+        named = {at: (name_of(case, token), name_of(case, int(own[at]))) for at, token in changed.items()}
+        texts = [f"{token} at {at}, not {instead}" for at, (token, instead) in named.items()]
         where = "another token in headers of messages" if in_head else "another token"
         fitted = 2 * len({(int(own[at]), token) for at, token in changed.items()})
         statement = f"the sampler's prompt had {where}: {' and '.join(texts)}"

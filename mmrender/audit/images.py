@@ -171,7 +171,7 @@ def _tiled(item: Any, image: Image.Image, canvas: Canvas) -> MediaItem:
 
 
 def _resized(item: Any, image: Image.Image, size: tuple[int, int], share: float) -> MediaItem:
-    small = shrunk(share, Image.Resampling.BICUBIC)(image) if share < 1 else image
+    small = shrunk(share, Image.Resampling.BICUBIC, image) if share < 1 else image
     return renewed(item, levels(small or image, size))
 
 

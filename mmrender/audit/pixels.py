@@ -1,12 +1,14 @@
 """Rows of the stage pixels: other pixels of the same images."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
+from operator import methodcaller
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mmrender.audit.canvas import Canvas, canvas_of, pictures, renewed, shrunk, source_of
 from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number
@@ -16,10 +18,9 @@ from mmrender.sidecar import MediaItem, MediaSpan
 
 ItemChange: TypeAlias = Callable[[Case, MediaItem], MediaItem | None]
 """The item that the sampler may have had in place of another; None if it cannot have."""
-Rule: TypeAlias = Callable[[Array, Array], tuple[Any, Any]]
-"""Factor and offset by channel of normalised values, given mean and deviation."""
 ImageChange: TypeAlias = Callable[[Image.Image], Image.Image | None]
 _ORIENTATION: Final = 274
+_TURNS: Final = Image.Transpose
 _HALF: Final = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _NORMALISATIONS: Final[Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "CLIP's mean and deviation": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
@@ -40,9 +41,11 @@ def over_images(table: Mapping[str, ItemChange], case: Case) -> Iterator[Trial]:
     return over_media(others, case)
 
 
-def _each(text: str, values: Iterable[Any], change: Callable[[Any], ItemChange]) -> dict[str, ItemChange]:
-    """Return a change by each value, which its text names."""
-    return {text.format(value): change(value) for value in values}
+def _each(
+    text: str, change: Callable[..., Image.Image | None], *axes: Iterable[Any]
+) -> dict[str, ImageChange]:
+    """Return a change of images by each combination of values, which its text names."""
+    return {text.format(*values): partial(change, *values) for values in product(*axes)}
 
 
 # --- changes of normalised pixels
@@ -107,29 +110,25 @@ def _own_rule(item: Any) -> tuple[Array, Array]:
     return np.broadcast_to(np.asarray(mean), 3), np.broadcast_to(np.asarray(std), 3)
 
 
-def _normalised(rule: Rule) -> ItemChange:
-    """Return another rule of normalisation."""
-
-    def make(case: Case, item: MediaItem) -> MediaItem | None:
-        scale, offset = (np.asarray(one)[..., None] for one in rule(*_own_rule(item)))
-        return _channels(lambda own: own * scale + offset)(case, item)
-
-    return make
-
-
-def _raw(change: Callable[[Array], Array]) -> ItemChange:
-    """Return a change of levels from 0 to 1, `(n, 3, values)`, that are not rounded again."""
+def _ruled(change: Callable[[Array, Array, Array], Any]) -> ItemChange:
+    """Return a change of normalised values, `(n, 3, values)`, given mean and deviation."""
 
     def make(case: Case, item: MediaItem) -> MediaItem | None:
         mean, std = (one[:, None] for one in _own_rule(item))
-        return _channels(lambda own: (change(own * std + mean) - mean) / std)(case, item)
+        return _channels(lambda own: np.broadcast_to(change(own, mean, std), own.shape))(case, item)
 
     return make
 
 
-def _instead(mean: tuple[float, ...], std: tuple[float, ...]) -> Rule:
-    """Return a function from values of another rule to values of this one."""
-    return lambda own, deviation: (deviation / np.array(std), (own - np.array(mean)) / np.array(std))
+def _raw(change: Callable[[Array], Any]) -> ItemChange:
+    """Return a change of levels from 0 to 1, `(n, 3, values)`, that are not rounded again."""
+    return _ruled(lambda own, mean, std: (change(own * std + mean) - mean) / std)
+
+
+def _normalised_by(mean: Sequence[float], std: Sequence[float]) -> ItemChange:
+    """Return another rule of normalisation."""
+    other, deviation = np.array(mean)[:, None], np.array(std)[:, None]
+    return _ruled(lambda own, mean, std: (own * std + mean - other) / deviation)
 
 
 def _cast(values: Array, _: tuple[int, ...], dtype: str) -> Array:
@@ -142,19 +141,26 @@ def _cast(values: Array, _: tuple[int, ...], dtype: str) -> Array:
 # --- changes of images
 
 
-def _images(change: ImageChange, *, stored: bool = False) -> ItemChange:
-    """Return a change of the image before it was resized, as it is `stored`, or upright and opaque."""
+def _images(
+    table: Mapping[str, ImageChange], *, stored: bool = False, method: Any = None
+) -> dict[str, ItemChange]:
+    """Return changes of the image before it was resized, as it is `stored`, or upright and opaque.
 
-    def make(case: Case, item: MediaItem) -> MediaItem | None:
+    The image is then resized by another filter, if `method` is one.
+    """
+
+    def before(change: ImageChange, case: Case, item: MediaItem) -> MediaItem | None:
         upright, source = source_of(case, item), source_of(case, item, stored=stored)
         canvas = None if upright is None else canvas_of(case, item, upright)
         if upright is None or canvas is None or source is None or (image := change(source)) is None:
             return None
+        if method is not None and source.size == canvas.size:
+            return None
         if isinstance(item, PatchItem) and image.size == upright.size[::-1] != upright.size:
             canvas = Canvas(canvas.size[::-1])
-        return renewed(item, canvas.frames(image.convert("RGB")))
+        return renewed(item, canvas.frames(image.convert("RGB"), method))
 
-    return make
+    return {text: partial(before, change) for text, change in table.items()}
 
 
 def _both(table: Mapping[str, ImageChange]) -> dict[str, ItemChange]:
@@ -169,36 +175,20 @@ def _both(table: Mapping[str, ImageChange]) -> dict[str, ItemChange]:
         fits = isinstance(item, PatchItem) or changed.shape == frames.shape
         return renewed(item, changed) if fits else None
 
-    return {text: _images(change) for text, change in table.items()} | {
-        f"{text} after resizing": partial(after, change) for text, change in table.items()
-    }
-
-
-def _resampled(method: Any) -> ItemChange:
-    """Return an image resized by another filter, of Pillow or of torch by name."""
-
-    def make(case: Case, item: MediaItem) -> MediaItem | None:
-        source = source_of(case, item)
-        canvas = None if source is None else canvas_of(case, item, source)
-        if source is None or canvas is None or source.size == canvas.size:
-            return None
-        return renewed(item, canvas.frames(source, method))
-
-    return make
+    resized = {f"{text} after resizing": partial(after, change) for text, change in table.items()}
+    return _images(table) | resized
 
 
 def _on_image(change: Callable[[Array], Array], image: Image.Image) -> Image.Image:
     """Return an image after a change of levels from 0 to 1, `(1, 3, values)`."""
     own = np.asarray(image.convert("RGB"))
     changed = change(own.reshape(1, -1, 3).swapaxes(1, 2) / 255).clip(0, 1) * 255
-    return Image.fromarray(
-        np.ascontiguousarray(changed.swapaxes(1, 2).round().astype(np.uint8)).reshape(own.shape)
-    )
+    return Image.fromarray(changed.swapaxes(1, 2).round().astype(np.uint8).reshape(own.shape))
 
 
-def _encoded(form: str, image: Image.Image, **options: Any) -> Image.Image:
+def _encoded(form: str, quality: int, image: Image.Image, **options: Any) -> Image.Image:
     data = io.BytesIO()
-    image.save(data, form, **options)
+    image.save(data, form, quality=quality, **options)
     return Image.open(data).convert("RGB")
 
 
@@ -211,11 +201,10 @@ def _over(level: int | None, image: Image.Image) -> Image.Image | None:
     return image if level is None else Image.alpha_composite(ground, image)
 
 
-def _squared(level: int | tuple[int, ...] | None, image: Image.Image) -> Image.Image:
-    """Return an image in the middle of a square of one colour, or its own middle square for None."""
+def _squared(level: Any, image: Image.Image) -> Image.Image:
+    """Return an image in the middle of a square of one level or colour, or its own middle square for None."""
     side = min(image.size) if level is None else max(image.size)
-    colour = level if isinstance(level, tuple) else (level or 0,) * 3
-    out = Image.new("RGB", (side, side), colour)
+    out = Image.new("RGB", (side, side), level if isinstance(level, tuple) else (level or 0,) * 3)
     out.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return out
 
@@ -223,20 +212,13 @@ def _squared(level: int | tuple[int, ...] | None, image: Image.Image) -> Image.I
 def _on_mean(case: Case, item: MediaItem) -> MediaItem | None:
     """Return an image in a square of the colour that is normalised to 0, as of LLaVA."""
     colour = tuple(int(255 * level) for level in _own_rule(item)[0])
-    return _images(partial(_squared, colour))(case, item)
+    return _images({"": partial(_squared, colour)})[""](case, item)
 
 
 def _middle(share: float, image: Image.Image) -> Image.Image:
     width, height = (round(side * share) for side in image.size)
     left, top = (image.width - width) // 2, (image.height - height) // 2
     return image.crop((left, top, left + width, top + height))
-
-
-def _enlarged(share: float, image: Image.Image) -> Image.Image:
-    """Return the middle of an image in the image's own size. It may begin between pixels."""
-    left, top = (side * (1 - share) / 2 for side in image.size)
-    box = (left, top, image.width - left, image.height - top)
-    return image.resize(image.size, Image.Resampling.BICUBIC, box=box)
 
 
 def adjusted(case: Case) -> Iterator[Trial]:
@@ -256,6 +238,19 @@ def adjusted(case: Case) -> Iterator[Trial]:
             yield from (trial._replace(fitted=1) for trial in over_images(ways, case))
 
 
+def _enlarged(share: float, image: Image.Image) -> Image.Image:
+    """Return the middle of an image in the image's own size. It may begin between pixels."""
+    return ImageOps.fit(image, image.size, bleed=(1 - share) / 2)
+
+
+def _turned(image: Image.Image) -> Image.Image | None:
+    return image if image.getexif().get(_ORIENTATION, 1) != 1 else None
+
+
+def _linear(own: Array) -> Array:
+    return np.where(own <= 0.04045, own / 12.92, ((own + 0.055) / 1.055) ** 2.4)
+
+
 _GREY: Final = np.array([0.299, 0.587, 0.114])[:, None]
 _ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
     "brightness": lambda factor, own: (own * factor).clip(0, 1),
@@ -269,10 +264,14 @@ _ADJUSTED: Final[Mapping[str, Callable[[float, Array], Array]]] = {
 
 _ROWS: Final = (0, 1, 2, 3, 4)
 _VALUES: Final = (1, 2, 3, 4)
+_SHARES: Final = (0.95, 0.9, 0.875, 0.8, 0.75, 0.5)
+_SIDES: Final = (64, 224, 256, 336, 384, 448, 512, 768, 1024, 2048)
+_FILTERS: Final = (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS)
+_TORCH: Final = ("nearest", "bilinear", "bicubic", "bilinear-antialias", "bicubic-antialias", "area")
 TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "patch order": {
-        **_each("every patch moved by {:+d}", (1, -1, 2, -2), lambda n: _values(partial(_rolled, by=n))),
-        **_each("patches moved by {:+d} row", (1, -1), lambda n: _values(partial(_rolled, by=n, rows=True))),
+        **{f"every patch moved by {n:+d}": _values(partial(_rolled, by=n)) for n in (1, -1, 2, -2)},
+        **{f"patches moved by {n:+d} row": _values(partial(_rolled, by=n, rows=True)) for n in (1, -1)},
         **{
             text: _patches(partial(_in_order, squares, inside))
             for text, squares, inside in (
@@ -288,49 +287,45 @@ TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
     "channels": {
         "colours read as BGR": _channels(lambda own: own[:, ::-1]),
         "inverted colours": _channels(lambda own: -own),
-        **_both({"no colours, only grey,": lambda image: image.convert("L")}),
+        **_both({"no colours, only grey,": methodcaller("convert", "L")}),
     },
     "normalisation": {
-        f"pixels normalised {text}": _normalised(rule)
-        for text, rule in {
-            **{f"by another rule ({name})": _instead(*rule) for name, rule in _NORMALISATIONS.items()},
+        f"pixels normalised {text}": change
+        for text, change in {
+            **{f"by another rule ({name})": _normalised_by(*rule) for name, rule in _NORMALISATIONS.items()},
             # A server that normalises raw bytes scales by 1/255 first, whatever it is given.
-            "twice, rescaling included,": lambda mean, std: (1 / (255 * std), -mean / std),
-            "twice": lambda mean, std: (1 / std, -mean / std),
-            "without being rescaled": lambda mean, std: (255 + 0 * std, 254 * mean / std),
-            "after being rescaled twice": lambda mean, std: (1 / 255 + 0 * std, mean / std * (1 / 255 - 1)),
-            "after levels were divided by 256": lambda mean, std: (255 / 256 + 0 * std, -mean / std / 256),
-            "without the mean": lambda mean, std: (1 + 0 * std, mean / std),
-            "without the deviation": lambda mean, std: (std, 0 * std),
+            "twice, rescaling included,": _ruled(lambda own, mean, std: (own / 255 - mean) / std),
+            "twice": _ruled(lambda own, mean, std: (own - mean) / std),
+            "without being rescaled": _raw(lambda own: own * 255),
+            "after being rescaled twice": _raw(lambda own: own / 255),
+            "after levels were divided by 256": _raw(lambda own: own * 255 / 256),
+            "without the mean": _ruled(lambda own, mean, std: own + mean / std),
+            "without the deviation": _ruled(lambda own, mean, std: own * std),
         }.items()
     },
-    "pixel dtype": _each(
-        "values rounded to {}",
-        ("bfloat16", "float16", "float8_e4m3fn"),
-        lambda name: _values(partial(_cast, dtype=name)),
-    ),
+    "pixel dtype": {
+        f"values rounded to {name}": _values(partial(_cast, dtype=name))
+        for name in ("bfloat16", "float16", "float8_e4m3fn")
+    },
     "blank image": {
         "zeros in place of pixels (blank)": _values(lambda own, _: np.zeros_like(own)),
         "zeros in the second frame of each patch": _patches(partial(_second_frame, level=0.0)),
         "black in the second frame of each patch": _patches(partial(_second_frame, level=-1.0)),
-        "black": _normalised(lambda mean, std: (0 * mean, -mean / std)),
-        "white": _normalised(lambda mean, std: (0 * mean, (1 - mean) / std)),
+        "black": _raw(lambda own: 0),
+        "white": _raw(lambda own: 1),
     },
     "orientation": {
-        "pixels as they are stored, not upright by their EXIF orientation,": _images(
-            lambda image: image if image.getexif().get(_ORIENTATION, 1) != 1 else None, stored=True
+        **_images(
+            {"pixels as they are stored, not upright by their EXIF orientation,": _turned}, stored=True
         ),
         **_both(
             {
-                text: lambda image, turn=turn: image.transpose(turn)  # type: ignore[misc]
-                for text, turn in {
-                    "an image mirrored (flipped)": Image.Transpose.FLIP_LEFT_RIGHT,
-                    "an image upside down": Image.Transpose.FLIP_TOP_BOTTOM,
-                    "an image rotated by 180 degrees (turned by half)": Image.Transpose.ROTATE_180,
-                    "an image rotated by 90 degrees to the left": Image.Transpose.ROTATE_90,
-                    "an image rotated by 90 degrees to the right": Image.Transpose.ROTATE_270,
-                    "rows for columns": Image.Transpose.TRANSPOSE,
-                }.items()
+                "an image mirrored (flipped)": ImageOps.mirror,
+                "an image upside down": ImageOps.flip,
+                "an image rotated by 180 degrees (turned by half)": methodcaller("rotate", 180),
+                "an image rotated by 90 degrees to the left": methodcaller("transpose", _TURNS.ROTATE_90),
+                "an image rotated by 90 degrees to the right": methodcaller("transpose", _TURNS.ROTATE_270),
+                "rows for columns": methodcaller("transpose", _TURNS.TRANSPOSE),
             }
         ),
     },
@@ -340,84 +335,58 @@ TABLES: Final[Mapping[str, Mapping[str, ItemChange]]] = {
             for text, change in {
                 "levels from 16 to 235 (limited range)": lambda own: (16 + 219 * own) / 255,
                 "levels from 16 to 235 stretched to 0 to 255": lambda own: (255 * own - 16) / 219,
-                "colours without their gamma (linear light)": lambda own: np.where(
-                    own <= 0.04045, own / 12.92, ((own + 0.055) / 1.055) ** 2.4
-                ),
+                "colours without their gamma (linear light)": _linear,
                 "colours without a gamma of 2.2 (linear light)": lambda own: own**2.2,
             }.items()
         }
     ),
     "framing": {
-        "its middle square only (cropped)": _images(partial(_squared, None)),
-        **{
-            text: change
-            for way, crop in {"": _middle, ", in the image's size": _enlarged}.items()
-            for text, change in _each(
-                f"its middle, {{:.4g}} of both sides{way}, only (cropped)",
-                (0.95, 0.9, 0.875, 0.8, 0.75, 0.5),
-                lambda share, crop=crop: _images(partial(crop, share)),  # type: ignore[misc]
-            ).items()
-        },
-        **_each(
-            "a square of level {} around it (padded, letterboxed)",
-            (0, 114, 127, 128, 255),
-            lambda level: _images(partial(_squared, level)),
+        **_images({"its middle square only (cropped)": partial(_squared, None)}),
+        **_images(_each("its middle, {:.4g} of both sides, only (cropped)", _middle, _SHARES)),
+        **_images(
+            _each("its middle, {:.4g} of both sides, in the image's size, only (cropped)", _enlarged, _SHARES)
+        ),
+        **_images(
+            _each("a square of level {} around it (padded, letterboxed)", _squared, (0, 114, 127, 128, 255))
         ),
         "a square of the mean's colour around it (padded, letterboxed)": _on_mean,
     },
-    "background": {
-        "transparency (alpha) ignored": _images(partial(_over, None), stored=True),
-        **_each(
-            "level {} behind its transparency (alpha)",
-            (0, 127, 128, 255),
-            lambda level: _images(partial(_over, level), stored=True),
-        ),
-    },
+    "background": _images(
+        {
+            "transparency (alpha) ignored": partial(_over, None),
+            **_each("level {} behind its transparency (alpha)", _over, (0, 127, 128, 255)),
+        },
+        stored=True,
+    ),
     "resampling": {
-        **{f"pixels resized by {one.name.lower()} resampling": _resampled(one) for one in Image.Resampling},
-        **_each(
-            "pixels resized by torch's {} resampling",
-            ("nearest", "bilinear", "bicubic", "bilinear-antialias", "bicubic-antialias", "area"),
-            _resampled,
-        ),
-    },
-    "compression": {
-        **_each(
-            "a JPEG of it (quality {})",
-            (95, 90, 85, 80, 75, 70, 60, 50, 40, 30),
-            lambda n: _images(partial(_encoded, "JPEG", quality=n)),
-        ),
-        **_each(
-            "a JPEG of it with whole colours (quality {})",
-            (95, 90, 85, 75),
-            lambda n: _images(partial(_encoded, "JPEG", quality=n, subsampling=0)),
-        ),
-        **_each(
-            "a WebP of it (quality {})",
-            (95, 90, 85, 80, 75, 50),
-            lambda n: _images(partial(_encoded, "WEBP", quality=n)),
-        ),
-        **_each(
-            "a palette of {} colours of it",
-            (256, 16),
-            lambda n: _images(lambda image: image.quantize(n)),
-        ),
-    },
-    "shrunk": {
         text: change
-        for method in (Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS)
-        for text, change in (
-            _each(
-                f"a copy of {{}} of the size, enlarged again by {method.name.lower()},",
-                (1 / 2, 1 / 3, 1 / 4, 3 / 4),
-                lambda share, method=method: _images(shrunk(share, method)),  # type: ignore[misc]
-            )
-            | _each(
-                f"a copy with a longer side of {{}}, enlarged again by {method.name.lower()},",
-                (64, 224, 256, 336, 384, 448, 512, 768, 1024, 2048),
-                lambda side, method=method: _images(shrunk(side, method)),  # type: ignore[misc]
-            )
-        ).items()
+        for name, method in {
+            **{f"{one.name.lower()} resampling": one for one in Image.Resampling},
+            **{f"torch's {one} resampling": one for one in _TORCH},
+        }.items()
+        for text, change in _images({f"pixels resized by {name}": lambda image: image}, method=method).items()
     },
+    "compression": _images(
+        {
+            **_each("a {} of it (quality {})", _encoded, ["JPEG"], (95, 90, 85, 80, 75, 70, 60, 50, 40, 30)),
+            **_each(
+                "a {} of it (quality {}) with whole colours",
+                partial(_encoded, subsampling=0),
+                ["JPEG"],
+                (95, 90, 85, 75),
+            ),
+            **_each("a {} of it (quality {})", _encoded, ["WEBP"], (95, 90, 85, 80, 75, 50)),
+            **_each("a palette of {} colours of it", lambda n, image: image.quantize(n), (256, 16)),
+        }
+    ),
+    "shrunk": _images(
+        _each(
+            "a copy of {:.2g} of the size, enlarged again ({.name}),",
+            shrunk,
+            (1 / 2, 1 / 3, 1 / 4, 3 / 4),
+            _FILTERS,
+        )
+        | _each("a copy with a longer side of {}, enlarged again ({.name}),", shrunk, _SIDES, _FILTERS)
+    ),
 }
 """Other pixels of an image by row: statement, and how they are made."""

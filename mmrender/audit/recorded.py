@@ -239,8 +239,8 @@ def of_other_weights(view: View) -> Iterator[Recorded]:
     first = int(view.departing.argmax())
     last = len(places) - int(view.departing[::-1].argmax())
     for name, given in case.weights.items():
-        change = partial(replaced, as_given(given, case.trainer.model))
-        values = case.once(("weights", name), partial(case.trainer.attempt, case.sample, model=change))
+        changed = case.trainer.changed(model=partial(replaced, as_given(given, case.trainer.model)))
+        (values,) = case.once(("weights", name), partial(changed.sampled_of_many, [case.sample]))
         if values is None:
             continue
         begun, ended = f"the first {last} tokens of {{}}", f"the tokens of {{}} from {first} on"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mmrender.audit import (
     computed,
@@ -22,7 +22,7 @@ from mmrender.audit import (
 )
 from mmrender.audit.case import Case, Recorded, Trial
 from mmrender.audit.recorded import View
-from mmrender.audit.report import Finding, Stage
+from mmrender.audit.report import STAGES, Finding, Stage
 from mmrender.trajectory.sample import TrainingSample
 
 
@@ -120,12 +120,17 @@ _READINGS: Final[Mapping[str, tuple[Callable[[View], Iterable[Recorded]], ...]]]
 """Numbers to try for a completion, by row."""
 
 
-def _rows() -> dict[str, Row]:
-    data: dict[str, Any] = tomllib.loads(Path(__file__).with_name("rows.toml").read_text("utf-8"))
-    return {name: Row(name, **texts) for name, texts in data.items()}
+class Kind(NamedTuple):
+    """A stage: its noun, the fact to record if no cause is found, and the surveyed changes of each row."""
+
+    noun: str
+    fact: str
+    surveyed: int = 0
 
 
-ROWS: Final[Mapping[str, Row]] = _rows()
+_DATA: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("rows.toml").read_text("utf-8"))
+KINDS: Final[Mapping[Stage, Kind]] = {stage: Kind(**_DATA["stages"][stage]) for stage in STAGES}
+ROWS: Final[Mapping[str, Row]] = {name: Row(name, **of) for name, of in _DATA.items() if name != "stages"}
 """All rows by name, in the order of stages."""
 
 

@@ -19,8 +19,8 @@ from mmrender.audit.case import Array, Case, Recorded, Trial
 from mmrender.audit.inspect import shown_by
 from mmrender.audit.noise import Noise
 from mmrender.audit.recorded import View, views
-from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, Stage, described
-from mmrender.audit.rows import ROWS, Row, finding_of
+from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, described
+from mmrender.audit.rows import KINDS, ROWS, Row, finding_of
 from mmrender.audit.stage import MAX_TOKENS, READ, Effect, Place, weigh
 from mmrender.caching import cached_property
 
@@ -54,17 +54,6 @@ _FAINT: Final = 0.01
 """`_AGREEING` tokens that agree to this share of the largest difference rule out a change before them."""
 _HALF: Final = 0.95
 """Maximum share of the differences that the first of two causes leaves."""
-_NOUNS: Final[dict[Stage, str]] = {
-    "template": "prompt",
-    "tokens": "sampled tokens",
-    "pixels": "pixels",
-    "positions": "positions",
-    "model": "model",
-    "sampling": "distribution",
-    "recording": "recorded numbers",
-}
-_SURVEYED: Final[dict[Stage, int]] = {"template": 12, "tokens": 12, "pixels": 6, "positions": 24, "model": 6}
-"""Changes of each row that run before any other, and decide the order of stages."""
 _NEARER: Final = 0.6
 """Maximum share of the differences of the first completion under a change that runs on the whole sample."""
 _READ: Final = 8
@@ -75,17 +64,6 @@ _FIRSTS: Final = 3
 """The same, if it needs forwards."""
 _SECONDS: Final = 2
 """Rows that are tried as the second of two causes."""
-_FACTS: Final = {
-    "template": "record the prompt ids that the server reports (return_token_ids), and compare them",
-    "tokens": "record the sampled ids as the server reports them (return_token_ids)",
-    "pixels": "pass `sources=`, the images before processing, or record the server's own tensors",
-    "positions": "compare the server's rope settings with config.json",
-    "model": "record the sampler's dtype and weight version (`step.extra['sampler']`), pass `weights=`, "
-    "compare servers with `probe_weights`",
-    "sampling": "record the sampling parameters and the server's logprobs mode (`step.extra['sampler']`)",
-    "recording": "record log-probabilities as the server reports them",
-}
-"""The fact to record when a cause is not found, by stage."""
 
 
 class Fit(NamedTuple):
@@ -142,7 +120,7 @@ class Search:
         self.fits = self._tried(case, [row for row in ROWS.values() if row.name in first])
         if not any(map(self._is_certain, self.fits)):
             for name, trials in self._trials.items():
-                some = [*islice(trials, _SURVEYED.get(ROWS[name].stage, 0))]
+                some = [*islice(trials, KINDS[ROWS[name].stage].surveyed)]
                 self.fits += self._run(case, some, all_whole=True)
             self.fits += self._by_stage()
         likely = [fit for fit in self.fits if self._rules_out_chance(fit.digits, fit.trial)]
@@ -319,7 +297,7 @@ class Search:
         values = own.copy()
         for view, one in zip(held, read, strict=True):
             values[view.rows] = np.where(np.isnan(one.expected), view.trainer, one.expected)
-        place = f"the {_NOUNS[row.stage]}, as of {row.name!r}"
+        place = f"the {KINDS[row.stage].noun}, as of {row.name!r}"
         return Trial("", place=place, row=row.name), (own - values)[self._chosen]
 
     # --- two causes
@@ -431,7 +409,7 @@ class Search:
             statement,
             f"{evidence}; {self.count} changes tried",
             case.sample.sample_id,
-            remedy=_FACTS[place.stage],
+            remedy=KINDS[place.stage].fact,
             image=case.image_at(place.since),
             token=case.position,
             layer=place.name if place.name.startswith("layer ") else None,
@@ -442,7 +420,7 @@ def _of_row(case: Case, row: Row) -> Iterator[Trial]:
     """Yield the trials of a row that may explain the first token that differs."""
     for trial in row.trials(case):
         if _may_explain(case, trial):
-            place = trial.place or f"the {_NOUNS[row.stage]}, as of {row.name!r}"
+            place = trial.place or f"the {KINDS[row.stage].noun}, as of {row.name!r}"
             yield trial._replace(row=row.name, place=place)
 
 

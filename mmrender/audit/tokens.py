@@ -99,19 +99,22 @@ def encoded_again(case: Case) -> Iterator[Trial]:
     number, place, sample = case.departing_runs[0], case.position, case.sample
     stop, said = case.runs[number][1], ""
     for _ in range(_MAX_REPAIRS if by_text else 0):
-        cuts = dict.fromkeys(
-            (old, tuple(new)) for old, new in _cuts(sample.token_ids[place:stop], by_text, texts)
-        )
+        cuts = dict.fromkeys(_cuts(sample.token_ids[place:stop], by_text, texts))
         likely = set(_read_off(case, place, [new[0] for _, new in cuts], sample) if cuts else ())
-        laid = [(new, _laid(sample, place, stop, old, new)) for old, new in cuts if new[0] in likely]
-        values = case.trainer.sampled_of_many([changed for _, changed in laid])
-        furthest = place
-        for (new, changed), found in zip(laid, values, strict=True):
-            own = None if found is None else Comparison.of(changed, found).before(stop)
+        # Numbers were laid to tokens from the front: of more tokens the last were cut off, of fewer unknown.
+        laid = {
+            new: [*new, *sample.token_ids[place + old : stop]][: stop - place]
+            for old, new in cuts
+            if new[0] in likely
+        }
+        changed = [with_sampled(sample, place, tokens, stop=stop) for tokens in laid.values()]
+        furthest, best, chosen = place, sample, tuple[int, ...]()
+        for new, one, found in zip(laid, changed, case.trainer.sampled_of_many(changed), strict=True):
+            own = None if found is None else Comparison.of(one, found).before(stop)
             departure = None if own is None else own.first_departure(case.tolerance)
             reached = stop if departure is None or own is None else int(own.positions[departure])
             if own is not None and reached > furthest:
-                furthest, best, chosen = reached, changed, new
+                furthest, best, chosen = reached, one, new
         if furthest == place:
             return
         text = "".join(texts[token] for token in chosen)
@@ -126,23 +129,15 @@ def encoded_again(case: Case) -> Iterator[Trial]:
         yield Trial(said, cut(sample, stop), since=case.position)
 
 
-def _laid(sample: TrainingSample, place: int, stop: int, old: int, new: Sequence[int]) -> TrainingSample:
-    """Return a completion that ends before `stop`, with `old` tokens at `place` replaced by others."""
-    # Numbers were laid to tokens from the front: of more tokens the last were cut off, of fewer not known.
-    tokens = [*new, *sample.token_ids[place + old : stop]][: stop - place]
-    return with_sampled(sample, place, tokens, stop=stop)
-
-
 def _cuts(
     ids: npt.NDArray[Any], by_text: Mapping[str, int], texts: Sequence[str]
-) -> Iterator[tuple[int, list[int]]]:
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield how many tokens are replaced, and by which, so that the text stays."""
     for old in range(1, min(3, len(ids)) + 1):
-        own = [int(token) for token in ids[:old]]
-        text = "".join(texts[token] for token in own)
+        text = "".join(texts[token] for token in ids[:old])
         for parts in (0, 1, 2):
             for cuts in combinations(range(1, len(text)), parts):
                 pieces = [text[a:b] for a, b in pairwise((0, *cuts, len(text)))]
-                new = [by_text[piece] for piece in pieces if piece in by_text]
-                if len(new) == len(pieces) and new[0] != own[0]:
+                new = tuple(by_text[piece] for piece in pieces if piece in by_text)
+                if len(new) == len(pieces) and new[0] != ids[0]:
                     yield old, new

@@ -88,15 +88,6 @@ class TrainerModel:
         other._features, other._towers = [], [(tower, _state_of(tower)) for tower in towers]
         return other
 
-    def attempt(
-        self, sample: TrainingSample, inputs: InputChange | None = None, *, model: ModelChange | None = None
-    ) -> Float32Array | None:
-        """Return `sampled_logprobs`, or None if the model refuses the sample or the change."""
-        try:
-            return self.sampled_logprobs(sample, inputs=inputs, model=model)
-        except MMRenderError:
-            return None
-
     def sampled_logprobs(
         self,
         sample: TrainingSample,
@@ -152,7 +143,8 @@ class TrainerModel:
                 rows = other._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
-                out += [self.attempt(*entry) for entry in own]
+                each = (self.sampled_of_many([one], [change])[0] for one, change in own)
+                out += each if len(own) > 1 else [None]
         return out
 
     def logits_at(self, sample: TrainingSample, positions: Sequence[int] | npt.NDArray[Any]) -> Any:
