@@ -25,7 +25,7 @@ from mmrender.client.exchange import check_request
 from mmrender.client.sampling import where
 from mmrender.client.token_sampler import TokenSampler, checked_params
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.errors import (
     EngineStateError,
     EngineUnsupportedError,
@@ -42,7 +42,7 @@ _ARRIVAL_SECONDS: Final = 0.001
 """Batching window: sampling begins when no request has arrived for this long."""
 
 
-class LocalBackend:
+class LocalBackend(RendererBackend):
     """A Transformers model behind the interface of an inference server.
 
     The event loop stays free while it computes. A call that is cancelled ends before its next token. `aclose`
@@ -157,10 +157,6 @@ class LocalBackend:
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
         """Return the longest prompt: one token less than the context, as for vLLM. `model` is ignored."""
         return self._limit(await asyncio.to_thread(lambda: self.model)) - 1
-
-    def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether `exc` says that the prompt is too long."""
-        return isinstance(exc, PromptTooLongError)
 
     @property
     def transport(self) -> "NullTransport":

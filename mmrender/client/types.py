@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from mmrender.client.transport import Transport
+from mmrender.errors import PromptTooLongError
 from mmrender.messages import Message
 from mmrender.sidecar import MultiModalData
 from mmrender.tokens.rendered import RenderedTokens
@@ -184,8 +185,8 @@ class RendererBackend(Protocol):
         ...
 
     def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether `exc` means, for this engine, that the prompt is too long."""
-        ...
+        """Whether `exc` means that the prompt is too long. By default only `PromptTooLongError` does."""
+        return isinstance(exc, PromptTooLongError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ from mmrender.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
     InputError,
-    PromptTooLongError,
 )
 from mmrender.protocols import RendererProtocol
 
@@ -431,7 +430,7 @@ class _NoServer:
 
 
 @dataclass(frozen=True, slots=True)
-class _ClientBackend:
+class _ClientBackend(RendererBackend):
     """An `InferenceEngineClient` as a backend. A request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
@@ -451,10 +450,6 @@ class _ClientBackend:
         if limit is None:
             raise EngineUnavailableError("no engine says how long a prompt may be")
         return limit
-
-    def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether an engine said that the prompt is too long."""
-        return isinstance(exc, PromptTooLongError)
 
 
 def _body_of(payload: RequestPayload) -> Mapping[str, Any]:

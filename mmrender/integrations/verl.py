@@ -29,7 +29,14 @@ from mmrender.client.local import NullTransport
 from mmrender.client.reply import LogprobEntry, check_completion
 from mmrender.client.sampling import spell, spell_in_process
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
+from mmrender.client.types import (
+    EngineRequest,
+    EngineResponse,
+    FinishReason,
+    OnTokens,
+    RendererBackend,
+    Usage,
+)
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, PromptTooLongError, TrajectoryError
 from mmrender.integrations.verl_model import check_processor_settings, renderer_of
 from mmrender.media.encoded import encoded_image
@@ -47,7 +54,7 @@ _log = logging.getLogger("mmrender.integrations")
 _ABORTED: Final = ("abort", "aborted")
 
 
-class ServerBackend:
+class ServerBackend(RendererBackend):
     """verl's servers as a backend: every request goes through `server_manager.generate`.
 
     The prompt is sent as the template wrote it, with one placeholder for each image: verl's servers widen it.
@@ -146,10 +153,6 @@ class ServerBackend:
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
         """Return the longest prompt that verl's settings leave room for a token. `model` is ignored."""
         return self._context - 1
-
-    def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether `exc` says that the prompt is too long."""
-        return isinstance(exc, PromptTooLongError)
 
     @property
     def _context(self) -> int:

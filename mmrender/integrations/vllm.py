@@ -30,7 +30,7 @@ from mmrender.client.reply import (
 )
 from mmrender.client.sampling import spell_in_process
 from mmrender.client.transport import Transport
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.client.vllm_audio import compare_clip
 from mmrender.client.vllm_fields import collate_items, item_tensors
 from mmrender.client.vllm_images import dense_spans
@@ -44,7 +44,7 @@ _ARRIVAL_SECONDS: Final = 0.002
 """Batching window of `LLM`: a batch begins when no request has arrived for this long."""
 
 
-class AsyncLLMBackend:
+class AsyncLLMBackend(RendererBackend):
     """An `AsyncLLM`, which batches requests itself. A call that is cancelled ends in the engine.
 
     Args:
@@ -95,10 +95,6 @@ class AsyncLLMBackend:
     async def resolve_max_prompt_len(self, model: str, transport: Transport | None = None) -> int:
         """Return the longest prompt: one token less than the context. `model` is ignored."""
         return int(self.engine.model_config.max_model_len) - 1
-
-    def is_overflow_error(self, exc: BaseException) -> bool:
-        """Whether `exc` says that the prompt is too long."""
-        return isinstance(exc, PromptTooLongError)
 
 
 class LLMBackend(AsyncLLMBackend):
