@@ -391,11 +391,7 @@ def attach_media(
         MessageError: There are fewer or more sources than parts without one.
     """
     parts: dict[type, Iterator[MediaPart]] = {}
-    for kind, name, values in (
-        (ImagePart, "images", images),
-        (VideoPart, "videos", videos),
-        (AudioPart, "audio", audio),
-    ):
+    for kind, values in ((ImagePart, images), (VideoPart, videos), (AudioPart, audio)):
         if values is not None:
             slots = [
                 f"{where}[{index}].content[{position}]"
@@ -403,7 +399,7 @@ def attach_media(
                 for position, part in message.media()
                 if type(part) is kind and part.source is None
             ]
-            parts[kind] = _parts_for(kind.modality, name, values, slots)
+            parts[kind] = _parts_for(kind, values, slots)
 
     def filled(part: Part) -> Part:
         if not isinstance(part, MediaPart) or part.source is not None or type(part) not in parts:
@@ -422,8 +418,11 @@ def attach_media(
     ])  # fmt: skip
 
 
-def _parts_for(modality: str, name: str, values: Any, slots: Sequence[str]) -> Iterator[MediaPart]:
+def _parts_for(
+    kind: type[ImagePart | VideoPart | AudioPart], values: Any, slots: Sequence[str]
+) -> Iterator[MediaPart]:
     """Read the sources for the parts at some paths."""
+    modality, name = kind.modality, MEDIA_ARGUMENTS[kind.modality]
     items = as_list(values, name, f"{name} come in a list")
     if len(items) != len(slots):
         few = len(items) < len(slots)
@@ -443,6 +442,5 @@ def _parts_for(modality: str, name: str, values: Any, slots: Sequence[str]) -> I
             source, rate, path = _split_rate(item, None, where, where)
             parts.append(AudioPart(media_source(source, where, modality), _sampling_rate(rate, path)))
         else:
-            kind = ImagePart if modality == "image" else VideoPart
             parts.append(kind(media_source(item, where, modality)))
     return iter(parts)
