@@ -42,7 +42,7 @@ from mmrender.errors import (
     EngineStatusError,
     EngineUnsupportedError,
 )
-from mmrender.media.encoded import EncodedImage, encoded_image
+from mmrender.media.encoded import EncodedImage, encoded_image, is_encodable
 from mmrender.media.item import tensor_specs
 from mmrender.media.processors.patches import PatchItem, time_steps
 from mmrender.media.vllm_items import KwargsItem, decode_mm_kwargs_item
@@ -116,7 +116,8 @@ async def _ask_form(
         raise
     except CodecError as error:
         raise EngineReplyError("the server's item is malformed", where=where, got=str(error)) from error
-    if _is_video(item):  # a server processes those that it decodes: only the dtype can be learnt
+    if isinstance(item, PatchItem) and not is_encodable(item):
+        # A server processes the videos that it decodes: only the dtype can be learnt.
         pixel_values = theirs.get("pixel_values")
         dtype = known_dtype(set() if pixel_values is None else {dtype_of(pixel_values.data)}, where)
         return WireForm(layout_for(tensor_specs(item), modality=item.modality), dtype)
@@ -140,17 +141,12 @@ async def _ask_form(
 
 def _probe_image(item: MediaItem) -> tuple[EncodedImage, bool]:
     """Return an image that the server widens as the item, and whether it has the item's own pixels."""
-    if isinstance(item, PatchItem) and not _is_video(item):
+    if isinstance(item, PatchItem) and is_encodable(item):
         return encoded_image(item), True
     height, width = item.size
     buffer = io.BytesIO()
     Image.new("RGB", (width, height), (127, 127, 127)).save(buffer, format="PNG")
     return EncodedImage(buffer.getvalue(), "image/png"), False
-
-
-def _is_video(item: MediaItem) -> bool:
-    """Whether an item is a video or a time step of one."""
-    return isinstance(item, PatchItem) and (item.modality == "video" or bool(item.times))
 
 
 def compare_item(item: MediaItem, served: KwargsItem, has_its_pixels: bool, where: str) -> WireForm:

@@ -157,9 +157,9 @@ def encoded_image(item: MediaItem) -> EncodedImage:
 
 
 def _encode(item: MediaItem) -> EncodedImage:
-    if isinstance(item, PatchItem) and item.modality == "image":
+    if isinstance(item, PatchItem) and is_encodable(item):
         return _png(Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB"))
-    if isinstance(item, ReferenceItem) and isinstance(item.source, bytes):
+    if isinstance(item, ReferenceItem) and isinstance(item.source, bytes) and is_encodable(item):
         mime = _VERBATIM.get(sniff(item.source) or "")
         if mime is not None:
             opened = open_image(item.source, MediaPolicy())
@@ -170,7 +170,9 @@ def _encode(item: MediaItem) -> EncodedImage:
     raise MediaError(
         "an item cannot be sent as an encoded image",
         expected="an image of the Qwen2-VL kind, or a reference with the encoded image",
-        got=f"{type(item).__name__} of modality {item.modality!r}",
+        got="a time step of a video"
+        if isinstance(item, PatchItem) and item.modality == "image"
+        else f"{type(item).__name__} of modality {item.modality!r}",
         remedy="Send tensors, to an engine that takes them, or keep the encoded image as a ReferenceItem",
     )
 
@@ -184,7 +186,7 @@ def bitmap(item: MediaItem) -> EncodedImage:
     Raises:
         MediaError: As for `encoded_image`.
     """
-    if not isinstance(item, PatchItem) or item.modality != "image":
+    if not isinstance(item, PatchItem) or not is_encodable(item):
         return encoded_image(item)
     planes = item.frames[0]
     _, height, width = planes.shape
@@ -246,7 +248,7 @@ def probe_of(item: PatchItem, coding: Coding) -> tuple[EncodedImage, PatchItem]:
 
 
 def is_encodable(item: MediaItem) -> bool:
-    """Whether `encoded_image` can return the item."""
+    """Whether `encoded_image` can return the item. A time step of a video is more than one image."""
     if isinstance(item, PatchItem):
         return item.modality == "image" and not item.times
     return isinstance(item, ReferenceItem) and item.modality == "image" and isinstance(item.source, bytes)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from kit import encoded, error_of
 from mmrender.errors import MediaError
-from mmrender.media.encoded import EncodedImage, ReferenceItem, encoded_image
+from mmrender.media.encoded import EncodedImage, ReferenceItem, bitmap, encoded_image
 from mmrender.media.item import ProcessedItem
 from mmrender.media.load import load_image
 from mmrender.media.processors.patches import smart_resize
@@ -113,12 +113,15 @@ def test_images_that_decoders_disagree_on_are_sent_as_the_pixels_they_stand_for(
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(sent.data))), load_image(data).array)
 
 
-@pytest.mark.parametrize("kind", ["processed", "video", "url"])
+@pytest.mark.parametrize("kind", ["processed", "video", "step of a video", "url"])
 def test_what_holds_no_image_is_refused(kind, processor, sentence):
     image = processor.process(load_image(photo(64, 64)))
     item = {
         "processed": ProcessedItem(**SMALL, identity="ab" * 32, parts={}),
         "video": replace(image, modality="video", identity="ab" * 32),
+        "step of a video": replace(image, times=(0.0, 0.5), identity="ab" * 32),
         "url": replace(reference(0, "https://images.test/a.png"), identity="ab" * 32),
     }[kind]
-    assert error_of(MediaError, encoded_image, item) == sentence
+    refusal = error_of(MediaError, encoded_image, item)
+    assert refusal == sentence
+    assert error_of(MediaError, bitmap, item) == refusal
