@@ -137,6 +137,6 @@ def source_of(case: Case, item: Any, *, stored: bool = False) -> Image.Image | N
 
 def shrunk(side: float, method: Any, image: Image.Image) -> Image.Image | None:
     """Return an image of a share of both sides, or of a longer side of so many pixels, if it is smaller."""
-    share = side if side < 1 else side / max(image.size)
+    share = side if side <= 1 else side / max(image.size)
     width, height = (max(1, int(length * share)) for length in image.size)
     return image.resize((width, height), method) if share < 1 else None

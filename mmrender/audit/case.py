@@ -147,19 +147,23 @@ class Case:
         """The completions, as runs `[start, stop)` of sampled tokens."""
         return sampled_runs(self.sample.loss_mask)
 
+    def prompt_of(self, number: int) -> tuple[int, int]:
+        """Return the prompt of a completion since the one before, as a run `[start, stop)`."""
+        return self.runs[number - 1][1] if number else 0, self.runs[number][0]
+
     @cached_property
     def head(self) -> TrainingSample:
         """The sample up to the end of its first completion that differs."""
         return cut(self.sample, self.runs[self.departing_runs[0]][1])
 
     def shortened(self, trial: Trial) -> Trial | None:
-        """Return a trial on the sample's head alone; None for changes that are bound to the whole sample."""
+        """Return a trial on the sample's head alone; None if that is the whole sample."""
         if trial.parts:
             return trial.parts[0]
         runs = self.runs if trial.sample is None else sampled_runs(trial.sample.loss_mask)
         # Runs in which a trial changes nothing may be left out of its sample.
         at = max(0, self.departing_runs[0] - len(self.runs) + len(runs))
-        if trial.inputs is not None or at + 1 >= len(runs):
+        if at + 1 >= len(runs):
             return None
         return trial._replace(sample=self.head if trial.sample is None else cut(trial.sample, runs[at][1]))
 

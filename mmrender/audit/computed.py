@@ -101,15 +101,16 @@ def attention(case: Case) -> Iterator[Trial]:
 
     def trial(statement: str, seen: Any, since: int = 0, near: Any = None) -> Trial:
         def mask(seen: Any) -> Any:
-            zeros = torch.zeros(1, 1, length, length, dtype=model.dtype)
+            zeros = torch.zeros(1, 1, *seen.shape, dtype=model.dtype)
             return zeros.masked_fill(~seen, torch.finfo(model.dtype).min).to(model.device)
 
         def inputs(given: dict[str, Any]) -> None:
             # A mask for each kind of layers, if the model has several.
-            windowed = seen if near is None else seen & near
+            windowed, count = seen if near is None else seen & near, given["input_ids"].shape[-1]
             masks = {"full_attention": seen, "sliding_attention": windowed}
-            several = {kind: mask(masks[kind]) for kind in kinds} if len(kinds) > 1 else None
-            given["attention_mask"] = several or mask(windowed)
+            own = {kind: mask(one[:count, :count]) for kind, one in masks.items()}
+            several = {kind: own[kind] for kind in kinds} if len(kinds) > 1 else None
+            given["attention_mask"] = several or own["sliding_attention"]
 
         return Trial(f"the sampler's {statement}", inputs=inputs, since=since)
 

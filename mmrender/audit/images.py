@@ -29,11 +29,6 @@ _MAX_STRIDE: Final = 8
 _FEW: Final = 3
 """Images, tiles or frames of more of which only neighbours are exchanged."""
 _NOUNS: Final = {"image": "image", "video": "video", "audio": "clip"}
-_TENSORS: Final = (
-    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features"),
-    *("feature_attention_mask", "input_features_mask"),
-)
-"""Keyword arguments of media."""
 
 
 def over_media(others: Others, case: Case, *, several: bool = True) -> Iterator[Trial]:
@@ -153,7 +148,7 @@ def sized(case: Case, span: MediaSpan) -> dict[str, Make]:
             for name, copied in {"": 1.0, ", of a smaller copy": share**0.5}.items():
                 if copied <= 1:
                     own = f"{share:.3g} of the trainer's{name}"
-                    found[text.format(own)] = partial(_resized, item, image, size, copied)
+                    found[text.format(own)] = partial(_drawn, item, Canvas(size), image, copied)
     canvas = None if source is None else canvas_of(case, item, source)
     if source is not None and canvas is not None and canvas.tile is not None:
         for rows, columns in ((a, b) for a in range(1, 7) for b in range(1, 12 // a + 1)):
@@ -162,17 +157,13 @@ def sized(case: Case, span: MediaSpan) -> dict[str, Make]:
                 other = canvas._replace(size=size, thumbnail=thumbnail)
                 own = f"{rows} x {columns} tiles{' and a thumbnail' * thumbnail}"
                 if other != canvas:
-                    found[text.format(own)] = partial(_tiled, item, source, other)
+                    found[text.format(own)] = partial(_drawn, item, other, source)
     return found
 
 
-def _tiled(item: Any, image: Image.Image, canvas: Canvas) -> MediaItem:
-    return renewed(item, canvas.frames(image))
-
-
-def _resized(item: Any, image: Image.Image, size: tuple[int, int], share: float) -> MediaItem:
-    small = shrunk(share, Image.Resampling.BICUBIC, image) if share < 1 else image
-    return renewed(item, levels(small or image, size))
+def _drawn(item: Any, canvas: Canvas, image: Image.Image, share: float = 1.0) -> MediaItem:
+    """Return an item of an image, or of a smaller copy, on another canvas."""
+    return renewed(item, canvas.frames(shrunk(share, Image.Resampling.BICUBIC, image) or image))
 
 
 def reordered(noun: str, case: Case, span: MediaSpan) -> dict[str, Make]:
@@ -260,10 +251,11 @@ def grid(_: Case, span: MediaSpan) -> dict[str, Make]:
 def unseen(case: Case) -> Iterator[Trial]:
     """Yield the placeholders of media as text."""
     spans = case.sample.media_spans
+    names = {name for span in spans for name in span.item.tensors()}
 
     def without(inputs: dict[str, Any]) -> None:
-        for key in _TENSORS:
-            inputs.pop(key, None)
+        for key in names & {*inputs}:
+            del inputs[key]
 
     if spans:
         text = f"the sampler was given no {spans[0].modality}: it read the placeholder tokens as text"

@@ -275,8 +275,7 @@ def _texts_in(case: Case, since: int, stop: int) -> list[tuple[int, int]]:
 
 def exchanged(case: Case) -> Iterator[Trial]:
     """Yield prompts in which two texts or two neighbouring turns are in each other's place."""
-    sample, number = case.sample, case.departing_runs[0]
-    since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
+    sample, (since, stop) = case.sample, case.prompt_of(case.departing_runs[0])
     texts = [one for one in _texts_in(case, 0, stop) if one[1] - one[0] > 1][-_MAX_CANDIDATES:]
     turns = [*pairwise(pairwise(bounds(case, stop)))]
     for (first, last), (start, end) in [*combinations(texts, 2), *turns]:
@@ -289,7 +288,7 @@ def exchanged(case: Case) -> Iterator[Trial]:
 def _turns(case: Case) -> Iterator[Blocks]:
     """Yield turns, texts and special tokens that may be lacking in prompts, or come twice."""
     number, ids, free = case.departing_runs[0], case.sample.token_ids, case.free
-    since, stop = case.runs[number - 1][1] if number else 0, case.runs[number][0]
+    since, stop = case.prompt_of(number)
     starts = [*bounds(case, stop), stop]
     for first, last in combinations(starts, 2):
         # The last turn opens the completion.
@@ -326,7 +325,7 @@ def _images(case: Case) -> Iterator[Blocks]:
         fillers = common if some is images else ()
         yield Blocks("image places", f"the placeholders of {which}", some, 1, 1, fillers=fillers)
         yield Blocks("image places", which, _around(some, 1), 2, 2, fillers=fillers)
-    since = case.runs[last - 1][1] if last else 0
+    since, _ = case.prompt_of(last)
     for beside, text in _BESIDE.items():
         earlier = [block for block in _around(images, beside) if block[1] <= since]
         for chosen, which in ((earlier, "all images but the last turn's"), (earlier[:1], "the first image")):
@@ -340,8 +339,7 @@ def _around(blocks: Sequence[tuple[int, int]], beside: int) -> list[tuple[int, i
 
 def image_places(case: Case) -> Iterator[Trial]:
     """Yield images elsewhere in their messages, with other neighbours, or lacking."""
-    last = case.departing_runs[-1]
-    since = case.runs[last - 1][1] if last else 0
+    since, _ = case.prompt_of(case.departing_runs[-1])
     for beside, text in _BESIDE.items():
         around = _around([(span.start, span.stop) for span in case.sample.media_spans], beside)
         if any(a < 0 or case.sample.loss_mask[a:b].any() for a, b in around):
@@ -379,9 +377,9 @@ def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> I
 
 def texts(case: Case) -> Iterator[Trial]:
     """Yield prompts whose text was cut short, or encoded in another way."""
-    sample, (by_text, texts), number = case.sample, pieces(case), case.departing_runs[0]
+    sample, (by_text, texts) = case.sample, pieces(case)
     # Completions of earlier turns are text of later prompts.
-    since = case.runs[number - 1][1] if number else 0
+    since, _ = case.prompt_of(case.departing_runs[0])
     ids, free = sample.token_ids, ~sample.loss_mask | (np.arange(len(sample)) < since)
     for span in sample.media_spans:
         free[span.start : span.stop] = False

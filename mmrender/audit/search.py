@@ -258,27 +258,30 @@ class Search:
 
     def _read(self, case: Case) -> list[Fit]:
         """Return rows with a reading for each completion that differs."""
-        held, fits = views(case), list[Fit]()
+        held, fits, trainer = views(case), list[Fit](), case.compared.trainer
         for row in sorted(ROWS.values(), key=lambda row: row.name == "restricted"):
             best = [self._nearest(row, view) for view in held]
             read = [one for one in best if one is not None]
             if len(read) < len(held) or not read or (row.name == "restricted" and fits):
                 continue
-            if row.name in _LIKE and case.compared is self.case.compared:
-                self._likenesses[row.name] = self._likeness(row, held, read)
-            if any(_left_over(*pair) > case.tolerance for pair in zip(held, read, strict=True)):
-                continue
-            texts: dict[str, list[int]] = {}
+            values, texts, left = trainer.copy(), dict[str, list[int]](), 0.0
             for view, one in zip(held, read, strict=True):
+                values[view.rows], left = one.expected, max(left, _left_over(view, one))
                 texts.setdefault(one.statement, []).append(view.number)
+            if row.name in _LIKE and case.compared is self.case.compared:
+                # A fault of the stage may resemble it.
+                like = Trial("", place=f"the {KINDS[row.stage].noun}, as of {row.name!r}", row=row.name)
+                change = trainer - np.where(np.isnan(values), trainer, values)
+                self._likenesses[row.name] = like, change[self._chosen]
+            if left > case.tolerance:
+                continue
             parts = [
                 (text if "{}" in text else f"{text} in {{}}").format(_completions(case, numbers))
                 for text, numbers in texts.items()
             ]
             rows = np.concatenate([view.rows for view in held])
-            values = np.concatenate([one.expected for one in read])
-            known = ~np.isnan(values)
-            varied = replace(case.compared.of_rows(rows[known]), trainer=values[known])
+            known = rows[~np.isnan(values[rows])]
+            varied = replace(case.compared.of_rows(known), trainer=values[known])
             own = replace(case, compared=case.compared.of_rows(rows))
             trial = Trial("; ".join(parts), fitted=max(one.fitted for one in read), row=row.name)
             found = self._fitting(own, trial, varied)
@@ -290,15 +293,6 @@ class Search:
         readings = row.readings(view)
         self._tries[row.name] = max(self._tries[row.name], len(readings))
         return min(readings, key=partial(_left_over, view), default=None)
-
-    def _likeness(self, row: Row, held: Sequence[View], read: Sequence[Recorded]) -> Effect:
-        """Return the differences that readings make, which a fault of their stage may resemble."""
-        own = self.case.compared.trainer
-        values = own.copy()
-        for view, one in zip(held, read, strict=True):
-            values[view.rows] = np.where(np.isnan(one.expected), view.trainer, one.expected)
-        place = f"the {KINDS[row.stage].noun}, as of {row.name!r}"
-        return Trial("", place=place, row=row.name), (own - values)[self._chosen]
 
     # --- two causes
 

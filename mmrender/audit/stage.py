@@ -21,7 +21,7 @@ the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q
 """
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
 
@@ -163,10 +163,8 @@ def _single(d: Array, changes: Array, noise: float) -> Array:
     size = np.square(changes).mean(1, keepdims=True)
     spread = 0.5 * np.where(changes == 0, 0, size) + 0.5 * np.square(changes)
     logs = []
-    for scale in SCALES:
-        for error in ERRORS:
-            variances = (error * scale) ** 2 * spread + noise**2
-            logs.append(
-                -0.5 * (np.square(d - scale * changes) / variances + np.log(2 * np.pi * variances)).sum(1)
-            )
+    for scale, error in product(SCALES, ERRORS):
+        variances = (error * scale) ** 2 * spread + noise**2
+        squares = np.square(d - scale * changes) / variances
+        logs.append(-0.5 * (squares + np.log(2 * np.pi * variances)).sum(1))
     return np.asarray(np.logaddexp.reduce(logs, 0) - np.log(len(logs)))

@@ -1,6 +1,6 @@
 """Rows of the stage model about its weights: rounded ones, and weights of another step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
@@ -115,6 +115,10 @@ def _in_float8(data: Any, by_row: bool) -> Any:
     return (data / scale).to(torch.float8_e4m3fn).to(data.dtype) * scale
 
 
+def _with(case: Case, statement: str, changed: Mapping[str, Any]) -> Trial:
+    return Trial(statement, model=partial(replaced, as_given(changed, case.trainer.model)))
+
+
 def other_weights(case: Case) -> Iterator[Trial]:
     """Yield given weights that differ from the trainer's, whole and by parts, a tied head, and no adapter."""
     import torch
@@ -123,19 +127,16 @@ def other_weights(case: Case) -> Iterator[Trial]:
     named = dict(model.named_parameters(remove_duplicate=False))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
 
-    def trial(statement: str, changed: Mapping[str, Any]) -> Trial:
-        return Trial(statement, model=partial(replaced, as_given(changed, model)))
-
     for name, given in case.weights.items():
         known = {id(own): value for own, _, value in as_given(given, model)}
         same = {key for key, own in named.items() if id(own) in known and torch.equal(known[id(own)], own)}
         changed = {key: known[id(own)] for key, own in named.items() if id(own) in known and key not in same}
         text = f"the sampler had the weights of {name}"
-        yield from [trial(text, changed)] if changed else ()
+        yield from [_with(case, text, changed)] if changed else ()
         for part, keys in list(_groups(changed).items())[: _MAX_GROUPS // len(case.weights)]:
-            yield trial(f"{text} in {part}", {key: changed[key] for key in keys})
+            yield _with(case, f"{text} in {part}", {key: changed[key] for key in keys})
             rest = {key: value for key, value in changed.items() if key not in keys}
-            yield trial(f"{text} everywhere but in {part}", rest)
+            yield _with(case, f"{text} everywhere but in {part}", rest)
         steps = {key: value - named[key] for key, value in changed.items()}
         scopes_of = {"all parts": {*changed}, **dict(list(_groups(changed).items())[:_MAX_FITTED])}
         for part, keys in scopes_of.items() if changed else ():
@@ -145,7 +146,7 @@ def other_weights(case: Case) -> Iterator[Trial]:
                 towards = {key: named[key] + factor * step for key, step in some}
                 why = "averaged" if factor < 1 else "of another step"
                 text = f"the sampler's weights were {factor:.3g} of the way from the trainer's to {by}: {why}"
-                return trial(text, towards)
+                return _with(case, text, towards)
 
             yield from fitted(case, moved, 0.02, 10, 1.0, 0.1, 1.0)
         # A head that is tied to the embedding may be loaded apart from it.
@@ -162,8 +163,8 @@ def other_weights(case: Case) -> Iterator[Trial]:
     ):
         places = [(head.weight, "data", embedding.weight.data)]
         yield changing(case, "'s head was tied to its embedding (tie_word_embeddings)", replaced, places)
-    yield from _adapters(case, named, trial)
-    yield from _restacked(named, trial)
+    yield from _adapters(case, named)
+    yield from _restacked(case, named)
 
 
 def as_given(given: Mapping[str, Any], model: Any) -> list[Place]:
@@ -173,9 +174,7 @@ def as_given(given: Mapping[str, Any], model: Any) -> list[Place]:
     return [(own, "data", value.to(own)) for own, value in known if value.shape == own.shape]
 
 
-def _adapters(
-    case: Case, named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]
-) -> Iterator[Trial]:
+def _adapters(case: Case, named: Mapping[str, Any]) -> Iterator[Trial]:
     """Yield weights without an adapter, or without it in some parts, or with another scale of it."""
     import torch
 
@@ -188,25 +187,27 @@ def _adapters(
     deltas = {key: one - base[key] for key, one in merged.items() if not torch.equal(one, base[key])}
     for part, keys in _groups(deltas).items():
         text = f"the sampler's adapter (LoRA) was left out of {part}"
-        yield trial(text, {key: base[key] for key in keys})
+        yield _with(case, text, {key: base[key] for key in keys})
 
     def adapted(factor: float) -> Trial:
         text = f"the sampler's adapter (LoRA) had {factor:.3g} times its scale"
-        return trial(text, {key: base[key] + factor * delta for key, delta in deltas.items()})
+        return _with(case, text, {key: base[key] + factor * delta for key, delta in deltas.items()})
 
     yield from fitted(case, adapted, 1 / 32, 32, 1.0) if deltas else ()
 
 
-def _restacked(named: Mapping[str, Any], trial: Callable[[str, Mapping[str, Any]], Trial]) -> Iterator[Trial]:
+def _restacked(case: Case, named: Mapping[str, Any]) -> Iterator[Trial]:
     """Yield projections that engines stack, in another order."""
     other = "in each other's place (stacked in another order)"
     for one, two in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("k_proj", "v_proj")):
         names = {key: key.replace(one, two) for key in named if key.endswith(f"{one}.weight")}
         if names and all(two in named and named[key].shape == named[two].shape for key, two in names.items()):
             changed = {a: named[b].data for key, two in names.items() for a, b in ((key, two), (two, key))}
-            yield trial(f"the sampler had {one} and {two} {other}", changed)
+            yield _with(case, f"the sampler had {one} and {two} {other}", changed)
     stacked = {key: value.roll(len(value) // 2, 0) for key, value in named.items() if "gate_up_proj" in key}
-    yield from [trial(f"the sampler had gate and up {other} (gate_up_proj)", stacked)] if stacked else ()
+    yield from (
+        [_with(case, f"the sampler had gate and up {other} (gate_up_proj)", stacked)] if stacked else ()
+    )
 
 
 def stale_prefix(case: Case) -> Iterator[Trial]:
