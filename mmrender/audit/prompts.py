@@ -361,13 +361,10 @@ def _moved_images(case: Case, blocks: Sequence[tuple[int, int]], text: str) -> I
             own = [(a, b) for a, b in blocks if start + head <= a and b <= stop - head]
             if not own or sample.loss_mask[start : stop - head].any():
                 continue
-            images = [part(sample, a, b, sampled=False) for a, b in own]
-            edges = [start + head, *(edge for block in own for edge in block), stop - head]
-            between = [
-                part(sample, a, b, sampled=False) for a, b in zip(edges[::2], edges[1::2], strict=True)
-            ]
-            order = [*images, *between] if first else [*between, *images]
-            edits.append((start + head, stop - head, joined(order, sample)))
+            at = start + head if first else stop - head
+            moved: list[Edit] = [(at, at, part(sample, a, b, sampled=False)) for a, b in own]
+            gone: list[Edit] = [(a, b, []) for a, b in own]
+            edits += [*moved, *gone] if first else [*gone, *moved]
         if edits:
             place = f"{head} token(s) {'after' if first else 'before'} the {'start' if first else 'end'}"
             side = "before" if first else "after"
