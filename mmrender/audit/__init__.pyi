@@ -1,4 +1,3 @@
-from .inspect import inspect_sample as inspect_sample
 from .report import AuditReport as AuditReport
 from .run import audit as audit
 from .trainer import TrainerModel as TrainerModel

@@ -29,7 +29,7 @@ import mmrender
 from integrations.ray_cases import SHARDS, STARTS, conversations, gated_model, rendered, train_on
 from kit import error_of, free_port
 from mmrender import Renderer, Trajectory, build_training_sample
-from mmrender.errors import FleetError, InputError
+from mmrender.errors import FleetError, InputError, MessageError
 from mmrender.gateway import GatewaySettings
 from mmrender.integrations.fleet import Fleet, Role
 from mmrender.integrations.ray import RayRendererPool, ToSamples, render_to_files
@@ -374,7 +374,7 @@ async def test_a_pool_in_actors_gives_what_a_renderer_gives_and_survives_its_act
         refused = await pool.abridge_to_next_turn(serial[0].token_ids, [5], [])
         assert refused is None
         assert pool.why_not_bridged == "the extension is empty"
-        with pytest.raises(mmrender.MessageError, match="has no source"):
+        with pytest.raises(MessageError, match="has no source"):
             await pool.arender([{"role": "user", "content": [{"type": "image"}]}])
 
 

@@ -18,6 +18,7 @@ from renderers import CustomRendererConfig, create_renderer
 import mmrender
 from integrations.recipe_cases import run_recipe
 from integrations.renderers_through_facade import hub_cache
+from mmrender.errors import InputError, RenderError
 from mmrender.integrations.renderers import _STATUSES, MMRenderer
 from mmrender.parsing.calls import CallStatus
 
@@ -173,7 +174,7 @@ def test_models_that_reason_are_trained_on_answers_and_never_on_nothing(shared_m
     kept = [token for token, is_trained in zip(sample.token_ids, sample.loss_mask, strict=True) if is_trained]
     assert facade.renderer.decode(kept) == "A cow.<|im_end|>" * 3
     dropped = [ask, {"role": "assistant", "content": "A cow.", "reasoning_content": "It moos."}, ask]
-    with pytest.raises(mmrender.RenderError, match=r"^messages\[1\]: no turn of this conversation is one"):
+    with pytest.raises(RenderError, match=r"^messages\[1\]: no turn of this conversation is one"):
         renderers.build_training_sample(facade, dropped)
     assert facade.render(dropped, add_generation_prompt=True).token_ids  # a prompt needs none
 
@@ -187,7 +188,7 @@ def test_template_variables_are_the_templates_own(facade, tiny_model):
     wrong = create_renderer(
         Named(tiny_model), CustomRendererConfig(import_path=IMPORT_PATH, add_vision_ids=1)
     )
-    with pytest.raises(mmrender.InputError, match="Did you mean 'add_vision_id'"):
+    with pytest.raises(InputError, match="Did you mean 'add_vision_id'"):
         wrong.render(messages)
 
 

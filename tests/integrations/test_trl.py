@@ -19,8 +19,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from doc_pages import Page, lay_out, stand_in
 from kit import data_url
-from mmrender import RendererClient, TrainingSample, Trajectory, TrajectoryError
+from mmrender import RendererClient, TrainingSample, Trajectory
 from mmrender.client.local import LocalBackend
+from mmrender.errors import TrajectoryError
 from mmrender.integrations.trl import Rollouts
 from mmrender.model.weights import load_model
 from mmrender.training import Collator, ModelFamily, collate, score_tokens

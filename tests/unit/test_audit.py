@@ -13,10 +13,11 @@ import torch
 
 from kit import blocks, shown
 from mmrender import Trajectory
-from mmrender.audit import TrainerModel, Watch, audit, inspect_sample
+from mmrender.audit import TrainerModel, Watch, audit
 from mmrender.audit.case import ChangedItem
 from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import changed_weights, in_dtype
+from mmrender.audit.inspect import inspect_sample
 from mmrender.audit.noise import Noise, measure_noise
 from mmrender.audit.recorded import View
 from mmrender.audit.report import sampled_runs

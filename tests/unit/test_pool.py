@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from kit import assistant, error_of, raised_by, shown, until, user
-from mmrender import Renderer, is_multimodal
+from mmrender import Renderer
 from mmrender.errors import InputError, PoolClosedError, PoolFullError
-from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol
+from mmrender.protocols import AsyncRenderer, MultimodalRenderer, RendererProtocol, is_multimodal
 from mmrender.renderer import RendererPool
 from mmrender.tokens.rendered import RenderedTokens
 from mmrender.view.doctor import diagnose
