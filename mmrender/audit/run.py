@@ -51,7 +51,7 @@ def audit(
         others: Items that an image may have been mistaken for, besides the samples' own.
         explain: Maximum number of samples to explain.
         decode: Text of token ids, for the report and for text that was encoded again.
-        sources: Images before processing, by identity of their items: whatever a message may hold.
+        sources: Images and videos before processing, by identity of their items: whatever messages may hold.
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
         budget: Changes that are tried for each sample that is explained, at most.
