@@ -54,7 +54,7 @@ def audit(
         sources: Images and videos before processing, by identity of their items: whatever messages may hold.
         weights: Weights that may have sampled in place of the trainer's, by name: tensors by parameter.
         alternatives: The same samples as something else builds them, such as another template, by name.
-        budget: Changes that are tried for each sample that is explained, at most.
+        budget: Changes that are tried for each explained sample at most. A second cause takes 200 more.
         noise: An earlier result of `measure_noise`, by default measured again.
         progress: Called with a text at the start of each stage.
     """

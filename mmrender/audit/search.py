@@ -62,6 +62,8 @@ _LIKE: Final = ("temperature", "penalty", "soft cap", "scaled")
 """Rows of readings with one number, which other faults of their stages resemble."""
 _FIRSTS: Final = 3
 """The same, if it needs forwards."""
+_MAX_SECONDS: Final = 200
+"""Changes that are tried as the second of two causes, also after the budget is spent."""
 _SECONDS: Final = 2
 """Rows that are tried as the second of two causes."""
 
@@ -90,7 +92,7 @@ class Search:
     Args:
         case: The sample, and all data that may help.
         noise: Differences by arithmetic alone.
-        budget: Changes that are tried at most.
+        budget: Changes that are tried at most, but for a second cause.
         before: The finding about another sample, whose row is tried first, or whose stage if it has none.
     """
 
@@ -299,6 +301,7 @@ class Search:
     def _two(self) -> Finding | None:
         """Return two causes that explain the sample together. The second is a reading, or like the rest."""
         departing = int(self.case.compared.beyond(self.case.tolerance).sum())
+        self._budget = max(self._budget, self.count + min(_MAX_SECONDS, self._budget))
         for number, (first, change) in enumerate(self._ranked()[:_READ] if len(self._chosen) else ()):
             compared = self.case.run([first])[0]
             rest = None if compared is None else self.case.after(first, compared)
