@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("third", "fourth", "fifth", "healthy"))
+    parser.add_argument("table", choices=("third", "fourth", "fifth", "sixth", "healthy"))
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME")
     parser.add_argument("--mode", choices=("one", "all"))
     parser.add_argument("--tolerance", nargs="*", type=float, default=[None])

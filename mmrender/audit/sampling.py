@@ -11,7 +11,6 @@ from mmrender.audit.case import Case, Recorded, minimum
 from mmrender.audit.recorded import View
 from mmrender.audit.vocabulary import configured, name_of
 
-_MAX_SHIFT: Final = 4
 _MAX_FITTED: Final = 32
 _MAX_BIASED: Final = 6
 _MAX_BANNED: Final = 16
@@ -87,26 +86,28 @@ def stepped(name: str, view: View) -> Iterator[Recorded]:
 def decayed(view: View) -> Iterator[Recorded]:
     """Yield the distribution after a growth of the stop token's logit from some token on.
 
-    At each token the others' numbers show the growth, and so the factor, without a search.
+    At each token the others' numbers show the growth. Its logarithm is a line, of the factor and the start.
     """
-    places, first = np.arange(len(view.rows)), int(view.departing.argmax())
-    ids = view.tokens[:, 0].cpu().numpy()
+    places, ids = np.arange(len(view.rows)), view.tokens[:, 0].cpu().numpy()
     for stop in dict.fromkeys([int(ids[-1]), *configured(view.case, "eos_token_id")]):
         own = view.logits[:, stop].cpu().numpy().astype(np.float64)
         share = np.exp(own - view.logits.logsumexp(-1).cpu().numpy())
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
             growth = np.log1p(np.expm1(view.trainer - view.sampler.astype(np.float64)) / share)
-            for start in range(max(0, first - _MAX_SHIFT), max(first, 1)):
-                powers = (places - start).clip(0)
-                factors = (1 + growth / np.abs(own)) ** (1 / powers)
-                some = factors[view.departing & (ids != stop) & (powers > 0) & np.isfinite(factors)]
-                if len(some) < 2:
-                    continue
-                factor, logits = float(np.median(some)), view.logits.clone()
-                logits[:, stop] += view.logits[:, stop].abs() * logits.new_tensor(factor**powers - 1)
+            logs = np.log1p(growth / np.abs(own))
+            usable = view.departing & (ids != stop) & np.isfinite(logs)
+            if usable.sum() < 2:
+                continue
+            slope, level = np.polyfit(places[usable], logs[usable], 1)
+            near = round(float(np.clip(-level / slope, 0, len(places)))) if slope else 0
+            for start in range(max(0, near - 1), near + 2):
+                some = (logs[usable] / (places[usable] - start))[places[usable] > start]
+                factor = float(np.exp(np.median(some))) if len(some) else 1.0
+                grown = np.abs(own) * (factor ** (places - start).clip(0) - 1)
+                expected = view.trainer - np.log1p(share * np.expm1(grown)) + grown * (ids == stop)
                 what = f"the logit of the stop token {name_of(view.case, stop)} grew by {factor:.4g} a token"
                 text = f"{what} after {start} tokens (exponential_decay_length_penalty)"
-                yield Recorded(text, view.of(logits), 2)
+                yield Recorded(text, expected.astype(np.float32), 2)
 
 
 def truncated(view: View) -> Iterator[Recorded]:

@@ -204,7 +204,8 @@ class Search:
             return [Place("recording", "the recorded numbers")]
         compared, noise = self.case.compared, max(self.noise.exact, self.noise.rms)
         effects = [*self._effects, *self._likenesses.values()]
-        places = weigh(compared.difference[self._chosen], effects, noise)
+        starts = np.searchsorted(compared.positions[self._chosen], [run[0] for run in self.case.runs[1:]])
+        places = weigh(compared.difference[self._chosen], effects, noise, starts.tolist())
         # No distribution has positive log-probabilities.
         positive = compared.sampler[self._chosen].max() > self.case.tolerance
         return sorted(places, key=lambda place: place.stage != "recording") if positive else places

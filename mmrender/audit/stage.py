@@ -14,7 +14,8 @@ size.
 
 Rows of sampling and recording are read, and the nearest reading of a row with one number is a fault of its
 stage. Besides, recorded numbers differ by noise, at all tokens or at a few, and distributions by noise or,
-if they were cut, to one side.
+if they were cut, to one side. A few other sampled tokens change their own numbers by a simulated size,
+and the numbers after them in the completion by less.
 
 A sampler draws from its own distribution q, so `log p - log q` has a mean of about minus half its variance at
 the sampled tokens, whatever the trainer's p is. Recorded numbers that are not q's are free of that.
@@ -48,6 +49,10 @@ ERRORS: Final = (0.15, 0.4, 0.7)
 SCALES: Final = (-1.0, 0.5, 0.7, 1.0, 1.4, 2.0)
 """Sizes at which a single fault is compared."""
 GRID: Final = 25
+APART: Final = 4.0
+"""Minimum ratio of the differences of a few tokens to all others."""
+SMALLER: Final = np.geomspace(1e-3, 0.1, 5)
+"""Changes after another token, as shares of the change of its own number."""
 
 
 Effect: TypeAlias = tuple[Trial, Array]
@@ -70,13 +75,16 @@ class Place(NamedTuple):
     evidence: float = 0.0
 
 
-def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Place]:
+def weigh(
+    difference: Array, effects: Sequence[Effect], noise: float, starts: Sequence[int] = ()
+) -> list[Place]:
     """Return the stages with faults, the likeliest first.
 
     Args:
         difference: Trainer less sampler, `(m,)`, finite.
         effects: Simulated faults.
         noise: Root mean square of differences by arithmetic alone, in nats.
+        starts: Of completions after the first, as indices of differences.
     """
     d, noise, sizes = difference.astype(np.float64), max(noise, 1e-5), np.geomspace(1e-4, 30, GRID)
     groups: dict[Stage, dict[str, list[Effect]]] = {stage: {} for stage in STAGES}
@@ -84,8 +92,14 @@ def weigh(difference: Array, effects: Sequence[Effect], noise: float) -> list[Pl
         if np.isfinite(change).all() and np.abs(change).max(initial=0) > noise:
             groups[ROWS[trial.row].stage].setdefault(trial.place, []).append((trial, change))
     noisy, drawn = (_averaged(d, np.eye(len(d)), noise, sizes, 0 * sizes, lower=one) for one in (0.0, 0.5))
-    read = {
-        "recording": [(noisy, "the recorded numbers", 0), (_sparse(d, noise), "a few recorded numbers", 0)],
+    completions = [one for one in np.split(d, starts) if len(one)]
+    few = _sparse(d, np.array([noise]), np.geomspace(1e-2, 30, GRID))
+    read: dict[Stage, list[tuple[float, str, int]]] = {
+        "tokens": [
+            (_altered(completions, some, noise), "a few sampled tokens", 0)
+            for some in groups["tokens"].values()
+        ],
+        "recording": [(noisy, "the recorded numbers", 0), (few, "a few recorded numbers", 0)],
         "sampling": [(_one_sided(d, noise), "the allowed tokens", 0), (drawn - RARER, "the distribution", 0)],
     }
     places = []
@@ -140,13 +154,31 @@ def _averaged(
     return float(np.logaddexp.reduce(total) - np.logaddexp.reduce(weights))
 
 
-def _sparse(d: Array, noise: float) -> float:
-    """Return the log-likelihood of differences of a few tokens, of any size, and none of all others."""
-    sizes = np.geomspace(1e-2, 30, GRID)[:, None]
-    none = -0.5 * (np.square(d / noise) + np.log(2 * np.pi * noise**2))
-    some = -0.5 * (np.square(d / sizes) + np.log(2 * np.pi * sizes**2))
-    each = [np.logaddexp(none + np.log(1 - share), some + np.log(share)).sum(1) for share in (0.03, 0.1, 0.3)]
-    return float(np.logaddexp.reduce(each, axis=None) - np.log(3 * GRID))
+def _sparse(d: Array, rests: Array, sizes: Array) -> float:
+    """Return the log-likelihood of differences of some sizes at a few tokens, and of smaller ones."""
+    sizes, rests = sizes[:, None, None], rests[:, None]
+    rest, some = (-0.5 * (np.square(d / of) + np.log(2 * np.pi * of**2)) for of in (rests, sizes))
+    shares = np.array([0.03, 0.1, 0.3])[:, None, None, None]
+    logs = np.logaddexp(rest + np.log(1 - shares), some + np.log(shares)).sum(-1)
+    logs = logs[:, (sizes > APART * rests)[..., 0]]
+    # Arithmetic may be as large as both sizes.
+    return float(np.logaddexp.reduce(logs, axis=None) - np.log(logs.size)) if logs.size else -np.inf
+
+
+def _altered(completions: Sequence[Array], effects: Sequence[Effect], noise: float) -> float:
+    """Return the log-likelihood of differences if a few sampled tokens are others.
+
+    Their own numbers change by the simulated size, and all numbers after the first of them by less. Later
+    completions agree, since they were sampled after the tokens that are trained on.
+    """
+    total, size = READ["recording"], float(np.sqrt(np.square([one for _, one in effects]).mean()))
+    for d in completions:
+        beyond = np.abs(d) > 4 * noise
+        first = int(beyond.argmax()) if beyond.any() else len(d)
+        total -= 0.5 * float((np.square(d[:first] / noise) + np.log(2 * np.pi * noise**2)).sum())
+        if first < len(d):
+            total += _sparse(d[first:], (size * SMALLER).clip(noise), size * np.geomspace(0.5, 2, 5))
+    return total
 
 
 def _one_sided(d: Array, noise: float) -> float:

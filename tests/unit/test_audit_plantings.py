@@ -7,7 +7,9 @@ import pytest
 
 from audit_cases import decode
 from mmrender.audit import TrainerModel, audit
+from mmrender.audit.case import Trial
 from mmrender.audit.computed import changed_weights, losing
+from mmrender.audit.stage import weigh
 from mmrender.training.recurrent import recurrent_layers
 from planting import HEALTHY, dialogue, grown, healthy_rollouts, judge, world_of
 from plantings_fourth import FOURTH
@@ -33,6 +35,16 @@ def test_a_fault_without_a_row_is_located_whatever_is_called_an_alarm(folder):
     outcome = judge(planting_of("drafted"), "one", folder, 1e-3, budget=150)
     assert (outcome.verdict, outcome.stage_right) == ("unknown", True), outcome.cause
     assert outcome.cause.startswith("recording, unknown: unknown, in "), outcome.cause
+
+
+@pytest.mark.parametrize(("after", "stage"), [(0.0, "recording"), (0.02, "tokens")])
+def test_another_token_changes_the_numbers_after_it_in_its_completion(after, stage):
+    rng = np.random.default_rng(0)
+    shifted = [(Trial("", row="altered token"), change) for change in rng.normal(0, 1, (4, 28))]
+    difference = rng.normal(0, 1e-6, 28)
+    difference[5:14] = rng.normal(0, after, 9)
+    difference[[5, 9]] = 1.3, -0.8
+    assert weigh(difference, shifted, 1e-6, [14])[0].stage == stage
 
 
 def test_kept_masks_are_those_of_the_inputs(folder):
