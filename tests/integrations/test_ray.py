@@ -42,6 +42,9 @@ with warnings.catch_warnings():  # Serve's models use what pydantic has deprecat
 
     from mmrender.integrations.ray_serve import _file, _Ingress, gateway_deployment, gateway_of
 
+# A proxy of Serve that takes 5 seconds to start is killed by default.
+os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"
+
 COUNT = int(os.environ.get("RAY_CONVERSATIONS", "120"))
 WORKERS = 4
 
