@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mmrender.audit.report import Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
+from mmrender.errors import PlaceholderError
 from mmrender.media.levels import cast
 from mmrender.sidecar import (
     Framework,
@@ -157,7 +158,7 @@ class Case:
         return cut(self.sample, self.runs[self.departing_runs[0]][1])
 
     def shortened(self, trial: Trial) -> Trial | None:
-        """Return a trial on the sample's head alone; None if that is the whole sample."""
+        """Return a trial on the sample's head alone; None if that is the whole sample, or malformed."""
         if trial.parts:
             return trial.parts[0]
         runs = self.runs if trial.sample is None else sampled_runs(trial.sample.loss_mask)
@@ -165,7 +166,12 @@ class Case:
         at = max(0, self.departing_runs[0] - len(self.runs) + len(runs))
         if at + 1 >= len(runs):
             return None
-        return trial._replace(sample=self.head if trial.sample is None else cut(trial.sample, runs[at][1]))
+        try:
+            return trial._replace(
+                sample=self.head if trial.sample is None else cut(trial.sample, runs[at][1])
+            )
+        except PlaceholderError:  # an image was cut, and the model refuses the whole sample
+            return None
 
     def of_run(self, number: int) -> TrainingSample:
         """Return the sample with the loss mask of one completion."""
