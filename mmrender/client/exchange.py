@@ -274,10 +274,9 @@ async def post(
         if overflow is None:
             raise
         raise overflow from error
-    if read_stream is None and len(reply.body) < _LARGE_REPLY:
-        response = read(reply.body, where)
-    elif read_stream is None:
-        response = await asyncio.to_thread(read, reply.body, where)
+    if read_stream is None:
+        is_large = len(reply.body) >= _LARGE_REPLY
+        response = await asyncio.to_thread(read, reply.body, where) if is_large else read(reply.body, where)
     if sampler := facts_of(transport, has_answered=True).sampler:
         response = replace(response, sampler=sampler)
     if on_tokens is not None:
