@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image
 
 from kit import text
-from mmrender.client.local import NullTransport
+from mmrender.client.transport import NullTransport
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.errors import EngineConnectionError, PromptTooLongError
 from mmrender.rollout.environment import Observation

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import data_url, noise
-from mmrender.client.local import NullTransport
+from mmrender.client.transport import NullTransport
 from mmrender.client.types import EngineResponse, Usage
 from mmrender.content import normalize_messages
 from mmrender.gateway.call import Answer, Call

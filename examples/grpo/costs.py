@@ -23,7 +23,7 @@ from grpo.games import CALL, game_of
 from grpo.trainer import with_advantages
 from grpo.worker import Worker
 from mmrender import Renderer, Trajectory
-from mmrender.client.local import NullTransport
+from mmrender.client.transport import NullTransport
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
 from mmrender.training import ModelFamily, collate, first_fit_decreasing
 

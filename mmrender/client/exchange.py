@@ -23,7 +23,7 @@ from mmrender.client.reply import token_at
 from mmrender.client.server_facts import facts_of, forget, model_cards
 from mmrender.client.transport import JSONText, Transport, is_lost
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.content.ids import plain_integers
+from mmrender.content.ids import checked_ids, plain_integers
 from mmrender.errors import (
     EngineError,
     EngineStatusError,
@@ -120,7 +120,11 @@ def check_request(
         EngineUnsupportedError: The engine does not take an item's modality.
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
-    ids = _check_ids(request.prompt_ids, request.vocab_size)
+    size = 1 << 31 if request.vocab_size is None else request.vocab_size
+    plain = plain_integers(checked_ids(request.prompt_ids, "prompt_ids", size))
+    if plain is None:
+        raise InputError("the prompt is empty", where="prompt_ids")
+    ids = plain.astype(np.int32)
     spans = request.multi_modal_data.spans(len(ids))
     pads: dict[str, int] = {}
     for span in spans:
@@ -150,33 +154,6 @@ def check_request(
     for modality, pad in pads.items():
         _check_edges([span for span in spans if span.modality == modality], spans, ids, pad)
     return ids, spans
-
-
-def _check_ids(prompt_ids: Sequence[int], vocab_size: int | None) -> Ids:
-    plain = plain_integers(prompt_ids) if type(prompt_ids) is list else None
-    if plain is not None and vocab_size is not None and plain.max() < vocab_size:
-        return plain.astype(np.int32)
-    try:
-        ids: Ids = np.asarray(prompt_ids) if plain is None else plain.astype(np.int32)
-    except (ValueError, OverflowError):
-        ids = np.zeros((), object)
-    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-        raise InputError(
-            "a prompt is a list of token ids",
-            where="prompt_ids",
-            expected="one or more integers",
-            got=f"{type(prompt_ids).__name__} {list(ids.shape)} of {ids.dtype}" if ids.size else "nothing",
-        )
-    outside = ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
-    if outside.any():
-        index = int(outside.argmax())
-        raise InputError(
-            "a token id is outside the vocabulary",
-            where=f"prompt_ids[{index}]",
-            expected=f"0 to {vocab_size - 1}" if vocab_size is not None else "0 or more",
-            got=str(ids[index]),
-        )
-    return ids
 
 
 def _expected_tokens(
@@ -356,14 +333,6 @@ def encoded_once(
     return texts.get_or_compute((item.identity, type(item), *form), lambda: JSONText(encode()))
 
 
-def data_urls(spans: Sequence[MediaSpan]) -> list[JSONText]:
-    """Encode images as `data:` URLs. Tens of milliseconds for each that was not sent before.
-
-    A server would open any other text as a file of its own.
-    """
-    return [data_url(span.item) for span in spans]
-
-
 ImageForm: TypeAlias = Literal["packed", "bitmap", "original"]
 _ENCODERS: Final[dict[ImageForm, Callable[[MediaItem], EncodedImage]]] = {
     "packed": encoded_image,
@@ -373,7 +342,10 @@ _ENCODERS: Final[dict[ImageForm, Callable[[MediaItem], EncodedImage]]] = {
 
 
 def data_url(item: MediaItem, form: ImageForm = "packed") -> JSONText:
-    """Encode one image as a `data:` URL. Other forms than `packed` are for servers that are sent it once."""
+    """Encode one image as a `data:` URL. A server would open any other text as a file of its own.
+
+    Encoding takes tens of milliseconds. Other forms than `packed` are for servers that are sent it once.
+    """
     encode = _ENCODERS[form]
     return encoded_once(item, (form,), lambda: encode(item).json_url, is_sent_once=form != "packed")
 

@@ -24,7 +24,7 @@ from mmrender.client.decoding import Completion, decode
 from mmrender.client.exchange import check_request
 from mmrender.client.sampling import where
 from mmrender.client.token_sampler import TokenSampler, checked_params
-from mmrender.client.transport import Transport
+from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.errors import (
     EngineStateError,
@@ -159,7 +159,7 @@ class LocalBackend(RendererBackend):
         return self._limit(await asyncio.to_thread(lambda: self.model)) - 1
 
     @property
-    def transport(self) -> "NullTransport":
+    def transport(self) -> NullTransport:
         """A transport to nowhere, for callers that need one."""
         return self._transport
 
@@ -311,20 +311,3 @@ class LocalBackend(RendererBackend):
         except BaseException as error:  # noqa: BLE001 - raised in the callers
             for completion in taken:
                 completion.fail(error)
-
-
-class NullTransport:
-    """A transport to nowhere, for backends in this process."""
-
-    base_url: Final = "local:"
-
-    def stream(self, method: str, path: str, **options: Any) -> Any:
-        """Raise `EngineUnsupportedError`, always."""
-        raise EngineUnsupportedError("a model in this process has no server", where=f"{method} {path}")
-
-    async def request(self, method: str, path: str, **options: Any) -> Any:
-        """Raise `EngineUnsupportedError`, always."""
-        return self.stream(method, path)
-
-    async def aclose(self) -> None:
-        """Do nothing."""

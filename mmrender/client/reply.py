@@ -8,7 +8,7 @@ import io
 import math
 import re
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -54,7 +54,13 @@ def decode_as(body: bytes, type: type[T], *, where: str) -> T:
     try:
         return msgspec.json.decode(body, type=ready(type))
     except msgspec.ValidationError as error:
-        raise _malformed(error, where) from error
+        # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
+        text = str(error).replace("`", "")
+        match = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
+        expected, got, path = match.groups() if match else (None, text, None)
+        where = f"{where} {path or ''}".strip()
+        problem = "the server's reply is malformed"
+        raise EngineReplyError(problem, where=where, expected=expected, got=got) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineReplyError("the server's reply is not JSON", where=where, got=str(error)) from error
 
@@ -66,21 +72,16 @@ def only(completions: Sequence[T], *, where: str) -> T:
     return completions[0]
 
 
-def convert(value: Any, type: type[T], *, where: str) -> T:
-    """Convert decoded JSON to a struct, strictly."""
-    try:
-        return msgspec.convert(value, ready(type))
-    except msgspec.ValidationError as error:
-        raise _malformed(error, where) from error
-
-
-def _malformed(error: msgspec.ValidationError, where: str) -> EngineReplyError:
-    # "Expected `int`, got `str` - at `$.data[0]`", or "Object missing required field `x`"
-    text = str(error).replace("`", "")
-    match = re.fullmatch(r"(?:Expected (.*), got )?(.*?)(?: - at \$\.?(.*))?", text)
-    expected, got, path = match.groups() if match else (None, text, None)
-    where = f"{where} {path or ''}".strip()
-    return EngineReplyError("the server's reply is malformed", where=where, expected=expected, got=got)
+async def read_events(lines: AsyncIterator[bytes], type: type[T], *, where: str) -> AsyncIterator[T]:
+    """Yield the values of a stream of server-sent events, up to `[DONE]`."""
+    async for line in lines:
+        if not line.startswith(b"data:"):
+            continue  # empty lines between events, comments, names of events
+        text = line[5:].strip()
+        if text == b"[DONE]":
+            return
+        yield decode_as(text, type, where=where)
+    raise EngineReplyError("the stream broke off", where=where, expected="[DONE] at its end")
 
 
 class LogprobEntry(msgspec.Struct, gc=False):
@@ -159,11 +160,11 @@ def response_of(
     `experts_shape` is `(layers, experts of a token)`, for router choices without a shape.
     """
     finish_reason = finish_reason_in(reason, where=where)
-    completion_ids, logprobs = check_completion(ids, entries, request, where=where, named=named)
+    logprobs = check_completion(ids, entries, request, where=where, named=named)
     if seen is not None:
         check_prompt_seen(seen, request, where=f"{where} prompt_token_ids")
     usage = usage or ReportedUsage()
-    prompt_count, count = len(request.prompt_ids), len(completion_ids)
+    prompt_count, count = len(request.prompt_ids), len(ids)
     if usage.prompt_tokens not in (None, prompt_count):
         raise EngineMismatchError(
             "the server counted other prompt tokens than were sent",
@@ -175,14 +176,14 @@ def response_of(
     if request.routed_experts:
         routed = routed_experts(experts, request, count, shape=experts_shape, where=where)
     return EngineResponse(
-        completion_ids=completion_ids,
+        completion_ids=list(ids),
         logprobs=logprobs,
         finish_reason=finish_reason,
         usage=Usage(prompt_count, count, (usage.prompt_tokens_details or PromptDetails()).cached_tokens),
         stop_reason=stop_reason,
         routed_experts=routed,
         weight_versions=version_spans(versions, count, where=where) if versions else (),
-        allowed=() if masks is None else kept_tokens(masks, completion_ids, request, where=where),
+        allowed=() if masks is None else kept_tokens(masks, ids, request, where=where),
         request_id=request_id,
         top_logprobs=alternatives(entries, where=where) if request.sampling_params.get("logprobs") else None,
     )
@@ -212,8 +213,8 @@ def check_completion(
     where: str,
     named: bool = True,
     before: int = 0,
-) -> tuple[list[int], list[float]]:
-    """Return a completion's tokens with one finite logprob for each, within the budget and the vocabulary.
+) -> list[float]:
+    """Require tokens within the budget and the vocabulary, and return a finite logprob for each.
 
     With `named` each entry must name its token. `before` counts the tokens of earlier chunks.
     """
@@ -256,7 +257,8 @@ def check_completion(
                     expected=f"the token {token}, as token_id or token 'token_id:{token}'",
                     got=repr(entry)[:200] if entry.id is None else f"the token {entry.id}",
                 )
-    return list(ids), values.tolist()
+    logprobs: list[float] = values.tolist()
+    return logprobs
 
 
 def _miscounted(noun: str, count: int, expected: int, where: str) -> EngineReplyError:

@@ -115,6 +115,12 @@ class ServerFacts:
         is_balanced = self.alternates and not self.is_unlike
         return is_balanced or self.answered_over.get(self.connections) is not None
 
+    def note_sampler(self, engine: str, settings: msgspec.Struct) -> None:
+        """Note the settings that samples carry: all members of a server's answer that are texts."""
+        known = msgspec.structs.asdict(settings).items()
+        texts = {name: text.removeprefix("torch.") for name, text in known if isinstance(text, str)}
+        self.sampler = {"engine": engine, **texts}
+
     def process(self, name: str) -> "ServerFacts":
         """Return the facts about one process."""
         return self.processes.get_or_compute(name, lambda: ServerFacts(name))

@@ -9,11 +9,11 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import msgspec
 
-from mmrender.client.exchange import HTTPBackend, check_request, data_urls, post
+from mmrender.client.exchange import HTTPBackend, check_request, data_url, post
 from mmrender.client.reply import (
     LogprobEntry,
     PromptDetails,
@@ -95,10 +95,7 @@ class SGLangBackend(HTTPBackend):
         """
         reply = await transport.request("GET", "/server_info")
         info = decode_as(reply.body, _ServerInfo, where="GET /server_info")
-        facts_of(transport).sampler = {
-            "engine": "sglang",
-            **{name: text for name in _SAMPLER if isinstance(text := getattr(info, name), str)},
-        }
+        facts_of(transport).note_sampler("sglang", info)
         return info.max_req_input_len and info.max_req_input_len - 1
 
     async def _body(self, request: EngineRequest) -> dict[str, Any]:
@@ -161,7 +158,7 @@ class SGLangBackend(HTTPBackend):
                     remedy="A placeholder that the model itself sampled cannot be sent along with images",
                 )
             body["input_ids"] = collapsed
-            body["image_data"] = await asyncio.to_thread(data_urls, spans)
+            body["image_data"] = await asyncio.to_thread(lambda: [data_url(span.item) for span in spans])
         return body
 
 
@@ -174,10 +171,6 @@ class _ServerInfo(msgspec.Struct):
     attention_backend: Any = None
     kv_cache_dtype: Any = None
     quantization: Any = None
-
-
-_SAMPLER: Final = ("dtype", "attention_backend", "kv_cache_dtype", "quantization")
-"""Settings of a server that its samples carry."""
 
 
 class _Logprob(msgspec.Struct, array_like=True):

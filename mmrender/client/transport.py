@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
-import msgspec
-
 from mmrender.errors import (
     EngineConnectionError,
     EngineReplyError,
     EngineStatusError,
     EngineTimeoutError,
     EngineUnavailableError,
+    EngineUnsupportedError,
     InputError,
     check_number,
 )
@@ -150,6 +149,24 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close connections that belong to the running event loop."""
         ...
+
+
+class NullTransport:
+    """A transport to nowhere, for backends without a server of their own."""
+
+    def __init__(self, base_url: str = "local:") -> None:
+        self.base_url = base_url
+
+    def stream(self, method: str, path: str, **options: Any) -> Any:
+        """Raise `EngineUnsupportedError`, always."""
+        raise EngineUnsupportedError("a model in this process has no server", where=f"{method} {path}")
+
+    async def request(self, method: str, path: str, **options: Any) -> Any:
+        """Raise `EngineUnsupportedError`, always."""
+        return self.stream(method, path)
+
+    async def aclose(self) -> None:
+        """Do nothing."""
 
 
 class NamedServer(Protocol):
@@ -307,21 +324,3 @@ def status_error(
         retry_after=float(wait) if wait.isascii() and wait.isdigit() else None,
         where=f"{method} {url}",
     )
-
-
-async def read_events(lines: AsyncIterator[bytes], *, where: str) -> AsyncIterator[dict[str, Any]]:
-    """Yield the JSON objects of a stream of server-sent events, up to `[DONE]`."""
-    async for line in lines:
-        if not line.startswith(b"data:"):
-            continue  # empty lines between events, comments, names of events
-        text = line[5:].strip()
-        if text == b"[DONE]":
-            return
-        try:
-            event = msgspec.json.decode(text, type=dict[str, Any])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineReplyError(
-                "an event is not a JSON object", where=where, got=repr(text[:200])
-            ) from error
-        yield event
-    raise EngineReplyError("the stream broke off", where=where, expected="[DONE] at its end")

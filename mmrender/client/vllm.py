@@ -38,15 +38,15 @@ from mmrender.client.reply import (
     ReportedUsage,
     ReportedVersion,
     check_completion,
-    convert,
     decode_as,
     finish_reason_in,
     only,
+    read_events,
     response_of,
 )
 from mmrender.client.sampling import limit_of, renormalised, reporting, spell, truncates
 from mmrender.client.server_facts import Process, facts_of
-from mmrender.client.transport import Transport, read_events
+from mmrender.client.transport import Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.client.vllm_fields import PIXEL_DTYPES, PixelDtype
 from mmrender.client.vllm_images import (
@@ -342,6 +342,7 @@ class _Reply(msgspec.Struct):
     request_id: str | None = None
     prompt_token_ids: list[int] | None = None
     mm_placeholders: dict[str, list[Range]] | None = None
+    error: Any = None  # of a stream
 
 
 def read_reply(
@@ -417,7 +418,7 @@ class _Stream:
     async def read(self, lines: AsyncIterator[bytes]) -> EngineResponse:
         """Return the whole answer. A break behind the last token loses nothing."""
         try:
-            async for chunk in read_events(lines, where=self._where):
+            async for chunk in read_events(lines, _Reply, where=self._where):
                 self._take(chunk)
         except EngineError:
             if self._choice.finish_reason not in ("stop", "length"):
@@ -427,19 +428,17 @@ class _Stream:
             self._on_tokens(response.completion_ids, response.logprobs, response.finish_reason)
         return response
 
-    def _take(self, decoded: dict[str, Any]) -> None:
+    def _take(self, chunk: _Reply) -> None:
         where = self._where
-        if "error" in decoded:
+        if chunk.error is not None:
             # Before the first token the request may be sent again.
             kind = EngineReplyError if self._choice.token_ids else FailedInEngineError
-            raise kind("the engine failed within a stream", where=where, got=repr(decoded["error"])[:300])
-        chunk = convert(decoded, _Reply, where=where)
+            raise kind("the engine failed within a stream", where=where, got=repr(chunk.error)[:300])
         for choice in chunk.choices:
             before = len(self._choice.token_ids or ())
             entries = choice.logprobs.content or [] if choice.logprobs else []
-            ids, logprobs = check_completion(
-                choice.token_ids or [], entries, self._request, where=where, before=before
-            )
+            ids = choice.token_ids or []
+            logprobs = check_completion(ids, entries, self._request, where=where, before=before)
             told = choice.finish_reason
             reason = None if told is None else finish_reason_in(told, where=where)
             _merge(self._choice, choice)

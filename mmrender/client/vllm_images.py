@@ -205,10 +205,6 @@ class _Info(msgspec.Struct):
     vllm_config: _Config
 
 
-_SAMPLER: Final = ("dtype", "logprobs_mode", "quantization")
-"""Settings of a server that its samples carry."""
-
-
 async def require_safe_cache(process: Process, *, trusted: bool) -> None:
     """Require that a hash without data cannot kill a vLLM engine. Asked once.
 
@@ -227,11 +223,7 @@ async def require_safe_cache(process: Process, *, trusted: bool) -> None:
             return f"status {error.status}"
         config = decode_as(reply.body, _Info, where=f"{transport.base_url}{INFO_PATH}").vllm_config
         cache, parallel = config.model_config.multimodal_config or _Multimodal(), config.parallel_config
-        known = {name: getattr(config.model_config, name) for name in _SAMPLER}
-        facts_of(transport).sampler = {
-            "engine": "vllm",
-            **{name: text.removeprefix("torch.") for name, text in known.items() if isinstance(text, str)},
-        }
+        facts_of(transport).note_sampler("vllm", config.model_config)
         dangers = {
             "its processor cache is off": not cache.mm_processor_cache_gb,
             f"its processor cache is of kind {cache.mm_processor_cache_type!r}": (

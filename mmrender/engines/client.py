@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from mmrender.client.engine import ModelTokens
-from mmrender.client.transport import RetryPolicy, Transport
+from mmrender.client.transport import NullTransport, RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
 from mmrender.engines.fleet import HEALTH_TIMEOUT, Results, Timeouts, bounded
@@ -425,16 +425,13 @@ class InferenceEngineClient(InferenceEngineInterface):
         return results
 
 
-class _NoServer:
-    base_url = "engines:"
-
-
 @dataclass(frozen=True, slots=True)
 class _ClientBackend(RendererBackend):
     """An `InferenceEngineClient` as a backend. A request's `X-Session-ID` header is its session."""
 
     engines: InferenceEngineClient
-    transport: _NoServer = field(default_factory=_NoServer)  # by which the prompt limit is remembered
+    # By which the prompt limit is remembered.
+    transport: NullTransport = field(default_factory=partial(NullTransport, "engines:"))
     name: str = "engines"
 
     async def generate(

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from mmrender.client.reply import LogprobEntry, check_completion
 from mmrender.client.sampling import MAX_BIAS, PARAMETERS, token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.engines.interface import InferenceEngineInterface
 from mmrender.errors import EngineReplyError, PromptTooLongError
 from mmrender.trajectory.aligned import Aligned, joined_spans
 from mmrender.trajectory.engine_data import RoutedExperts
-from mmrender.trajectory.step import are_finite
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -130,7 +130,7 @@ class Continuation:
             new_ids: Sequence[int], new_logprobs: Sequence[float], reason: FinishReason | None, /
         ) -> None:
             nonlocal ending
-            check_piece(new_ids, new_logprobs, self.remaining - len(ids))
+            _check(new_ids, new_logprobs, request, len(ids))
             ids.extend(new_ids)
             logprobs.extend(new_logprobs)
             ending = reason or ending
@@ -147,7 +147,7 @@ class Continuation:
             piece = await engine.complete(
                 request, session_id=session_id, on_tokens=on_tokens if streams else None
             )
-            check_piece(piece.completion_ids, piece.logprobs, self.remaining)
+            _check(piece.completion_ids, piece.logprobs, request)
         except BaseException as error:
             if ids or ending != "abort":  # tokens that were shown count
                 self.add(EngineResponse(ids, logprobs, ending, Usage(len(request.prompt_ids), len(ids))))
@@ -258,24 +258,10 @@ def _cut(piece: EngineResponse, kept: int, stop: str, length: int) -> EngineResp
     return replace(piece, **fields, finish_reason="stop", stop_reason=stop)
 
 
-def check_piece(completion_ids: Sequence[int], logprobs: Sequence[float], max_tokens: int) -> None:
-    """Require at most `max_tokens` tokens, each with one finite logprob, since any engine may be the user's.
-
-    Raises:
-        EngineReplyError: They do not fit.
-    """
-    count = len(completion_ids)
-    if count > max_tokens:
-        raise EngineReplyError(
-            "the engine sampled more tokens than it was asked for",
-            where="completion_ids",
-            expected=f"at most {max_tokens}",
-            got=str(count),
-        )
-    if len(logprobs) != count or not are_finite(np.array(logprobs, np.float64)).all():
-        got = f"{len(logprobs)}: {list(logprobs)}"[:120]
-        problem, expected = "each token has one logprob", f"{count} finite numbers"
-        raise EngineReplyError(problem, where="logprobs", expected=expected, got=got)
+def _check(ids: Sequence[int], logprobs: Sequence[float], request: EngineRequest, before: int = 0) -> None:
+    """Check tokens of a piece as a server's, since any engine may be the user's."""
+    entries = [LogprobEntry(value) for value in logprobs]
+    check_completion(ids, entries, request, where="the engine's", named=False, before=before)
 
 
 def join_experts(

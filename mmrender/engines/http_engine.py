@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from mmrender.client.engine import Engine
-from mmrender.client.reply import decode_as
+from mmrender.client.reply import decode_as, read_events
 from mmrender.client.resolve import BackendName, as_transport, server_root
-from mmrender.client.transport import Server, Transport, read_events
+from mmrender.client.transport import Server, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.interface import (
     Control,
@@ -145,7 +145,7 @@ class HTTPEngine(InferenceEngineInterface):
         """Ask the server's own route for a stream."""
         body, headers = self._body_and_headers(request_payload)
         lines = self.transport.stream("POST", _PATHS[call], json={**body, "stream": True}, headers=headers)
-        return read_events(lines, where=f"{self.name}{_PATHS[call]}")
+        return read_events(lines, dict[str, Any], where=f"{self.name}{_PATHS[call]}")
 
     def _body_and_headers(self, payload: RequestPayload) -> tuple[dict[str, Any], dict[str, str]]:
         body, headers = dict(payload["json"]), dict(payload.get("headers") or {})

@@ -25,10 +25,9 @@ import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from mmrender.client.exchange import check_request
-from mmrender.client.local import NullTransport
 from mmrender.client.reply import LogprobEntry, check_completion
 from mmrender.client.sampling import spell, spell_in_process
-from mmrender.client.transport import Transport
+from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import (
     EngineRequest,
     EngineResponse,
@@ -123,10 +122,9 @@ class ServerBackend(RendererBackend):
         self.seconds += time.perf_counter() - began
         if output.num_preempted is not None:
             self.num_preempted = max(self.num_preempted, 0) + output.num_preempted
+        sampled = list(map(int, output.token_ids))
         entries = [LogprobEntry(value) for value in output.log_probs or ()]
-        sampled, logprobs = check_completion(
-            list(map(int, output.token_ids)), entries, request, where=where, named=False
-        )
+        logprobs = check_completion(sampled, entries, request, where=where, named=False)
         experts = None
         if request.routed_experts:
             if output.routed_experts is None:

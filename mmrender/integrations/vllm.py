@@ -18,7 +18,6 @@ import numpy as np
 import pybase64
 
 from mmrender.client.exchange import check_request
-from mmrender.client.local import NullTransport
 from mmrender.client.reply import (
     LogprobEntry,
     PromptDetails,
@@ -29,7 +28,7 @@ from mmrender.client.reply import (
     response_of,
 )
 from mmrender.client.sampling import spell_in_process
-from mmrender.client.transport import Transport
+from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.client.vllm_audio import compare_clip
 from mmrender.client.vllm_fields import collate_items, item_tensors

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrender import Renderer
-from mmrender.client.local import NullTransport
-from mmrender.client.transport import Transport
+from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Usage
 
 _STEP = re.compile(r"step-(\d+)")

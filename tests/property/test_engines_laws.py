@@ -22,7 +22,7 @@ from engine_cases import (
     while_pausing,
 )
 from mmrender.client.types import EngineResponse, Usage
-from mmrender.engines.continuation import Continuation, check_piece
+from mmrender.engines.continuation import Continuation
 from mmrender.engines.interface import new_request
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from scripted_engine import letters, sampled
@@ -201,7 +201,7 @@ def test_pieces_make_the_whole_with_router_choices_and_alternatives(data):
             top_logprobs=tuple(((token, 0.0),) for token in ids[first:last]),
             request_id=f"request{number}",
         )
-        check_piece(piece.completion_ids, piece.logprobs, continuation.remaining)
+        assert len(piece.completion_ids) <= continuation.remaining
         continuation.add(piece)
     result = continuation.result()
     assert result.completion_ids == ids

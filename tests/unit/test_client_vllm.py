@@ -18,7 +18,7 @@ from kit import blocks, encoded, error_of, raised, shown
 from mmcodecs.arrays import RawTensor
 from mmrender.caching import LRUCache
 from mmrender.client import exchange, server_facts, vllm_fields
-from mmrender.client.exchange import data_urls
+from mmrender.client.exchange import data_url
 from mmrender.client.http import HTTPTransport
 from mmrender.client.server_facts import facts_of
 from mmrender.client.transport import RetryPolicy, TransportConfig
@@ -783,7 +783,7 @@ def test_an_image_is_encoded_once(image, monkeypatch):
     run(transport, image, VLLMBackend(pixels="float16"), multi_modal_data=fresh)
     assert len(encoded) == 2
     (span,) = fresh.spans()
-    assert data_urls([span])[0] is data_urls([span, span])[1]
+    assert data_url(span.item) is data_url(span.item)
 
 
 def test_hashes_that_a_server_knows_are_sent_without_a_thread(image, monkeypatch):

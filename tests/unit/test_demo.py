@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kit import error_of, shown
 from mmrender import RendererClient, Trajectory
-from mmrender.client.local import LocalBackend, NullTransport
+from mmrender.client.local import LocalBackend
+from mmrender.client.transport import NullTransport
 from mmrender.errors import ShippingConnectionError
 from mmrender.renderer import Renderer
 from mmrender.testing import demo
