@@ -108,23 +108,23 @@ class _Request(Strict, kw_only=True):
 
 
 class _Function(Strict, kw_only=True):
+    ignored = ("parsed_arguments",)
     name: str
     arguments: Any = None
-    parsed_arguments: Any = None
 
 
 class _ToolCall(Strict, kw_only=True):
+    ignored = ("extra_content", "index", "provider_specific_fields", "status", "thought_signature")
     function: Any
     id: str | None = None
     type: Literal["function"] = "function"
-    index: Any = None
-    extra_content: Any = None
-    provider_specific_fields: Any = None
-    status: Any = None
-    thought_signature: Any = None
 
 
 class _Message(Strict, kw_only=True):
+    ignored = (
+        *("annotations", "cache_control", "id", "parsed", "provider_specific_fields", "reasoning_details"),
+        *("refusal", "thinking_blocks"),
+    )
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Any] | None = None
     reasoning_content: str | None = None
@@ -135,14 +135,6 @@ class _Message(Strict, kw_only=True):
     name: str | None = None
     function_call: None = None
     audio: None = None
-    annotations: Any = None
-    cache_control: Any = None
-    id: Any = None
-    parsed: Any = None
-    provider_specific_fields: Any = None
-    reasoning_details: Any = None
-    refusal: Any = None
-    thinking_blocks: Any = None
 
 
 class _NamedFunction(Strict, kw_only=True):

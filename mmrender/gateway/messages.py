@@ -103,16 +103,12 @@ class _Request(Strict, kw_only=True):
 
 
 class _Tool(Strict, kw_only=True):
+    ignored = ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples")
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    allowed_callers: Any = None
-    cache_control: Any = None
-    defer_loading: Any = None
-    eager_input_streaming: Any = None
-    input_examples: Any = None
 
 
 class _Message(Strict, kw_only=True):
@@ -121,27 +117,22 @@ class _Message(Strict, kw_only=True):
 
 
 class _ToolResult(Strict, kw_only=True):
-    type: str
+    ignored = ("cache_control", "type")
     tool_use_id: str
     content: str | list[Any] | None = None
     is_error: bool | None = None
-    cache_control: Any = None
 
 
 class _ToolUse(Strict, kw_only=True):
-    type: str
+    ignored = ("cache_control", "caller", "type")
     id: str
     name: str
     input: Any = None
-    cache_control: Any = None
-    caller: Any = None
 
 
 class _ThinkingBlock(Strict, kw_only=True):
-    type: str
+    ignored = ("cache_control", "signature", "type")
     thinking: str
-    signature: Any = None
-    cache_control: Any = None
 
 
 class Messages(AgentProtocol):

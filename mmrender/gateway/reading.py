@@ -1,8 +1,8 @@
 """Strict reading of requests, for all protocols: fields, content, tools, sampling parameters, headers."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -36,7 +36,10 @@ _FIELD_PROBLEM: Final = re.compile(r"Object (contains unknown|missing required) 
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True):
-    """Base of the forms of objects in a request. An unlisted field is refused."""
+    """Base of the forms of objects in a request. A field that is neither read nor ignored is refused."""
+
+    ignored: ClassVar[Collection[str]] = ()
+    """Members of an object of this form that are not read. They do not count in objects inside of others."""
 
 
 FormT = TypeVar("FormT", bound=Strict)
@@ -51,7 +54,7 @@ def convert(value: Any, form: type[FormT], where: str = "", *, error: type[Input
         InputError: It does not have this form. `where` names the field. `error` is the class.
     """
     if isinstance(value, dict):
-        value = {name: item for name, item in value.items() if item is not None}
+        value = {name: item for name, item in value.items() if item is not None and name not in form.ignored}
     try:
         return msgspec.convert(value, ready(form))
     except msgspec.ValidationError as failure:

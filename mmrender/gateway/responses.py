@@ -93,14 +93,12 @@ class _Request(Strict, kw_only=True):
 
 
 class _Tool(Strict, kw_only=True):
+    ignored = ("allowed_callers", "defer_loading", "output_schema")
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    output_schema: Any = None
 
 
 class _Namespace(Strict, kw_only=True):
@@ -123,18 +121,16 @@ class _AllowedTools(Strict, kw_only=True):
 
 
 class _Item(Strict, kw_only=True):
-    """Base of the items of a conversation. Its own fields are not read."""
+    """Base of the items of a conversation."""
 
-    type: str = "message"
+    ignored = frozenset({"internal_chat_message_metadata_passthrough", "status", "type"})
     id: Any = None
-    status: Any = None
-    internal_chat_message_metadata_passthrough: Any = None
 
 
 class _MessageItem(_Item, kw_only=True):
+    ignored = _Item.ignored | {"phase"}
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Any]
-    phase: Any = None
 
 
 class _ReasoningText(Strict, kw_only=True):
@@ -143,26 +139,23 @@ class _ReasoningText(Strict, kw_only=True):
 
 
 class _ReasoningItem(_Item, kw_only=True):
+    ignored = _Item.ignored | {"encrypted_content"}
     summary: list[_ReasoningText] = msgspec.field(default_factory=list)
     content: list[_ReasoningText] | None = None
-    encrypted_content: Any = None
 
 
 class _CallItem(_Item, kw_only=True):
+    ignored = _Item.ignored | {"caller", "parsed_arguments"}
     call_id: str
     name: str
     arguments: Any = None
     namespace: str | None = None
-    caller: Any = None
-    parsed_arguments: Any = None
 
 
 class _ResultItem(_Item, kw_only=True):
+    ignored = _Item.ignored | {"caller", "name", "namespace"}
     call_id: str
     output: str | list[Any]
-    caller: Any = None
-    name: Any = None
-    namespace: Any = None
 
 
 class Responses(AgentProtocol):
