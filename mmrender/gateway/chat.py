@@ -1,6 +1,5 @@
 """OpenAI's chat completions: requests read strictly, replies, chunks of streams, errors."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -23,7 +22,6 @@ from mmrender.gateway.reading import (
 from mmrender.gateway.writing import (
     AgentProtocol,
     EventWriter,
-    Shown,
     event,
     is_cut,
     openai_error,
@@ -156,10 +154,55 @@ class _AllowedTools(Strict, kw_only=True):
     allowed_tools: _Allowed
 
 
+class ChatEvents(EventWriter):
+    """Writes one streamed reply as chunks."""
+
+    def begin(self) -> bytes:
+        """Return the first chunk of each answer."""
+        first = {"role": "assistant", "content": ""}
+        return b"".join([self._chunk(index, first) for index in range(len(self._ids))])
+
+    def text(self, delta: Delta) -> bytes:
+        """Return the chunk of a piece of text."""
+        return self._chunk(delta.index, {_FIELDS[delta.field]: delta.text})
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the chunks after the last text, and the end mark."""
+        events: list[bytes] = []
+        for index, answer in enumerate(answers):
+            events.append(self.rest(answer, index))
+            if calls := _calls(answer):
+                numbered = [{"index": number, **call} for number, call in enumerate(calls)]
+                events.append(self._chunk(index, {"tool_calls": numbered}))
+            last = {"finish_reason": _finish_reason(answer), "logprobs": _logprobs(self._call, answer)}
+            events.append(self._chunk(index, {}, **last))
+        if self._call.with_usage:
+            events.append(self._event(choices=[], usage=_usage(answers)))
+        return b"".join(events) + _DONE
+
+    def failure(self, status: int, code: str, message: str) -> bytes:
+        """Return the error, and the end mark, or nothing if an equal call may succeed.
+
+        OpenAI's clients raise an error without a status for such an event, which agents do not repeat. They
+        repeat calls whose connection broke.
+        """
+        if status >= 500:
+            return b""
+        return event(openai_error(status, code, message, None)) + _DONE
+
+    def _chunk(self, index: int, delta: Mapping[str, Any], **members: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **members}
+        return self._event(choices=[choice])
+
+    def _event(self, **members: Any) -> bytes:
+        return event({**_head(self._call, self._ids[0], self._created, "chat.completion.chunk"), **members})
+
+
 class Chat(AgentProtocol):
     """OpenAI's chat completions."""
 
     name: ProtocolName = "chat"
+    events = ChatEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
@@ -226,58 +269,6 @@ class Chat(AgentProtocol):
         ]
         head = _head(call, answers[0].id, answers[0].created, "chat.completion")
         return {**head, "choices": choices, "usage": _usage(answers)}
-
-    def events(self, call: Call, answer_ids: Sequence[str]) -> "ChatEvents":
-        """Return the writer of a streamed reply."""
-        return ChatEvents(call, answer_ids)
-
-
-class ChatEvents(EventWriter):
-    """Writes one streamed reply as chunks."""
-
-    def __init__(self, call: Call, answer_ids: Sequence[str]) -> None:
-        self._call = call
-        self._head = _head(call, answer_ids[0], int(time.time()), "chat.completion.chunk")
-        self._shown = [Shown() for _ in answer_ids]
-
-    def begin(self) -> bytes:
-        """Return the first chunk of each answer."""
-        first = {"role": "assistant", "content": ""}
-        return b"".join([self._chunk(index, first) for index in range(len(self._shown))])
-
-    def delta(self, delta: Delta) -> bytes:
-        """Return the chunk of a piece of text."""
-        self._shown[delta.index].add(delta)
-        return self._chunk(delta.index, {_FIELDS[delta.field]: delta.text})
-
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the chunks after the last text, and the end mark."""
-        events: list[bytes] = []
-        for index, answer in enumerate(answers):
-            for field, text in self._shown[index].rest(answer):
-                events.append(self._chunk(index, {_FIELDS[field]: text}))
-            if calls := _calls(answer):
-                numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-                events.append(self._chunk(index, {"tool_calls": numbered}))
-            last = {"finish_reason": _finish_reason(answer), "logprobs": _logprobs(self._call, answer)}
-            events.append(self._chunk(index, {}, **last))
-        if self._call.with_usage:
-            events.append(event({**self._head, "choices": [], "usage": _usage(answers)}))
-        return b"".join(events) + _DONE
-
-    def failure(self, status: int, code: str, message: str) -> bytes:
-        """Return the error, and the end mark, or nothing if an equal call may succeed.
-
-        OpenAI's clients raise an error without a status for such an event, which agents do not repeat. They
-        repeat calls whose connection broke.
-        """
-        if status >= 500:
-            return b""
-        return event(openai_error(status, code, message, None)) + _DONE
-
-    def _chunk(self, index: int, delta: Mapping[str, Any], **members: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **members}
-        return event({**self._head, "choices": [choice]})
 
 
 _DONE: Final = b"data: [DONE]\n\n"

@@ -135,10 +135,72 @@ class _ThinkingBlock(Strict, kw_only=True):
     thinking: str
 
 
+class MessageEvents(Blocks):
+    """Writes one streamed reply as the events of a message."""
+
+    _index = 0
+    """Number of the block that is open, or opens next."""
+
+    def begin(self) -> bytes:
+        """Return the beginning of the message. Its token counts come at the end."""
+        ending = {"stop_reason": None, "stop_sequence": None}
+        message = {**_head(self._call, self._ids[0], [], _usage(Usage(0, 0))), **ending}
+        return _event({"type": "message_start", "message": message}) + self.keep_alive()
+
+    def keep_alive(self) -> bytes:
+        """Return a ping."""
+        return _event({"type": "ping"})
+
+    def opened(self, field: Field) -> bytes:
+        """Return the start of a block."""
+        thinking = {"type": "thinking", "thinking": "", "signature": ""}
+        return self._start(thinking if field == "reasoning" else {"type": "text", "text": ""})
+
+    def extended(self, field: Field, text: str) -> bytes:
+        """Return more of the open block."""
+        if field == "reasoning":
+            return self._delta({"type": "thinking_delta", "thinking": text})
+        return self._delta({"type": "text_delta", "text": text})
+
+    def closed(self, field: Field, text: str) -> bytes:
+        """Return the end of the open block, with the signature of reasoning."""
+        signed = self._delta({"type": "signature_delta", "signature": _signature(self._ids[0])})
+        return (signed if field == "reasoning" else b"") + self._stop()
+
+    def end(self, answers: Sequence[Answer]) -> bytes:
+        """Return the rest of the text, the calls and the end of the message."""
+        answer = answers[0]
+        events = [self.rest(answer), self.close()]
+        for call in answer.calls:
+            events += [
+                self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}),
+                self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
+                self._stop(),
+            ]
+        usage = _usage(total_usage(answers))
+        events.append(_event({"type": "message_delta", "delta": _ending(answer), "usage": usage}))
+        return b"".join(events) + _event({"type": "message_stop"})
+
+    def failure(self, status: int, code: str, message: str) -> bytes:
+        """Return the error, which ends the stream."""
+        return _event(Messages().error(status, code, message, None))
+
+    def _start(self, block: Mapping[str, Any]) -> bytes:
+        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _stop(self) -> bytes:
+        self._index += 1
+        return _event({"type": "content_block_stop", "index": self._index - 1})
+
+
 class Messages(AgentProtocol):
     """Anthropic's messages."""
 
     name: ProtocolName = "messages"
+    events = MessageEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
@@ -196,10 +258,6 @@ class Messages(AgentProtocol):
             content.append({"type": "tool_use", "id": call_.id, "name": call_.name, "input": arguments})
         head = _head(call, answer.id, content, _usage(total_usage(answers)))
         return {**head, **_ending(answer)}
-
-    def events(self, call: Call, answer_ids: Sequence[str]) -> "MessageEvents":
-        """Return the writer of a streamed reply."""
-        return MessageEvents(call, answer_ids[0])
 
     def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
         """Return the body of an error."""
@@ -332,70 +390,6 @@ def _system(system: str | Sequence[Any]) -> str:
     )
     texts = [block.partition("\n")[2] if block.startswith(_BILLING) else block for block in blocks]
     return "\n\n".join([text for text in texts if text])
-
-
-class MessageEvents(Blocks):
-    """Writes one streamed reply as the events of a message."""
-
-    def __init__(self, call: Call, answer_id: str) -> None:
-        super().__init__()
-        self._call = call
-        self._id = answer_id
-        self._index = 0
-
-    def begin(self) -> bytes:
-        """Return the beginning of the message. Its token counts come at the end."""
-        ending = {"stop_reason": None, "stop_sequence": None}
-        message = {**_head(self._call, self._id, [], _usage(Usage(0, 0))), **ending}
-        return _event({"type": "message_start", "message": message}) + self.keep_alive()
-
-    def keep_alive(self) -> bytes:
-        """Return a ping."""
-        return _event({"type": "ping"})
-
-    def opened(self, field: Field) -> bytes:
-        """Return the start of a block."""
-        thinking = {"type": "thinking", "thinking": "", "signature": ""}
-        return self._start(thinking if field == "reasoning" else {"type": "text", "text": ""})
-
-    def extended(self, field: Field, text: str) -> bytes:
-        """Return more of the open block."""
-        if field == "reasoning":
-            return self._delta({"type": "thinking_delta", "thinking": text})
-        return self._delta({"type": "text_delta", "text": text})
-
-    def closed(self, field: Field, text: str) -> bytes:
-        """Return the end of the open block, with the signature of reasoning."""
-        signed = self._delta({"type": "signature_delta", "signature": _signature(self._id)})
-        return (signed if field == "reasoning" else b"") + self._stop()
-
-    def end(self, answers: Sequence[Answer]) -> bytes:
-        """Return the rest of the text, the calls and the end of the message."""
-        answer = answers[0]
-        events = [self.rest(answer)]
-        for call in answer.calls:
-            events += [
-                self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}}),
-                self._delta({"type": "input_json_delta", "partial_json": call.arguments}),
-                self._stop(),
-            ]
-        usage = _usage(total_usage(answers))
-        events.append(_event({"type": "message_delta", "delta": _ending(answer), "usage": usage}))
-        return b"".join(events) + _event({"type": "message_stop"})
-
-    def failure(self, status: int, code: str, message: str) -> bytes:
-        """Return the error, which ends the stream."""
-        return _event(Messages().error(status, code, message, None))
-
-    def _start(self, block: Mapping[str, Any]) -> bytes:
-        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
-
-    def _delta(self, delta: Mapping[str, Any]) -> bytes:
-        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
-
-    def _stop(self) -> bytes:
-        self._index += 1
-        return _event({"type": "content_block_stop", "index": self._index - 1})
 
 
 def _event(data: Mapping[str, Any]) -> bytes:

@@ -3,25 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmrender.gateway.call import Answer, AnswerCall, Call
+from mmrender.gateway.call import Answer, AnswerCall, Call, Delta
 from mmrender.gateway.writing import Blocks, Field, event, is_cut, openai_logprobs, total_usage
 
 
 class ResponseEvents(Blocks):
     """Writes one streamed reply as the events of a response."""
 
-    def __init__(self, call: Call, answer_id: str, created: int) -> None:
-        super().__init__()
-        self._call = call
-        self._id = answer_id
-        self._created = created
-        self._number = 0
+    _number = 0
+    """Events so far."""
+    _answer: Answer | None = None
+
+    def __init__(self, call: Call, answer_ids: Sequence[str], created: int | None = None) -> None:
+        super().__init__(call, answer_ids, created)
         self._output: list[dict[str, Any]] = []
-        self._answer: Answer | None = None
 
     def begin(self) -> bytes:
         """Return the beginning of the response."""
-        response = _response(self._call, self._id, self._created, "in_progress")
+        response = _response(self._call, self._ids[0], self._created, "in_progress")
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def opened(self, field: Field) -> bytes:
@@ -72,7 +71,8 @@ class ResponseEvents(Blocks):
         self._answer = answer = answers[0]
         events = [self.rest(answer)]
         if not answer.calls and not answer.content:
-            events += [self._text("content", ""), self._close()]
+            events.append(self.text(Delta(0, "content", "")))
+        events.append(self.close())
         for call in answer.calls:
             item = _call(self._item_id("fc"), call)
             place = {"item_id": item["id"], "output_index": len(self._output)}
@@ -100,18 +100,18 @@ class ResponseEvents(Blocks):
         cut = {"incomplete_details": {"reason": "max_output_tokens"}} if is_cut(answer) else {}
         status = "incomplete" if cut else "completed"
         return _response(
-            self._call, self._id, self._created, status, output=self._output, usage=counts, **cut
+            self._call, self._ids[0], self._created, status, output=self._output, usage=counts, **cut
         )
 
     def failure(self, status: int, code: str, message: str) -> bytes:
         """Return the failed response."""
         error = {"code": code, "message": message}
-        response = _response(self._call, self._id, self._created, "failed", error=error)
+        response = _response(self._call, self._ids[0], self._created, "failed", error=error)
         return self._event("failed", response=response)
 
     def _item_id(self, kind: str) -> str:
         """Return the id of the item that is open, or opens now."""
-        return f"{kind}_{self._id}_{len(self._output)}"
+        return f"{kind}_{self._ids[0]}_{len(self._output)}"
 
     def _added(self, item: Mapping[str, Any]) -> bytes:
         return self._event("output_item.added", output_index=len(self._output), item=item)

@@ -1,7 +1,6 @@
 """OpenAI's responses: requests read strictly. `ResponseEvents` writes the replies."""
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -162,6 +161,7 @@ class Responses(AgentProtocol):
     """OpenAI's responses."""
 
     name: ProtocolName = "responses"
+    events = ResponseEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
@@ -210,13 +210,9 @@ class Responses(AgentProtocol):
     def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of an unstreamed reply."""
         answer = answers[0]
-        events = ResponseEvents(call, answer.id, answer.created)
+        events = ResponseEvents(call, [answer.id], answer.created)
         events.end(answers)
         return events.whole(answer)
-
-    def events(self, call: Call, answer_ids: Sequence[str]) -> "ResponseEvents":
-        """Return the writer of a streamed reply."""
-        return ResponseEvents(call, answer_ids[0], int(time.time()))
 
 
 class _Conversation:

@@ -1,6 +1,9 @@
 """What a protocol is, and what all of them write: server-sent events, text in its order, errors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -20,50 +23,51 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def text_of(answer: Answer, field: Field) -> str:
-    """Text of one field of an answer."""
-    return answer.content if field == "content" else answer.reasoning or ""
+class EventWriter(ABC):
+    """Writes one streamed reply as server-sent events.
 
+    Args:
+        call: The call.
+        answer_ids: Ids that its answers will have.
+        created: Unix time of the reply, by default now.
+    """
 
-class Shown:
-    """How much of each field of an answer has been sent."""
+    def __init__(self, call: Call, answer_ids: Sequence[str], created: int | None = None) -> None:
+        self._call = call
+        self._ids = answer_ids
+        self._created = int(time.time()) if created is None else created
+        self._sent: Counter[tuple[int, Field]] = Counter()
 
-    def __init__(self) -> None:
-        self._lengths: dict[Field, int] = {"reasoning": 0, "content": 0}
-
-    def add(self, delta: Delta) -> None:
-        """Count a delta."""
-        self._lengths[delta.field] += len(delta.text)
-
-    def rest(self, answer: Answer) -> Iterator[tuple[Field, str]]:
-        """Yield the text of each field that has not been sent. Sent text is a beginning of the whole."""
-        for field, length in self._lengths.items():
-            if text := text_of(answer, field)[length:]:
-                yield field, text
-
-
-class EventWriter(Protocol):
-    """Writes one streamed reply as server-sent events."""
-
+    @abstractmethod
     def begin(self) -> bytes:
         """Return the events before the first text."""
-        ...
+
+    @abstractmethod
+    def text(self, delta: Delta) -> bytes:
+        """Return the events of a piece of text."""
 
     def delta(self, delta: Delta) -> bytes:
-        """Return the events of a piece of text."""
-        ...
+        """Return the events of a piece of text, and note that it has been sent."""
+        self._sent[delta.index, delta.field] += len(delta.text)
+        return self.text(delta)
+
+    def rest(self, answer: Answer, index: int = 0) -> bytes:
+        """Return the events of the text that has not been sent. Sent text is a beginning of the whole."""
+        texts: dict[Field, str] = {"reasoning": answer.reasoning or "", "content": answer.content}
+        rest = [Delta(index, field, text[self._sent[index, field] :]) for field, text in texts.items()]
+        return b"".join([self.text(delta) for delta in rest if delta.text])
 
     def keep_alive(self) -> bytes:
         """Return bytes that clients ignore, to be sent while nothing is sampled."""
         return COMMENT
 
+    @abstractmethod
     def end(self, answers: Sequence[Answer]) -> bytes:
         """Return the events after the last text: calls, finish reasons, token counts."""
-        ...
 
+    @abstractmethod
     def failure(self, status: int, code: str, message: str) -> bytes:
         """Return the events that end the stream with an error. Nothing breaks it off instead."""
-        ...
 
 
 class Blocks(EventWriter):
@@ -72,45 +76,34 @@ class Blocks(EventWriter):
     A subclass writes the events that open, extend and close a block.
     """
 
-    def __init__(self) -> None:
-        self._shown = Shown()
-        self._open: Field | None = None
-        self._pieces: list[str] = []
+    _open: Field | None = None
+    _pieces: list[str]
 
+    @abstractmethod
     def opened(self, field: Field) -> bytes:
         """Return the events that open a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extended(self, field: Field, text: str) -> bytes:
         """Return the events of more text in the open block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closed(self, field: Field, text: str) -> bytes:
         """Return the events that close the open block, which holds this text."""
-        raise NotImplementedError
 
-    def delta(self, delta: Delta) -> bytes:
+    def text(self, delta: Delta) -> bytes:
         """Return the events of a piece of text."""
-        self._shown.add(delta)
-        return self._text(delta.field, delta.text)
-
-    def rest(self, answer: Answer) -> bytes:
-        """Return the events of the text that has not been sent, and close the last block."""
-        events = [self._text(field, text) for field, text in self._shown.rest(answer)]
-        return b"".join(events) + self._close()
-
-    def _text(self, field: Field, text: str) -> bytes:
         before = b""
-        if field != self._open:
-            before = self._close() + self.opened(field)
-            self._open = field
-        self._pieces.append(text)
-        return before + self.extended(field, text)
+        if delta.field != self._open:
+            before = self.close() + self.opened(delta.field)
+            self._open, self._pieces = delta.field, []
+        self._pieces.append(delta.text)
+        return before + self.extended(delta.field, delta.text)
 
-    def _close(self) -> bytes:
-        field, text = self._open, "".join(self._pieces)
-        self._open, self._pieces = None, []
-        return b"" if field is None else self.closed(field, text)
+    def close(self) -> bytes:
+        """Return the events that close the open block, if there is one."""
+        field, self._open = self._open, None
+        return b"" if field is None else self.closed(field, "".join(self._pieces))
 
 
 def total_usage(answers: Sequence[Answer]) -> Usage:
@@ -150,6 +143,8 @@ class AgentProtocol(Protocol):
     """One protocol of agents. A module each: `chat`, `responses` and `messages`."""
 
     name: ProtocolName
+    events: type[EventWriter]
+    """The writer of its streamed replies."""
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request.
@@ -167,10 +162,6 @@ class AgentProtocol(Protocol):
 
     def reply(self, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the body of an unstreamed reply."""
-        ...
-
-    def events(self, call: Call, answer_ids: Sequence[str]) -> EventWriter:
-        """Return the writer of a streamed reply, whose answers will have these ids."""
         ...
 
     def error(self, status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
