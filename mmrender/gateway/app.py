@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -17,7 +18,6 @@ from mmrender.gateway.call import Call, ProtocolName
 from mmrender.gateway.limits import (
     Body,
     CallerLeftError,
-    Failure,
     RateLimit,
     RequestError,
     check_charge,
@@ -94,28 +94,19 @@ class _Routes:
             Route("/sessions/{session}/wait", self._answered(self._wait), methods=["GET"]),
             Route("/sessions/{session}/trajectory", self._answered(self._trajectory), methods=["GET"]),
         ]
-        calls: list[tuple[str, ProtocolName]] = [
-            ("chat/completions", "chat"),
-            ("responses", "responses"),
-            ("messages", "messages"),
-        ]
-        counts: list[tuple[str, ProtocolName]] = [
-            ("messages/count_tokens", "messages"),
-            ("responses/input_tokens", "responses"),
-        ]
+        calls = (
+            ("chat/completions", PROTOCOLS["chat"], self._call),
+            ("responses", PROTOCOLS["responses"], self._call),
+            ("messages", PROTOCOLS["messages"], self._call),
+            ("messages/count_tokens", PROTOCOLS["messages"], self._count),
+            ("responses/input_tokens", PROTOCOLS["responses"], self._count),
+        )
         for root in ("/s/{session}/v1", "/v1"):
-            routes += [
-                Route(f"{root}/models", self._answered(self._models), methods=["GET"]),
-                Route(f"{root}/models/{{name:path}}", self._answered(self._models), methods=["GET"]),
-                *(
-                    Route(f"{root}/{path}", self._answered(self._call(name), name), methods=["POST"])
-                    for path, name in calls
-                ),
-                *(
-                    Route(f"{root}/{path}", self._answered(self._count(name), name), methods=["POST"])
-                    for path, name in counts
-                ),
-            ]
+            for path in ("models", "models/{name:path}"):
+                routes += [Route(f"{root}/{path}", self._answered(self._models), methods=["GET"])]
+            for path, protocol, call in calls:
+                answer = self._answered(partial(call, protocol), protocol)
+                routes += [Route(f"{root}/{path}", answer, methods=["POST"])]
         routes.append(Route("/s/{session}", _alive, methods=["GET"]))
 
         @asynccontextmanager
@@ -126,7 +117,7 @@ class _Routes:
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_route})
 
     def _answered(
-        self, handler: Callable[[Request], Awaitable[Response]], protocol: ProtocolName = "chat"
+        self, handler: Callable[[Request], Awaitable[Response]], protocol: AgentProtocol = PROTOCOLS["chat"]
     ) -> Callable[[Request], Awaitable[Response]]:
         """Answer errors in the protocol's form, and count."""
 
@@ -139,7 +130,7 @@ class _Routes:
             except Exception as error:  # noqa: BLE001 - every error is answered
                 if not isinstance(error, MMRenderError | RequestError):
                     _log.exception("a request failed", exc_info=error)
-                response = _failed(PROTOCOLS[protocol], failure_of(error))
+                response = _failed(protocol, failure_of(error))
             if not isinstance(response, Reply):
                 self._record(request, response.status_code, begun)
             return response
@@ -194,45 +185,40 @@ class _Routes:
 
     # --- calls ---
 
-    def _call(self, name: ProtocolName) -> Callable[[Request], Awaitable[Response]]:
-        protocol = PROTOCOLS[name]
+    async def _call(self, protocol: AgentProtocol, request: Request) -> Response:
+        begun = time.monotonic()
+        session = await self._session(request)
+        body = await self._body(request)
+        if (model := str(body.value.get("model"))) in self.host.aliases:
+            return await self._forwarded(request, model, body.value)
+        call = await self._read(protocol, body, request)
+        with ExitStack() as stack:
+            stack.enter_context(self._rate.charged(key_of(request), call.n))
+            pending = await session.begin(call)
+            stack.callback(pending.leave)
+            caller = Caller(request)
+            stack.callback(caller.close)
+            reply: bytes | AsyncIterator[bytes]
+            if call.stream:
+                seconds = self.settings.keep_alive_seconds
+                await caller.wait_for(begin_stream(pending, seconds))
+                reply = stream(pending, protocol.events(call, pending.answer_ids), seconds)
+                headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+            else:
+                answers = await caller.wait_for(pending.answers())
+                reply = msgspec.json.encode(protocol.reply(call, answers))
+                headers = {"content-type": "application/json"}
+            # The response closes what is open so far, once it is sent or its caller has left.
+            resources = stack.pop_all()
 
-        async def answer(request: Request) -> Response:
-            begun = time.monotonic()
-            session = await self._session(request)
-            body = await self._body(request)
-            if (name := str(body.value.get("model"))) in self.host.aliases:
-                return await self._forwarded(request, name, body.value)
-            call = await self._read(protocol, body, request)
-            with ExitStack() as stack:
-                stack.enter_context(self._rate.charged(key_of(request), call.n))
-                pending = await session.begin(call)
-                stack.callback(pending.leave)
-                caller = Caller(request)
-                stack.callback(caller.close)
-                reply: bytes | AsyncIterator[bytes]
-                if call.stream:
-                    seconds = self.settings.keep_alive_seconds
-                    await caller.wait_for(begin_stream(pending, seconds))
-                    reply = stream(pending, protocol.events(call, pending.answer_ids), seconds)
-                    headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
-                else:
-                    answers = await caller.wait_for(pending.answers())
-                    reply = msgspec.json.encode(protocol.reply(call, answers))
-                    headers = {"content-type": "application/json"}
-                # The response closes what is open so far, once it is sent or its caller has left.
-                resources = stack.pop_all()
+        def close(error: BaseException | None) -> None:
+            status = error.status if isinstance(error, RequestError) else CallerLeftError().status
+            self._record(request, 200 if error is None else status, begun)
+            if error is None:
+                pending.delivered()
+            resources.close()
 
-            def close(error: BaseException | None) -> None:
-                status = error.status if isinstance(error, RequestError) else CallerLeftError().status
-                self._record(request, 200 if error is None else status, begun)
-                if error is None:
-                    pending.delivered()
-                resources.close()
-
-            return Reply(caller, reply, headers, close)
-
-        return answer
+        return Reply(caller, reply, headers, close)
 
     async def _read(self, protocol: AgentProtocol, body: Body, request: Request) -> Call:
         """Read a body into a call, and digest it."""
@@ -268,16 +254,11 @@ class _Routes:
         kept = {"content-type": headers.get("content-type", "application/json")}
         return Reply(caller, pieces, kept, lambda error: None, status)
 
-    def _count(self, name: ProtocolName) -> Callable[[Request], Awaitable[Response]]:
-        protocol = PROTOCOLS[name]
-
-        async def answer(request: Request) -> Response:
-            await self._session(request)
-            body = await self._body(request)
-            count = await self.host.count_tokens(await self._read(protocol, body, request))
-            return _json({"input_tokens": count})
-
-        return answer
+    async def _count(self, protocol: AgentProtocol, request: Request) -> Response:
+        await self._session(request)
+        body = await self._body(request)
+        count = await self.host.count_tokens(await self._read(protocol, body, request))
+        return _json({"input_tokens": count})
 
     async def _models(self, request: Request) -> Response:
         """Return a model, or the list of them if the request names none."""
@@ -311,12 +292,11 @@ class _Routes:
 
     async def _open(self, request: Request) -> Response:
         wish = await self._wish(request, _Opening)
-        options = {name: value for name, value in msgspec.structs.asdict(wish).items() if value is not None}
-        named = request.path_params.get("session", wish.name)
-        if wish.name not in (None, named):
+        name = request.path_params.get("session", wish.name)
+        if wish.name not in (None, name):
             message = f"the path names another session than {wish.name!r}"
             raise RequestError(400, message, code="invalid_value", param="name")
-        options["name"] = named
+        options = {**msgspec.structs.asdict(wish), "name": name}
         session = await self.host.open_session(owner=self._owner(request), **options)
         root = str(request.base_url).rstrip("/")
         return _json(
@@ -412,14 +392,14 @@ def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = N
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def _failed(protocol: AgentProtocol, failure: Failure) -> Response:
+def _failed(protocol: AgentProtocol, failure: RequestError) -> Response:
     headers = {
         503: {"retry-after": "1"},
         429: {"retry-after": "1"},
         401: {"www-authenticate": "Bearer"},
         409: {"x-should-retry": "false"},  # OpenAI's and Anthropic's clients repeat such a call otherwise
     }
-    body = protocol.error(failure.status, failure.code, failure.message, failure.param)
+    body = protocol.error(failure.status, failure.code, str(failure), failure.param)
     return _json(body, failure.status, headers.get(failure.status))
 
 
@@ -435,10 +415,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
     message = f"there is no route {request.method} {request.url.path}"
-    return refusal(request.url.path, Failure(status, code, message, None))
+    return refusal(request.url.path, RequestError(status, message, code=code))
 
 
-def refusal(path: str, failure: Failure) -> Response:
+def refusal(path: str, failure: RequestError) -> Response:
     """Return an error in the form of a path's protocol."""
     name: ProtocolName = "messages" if "/v1/messages" in path else "chat"
     return _failed(PROTOCOLS[name], failure)

@@ -48,7 +48,7 @@ _MAX_STOP_CHARACTERS: Final = 8192
 
 
 class RequestError(Exception):
-    """The gateway itself refuses a request."""
+    """An error as every protocol can say it. The gateway itself raises it to refuse a request."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -60,15 +60,6 @@ class CallerLeftError(RequestError):
 
     def __init__(self) -> None:
         super().__init__(499, "the caller left", code="caller_left")
-
-
-class Failure(NamedTuple):
-    """An error as every protocol can say it."""
-
-    status: int
-    code: str
-    message: str
-    param: str | None
 
 
 _STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
@@ -91,22 +82,22 @@ _STATUSES: Final[tuple[tuple[type[MMRenderError], int, str], ...]] = (
 )
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> RequestError:
     """Return an error's status, code and text. Unexpected errors reveal nothing of our insides."""
     if isinstance(error, RequestError):
-        return Failure(error.status, error.code, str(error), error.param)
+        return error
     if isinstance(error, PromptTooLongError) and error.prompt_len is not None:
         limit = "" if error.max_prompt_len is None else f" > {error.max_prompt_len} maximum"
         # Harnesses look for this sentence, and shorten their history.
         message = f"prompt is too long: {error.prompt_len} tokens{limit}"
-        return Failure(400, "context_length_exceeded", message, error.where)
+        return RequestError(400, message, code="context_length_exceeded", param=error.where)
     if isinstance(error, EngineStatusError) and error.status < 500:
         # Only refusals are passed on. An engine's failure is a failure of the gateway.
-        return Failure(error.status, "engine_refused", str(error), None)
+        return RequestError(error.status, str(error), code="engine_refused")
     for kind, status, code in _STATUSES:
         if isinstance(error, kind):
-            return Failure(status, code, str(error), error.where)
-    return Failure(500, "internal_error", "internal error", None)
+            return RequestError(status, str(error), code=code, param=error.where)
+    return RequestError(500, "internal error", code="internal_error")
 
 
 def key_of(request: Request) -> str:

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from mmrender.errors import MissingDependencyError
-from mmrender.gateway.limits import CallerLeftError, Failure, RequestError, failure_of
+from mmrender.gateway.limits import CallerLeftError, RequestError, failure_of
 from mmrender.gateway.pending import Pending
 from mmrender.gateway.writing import EventWriter
 
@@ -21,9 +21,6 @@ Result = TypeVar("Result")
 
 class StreamBrokenError(RequestError):
     """A stream ends without its last event, so that clients repeat the call."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.status, f"a stream broke off: {failure.message}", code=failure.code)
 
 
 class Caller:
@@ -100,8 +97,9 @@ async def stream(
         answers = await pending.answers()
     except Exception as error:  # the status is sent, so it goes into the stream
         failure = failure_of(error)
-        if not (last := writer.failure(failure.status, failure.code, failure.message)):
-            raise StreamBrokenError(failure) from error
+        if not (last := writer.failure(failure.status, failure.code, str(failure))):
+            message = f"a stream broke off: {failure}"
+            raise StreamBrokenError(failure.status, message, code=failure.code) from error
         yield last
     else:
         yield writer.end(answers)

@@ -26,7 +26,7 @@ from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, check_count
 from mmrender.gateway.app import refusal
 from mmrender.gateway.gateway import Gateway
-from mmrender.gateway.limits import Failure
+from mmrender.gateway.limits import RequestError
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.renderer import Renderer
 from mmrender.shipping.address import is_loopback
@@ -205,7 +205,7 @@ class _Ingress:
     async def __call__(self, request: Request) -> Response:
         if not self._is_open and not (request.client and is_loopback(request.client.host)):
             message = "the gateways have no key, so only this machine may call them"
-            return refusal(request.url.path, Failure(403, "wrong_caller", message, None))
+            return refusal(request.url.path, RequestError(403, message, code="wrong_caller"))
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -215,7 +215,7 @@ class _Ingress:
         if target is None:
             message = "the request names no session: put /s/NAME before /v1 in the base URL. "
             message += "For what one gateway answers, put /gateways/NUMBER before the path"
-            return refusal(request.url.path, Failure(400, "no_session", message, None))
+            return refusal(request.url.path, RequestError(400, message, code="no_session"))
         scope = {name: request.scope[name] for name in _SCOPE} | {"path": target.path}
         request_id, gateway = secrets.token_hex(16), self._gateways[target.gateway]
         answer = gateway.options(stream=True).answer.remote(request_id, scope, bytes(body))
@@ -223,7 +223,7 @@ class _Ingress:
             start = await anext(aiter(answer))
         except (RayActorError, DeploymentUnavailableError):
             message = "the gateway of this session has died and is started again"
-            return refusal(request.url.path, Failure(503, "gateway_restarts", message, None))
+            return refusal(request.url.path, RequestError(503, message, code="gateway_restarts"))
         response = StreamingResponse(self._pieces(gateway, request_id, answer), start["status"])
         response.raw_headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
         return response

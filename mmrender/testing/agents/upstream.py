@@ -182,8 +182,8 @@ class Upstream:
             prompt = self._renderer.render_ids(call.messages, tools=tools, add_generation_prompt=True)
         except MMRenderError as error:
             failure = failure_of(error)
-            named = failure._replace(message=str(error))  # nothing here is a secret
-            return failure.status, msgspec.json.encode(protocol.error(*named))
+            refusal = protocol.error(failure.status, failure.code, str(error), failure.param)
+            return failure.status, msgspec.json.encode(refusal)  # nothing here is a secret
         ids, reason = self._completion(prompt, call.sampling_params.get("max_tokens"))
         answer = self._answer(call, prompt, ids, reason)
         if not call.stream:
