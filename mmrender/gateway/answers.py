@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from mmrender.client.types import Generation
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
 from mmrender.gateway.deltas import without_stop
 from mmrender.gateway.reading import read_arguments
-from mmrender.messages import Message, ToolCall
+from mmrender.messages import Message
 from mmrender.parsing import ToolCallAttempt
 from mmrender.protocols import RendererProtocol
 
@@ -60,13 +58,11 @@ def read_turn(
     calls = tuple(
         AnswerCall(prefix + new_id(), each.name or "", _arguments_text(each, call.protocol)) for each in made
     )
-    message = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=()).to_message()
-    if made:
-        own_calls = tuple(
-            ToolCall(each.name or "", _arguments(each), each.id or answered.id)
-            for each, answered in zip(made, calls, strict=True)
-        )
-        message = msgspec.structs.replace(message, content=message.content or None, tool_calls=own_calls)
+    own_calls = tuple(
+        replace(each, status="ok", arguments=_arguments(each), id=each.id or answered.id)
+        for each, answered in zip(made, calls, strict=True)
+    )
+    own = replace(parsed, content=content, reasoning_content=reasoning, tool_calls=own_calls)
     alternatives = (token for entry in response.top_logprobs or () for token, _ in entry)
     tokens = () if call.logprobs is None else dict.fromkeys([*response.completion_ids, *alternatives])
     answer = Answer(
@@ -83,7 +79,7 @@ def read_turn(
         token_texts={token: renderer.decode([token]) for token in tokens},
         **names,
     )
-    return ReadTurn(answer, tuple(each.id for each in made), message, notes)
+    return ReadTurn(answer, tuple(each.id for each in made), own.to_message(), notes)
 
 
 def stop_strings(params: Mapping[str, Any]) -> Sequence[str]:

@@ -5,7 +5,6 @@ Everything between sees these values only.
 """
 
 import secrets
-import string
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 from mmrender.caching import cached_property
 from mmrender.client.types import TopLogprobs, TurnFinishReason, Usage
-from mmrender.gateway import work
 from mmrender.gateway.digests import CallDigests, digest_of, message_digest
 from mmrender.messages import Message
 
@@ -23,12 +21,6 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 ID_LENGTH: Final = 24
 """Letters and digits of an id, without its protocol's prefix."""
-_ALPHABET: Final = (string.ascii_letters + string.digits).encode()
-_LETTERS: Final = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
-"""A letter or digit for each byte. Some are a quarter more likely, which leaves 136 random bits of 142."""
-
-_MEMBERS: Final = 8
-"""Members that a message is taken to have, for the size of the work on it."""
 
 Kind: TypeAlias = Literal["main", "subagent", "compaction", "side"]
 """Role of a conversation in its rollout: the agent itself, an agent that it started, a summary of its history
@@ -110,7 +102,7 @@ class Call:
 
     @cached_property
     def digests(self) -> CallDigests:
-        """Its digests. Large pictures take a while the first time: see `digest`.
+        """Its digests. Large pictures take a while the first time, so this takes a thread.
 
         Raises:
             InputError: A picture has no text or bytes as its source, or a value is nested too deeply.
@@ -127,13 +119,6 @@ class Call:
         )
         instructions = sys.intern(digest_of(self.instructions)) if self.instructions else ""
         return CallDigests(bytes.fromhex(digest_of(request)), tools, tuple(messages), instructions)
-
-    async def digest(self) -> None:
-        """Make its digests without blocking the event loop. Errors are as of `digests`."""
-        sources = (part.source for message in self.messages for _, part in message.media())
-        nbytes = sum(len(source) for source in sources if isinstance(source, str | bytes))
-        members = _MEMBERS * len(self.messages)
-        await work.do(lambda: self.digests, size=nbytes + work.MEMBER_BYTES * members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +187,4 @@ OnDelta: TypeAlias = Callable[[Delta], None]
 
 def new_id() -> str:
     """Return a unique id of letters and digits."""
-    return secrets.token_bytes(ID_LENGTH).translate(_LETTERS).decode()
+    return secrets.token_hex(ID_LENGTH // 2)

@@ -12,7 +12,7 @@ alone decides when two messages are equal:
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -51,9 +51,10 @@ def hash_of(data: bytes) -> Digest:
     return blake3(data).hexdigest(length=16)
 
 
-def digest_of(value: Any) -> Digest:
-    """Digest of plain data, by its JSON with sorted keys."""
+def digest_of(value: Any, *, as_javascript: bool = False) -> Digest:
+    """Digest of plain data, by its JSON with sorted keys, or by its JSON after a way through JavaScript."""
     try:
+        value = _as_javascript(value) if as_javascript else value
         return hash_of(_ENCODE(value))
     except RecursionError:
         raise InputError("a value is nested too deeply", where="messages or tools") from None
@@ -115,23 +116,9 @@ def _source_digest(source: Any, where: str) -> Digest:
     return hash_of(source)
 
 
-def answer_digest(text: str, calls: Iterable[tuple[str, Any]]) -> Digest:
+def answer_digest(text: str, calls: Sequence[tuple[str, Any]]) -> Digest:
     """Return the digest of an answer in canonical form. A call is its name and its arguments."""
-    return digest_of(("answer", folded(text), [(name, _arguments(value)) for name, value in calls]))
-
-
-def _arguments(value: Any) -> Any:
-    """Arguments of a call to compare. Of arguments that are not JSON, which agents wrap, the raw text."""
-    if isinstance(value, Mapping) and len(value) == 1:
-        [(key, inner)] = value.items()
-        if key == "__unparsedToolInput" and isinstance(inner, Mapping):
-            inner = inner.get("raw")
-        if key.startswith("__unparsed") and isinstance(inner, str):
-            return inner
-    try:
-        return _as_javascript(value)
-    except RecursionError:
-        raise InputError("a value is nested too deeply", where="messages or tools") from None
+    return digest_of(("answer", folded(text), calls), as_javascript=True)
 
 
 def texts_of(message: Message) -> list[str]:

@@ -19,9 +19,6 @@ from mmrender.messages import MediaPart, Message, Part, TextPart, ToolCall, text
 UNPARSED: Final = "__unparsed"
 """Only key of the arguments of a call whose text is no JSON object. Its value is that text."""
 
-_CLAUDE_UNPARSED: Final = "__unparsedToolInput"
-"""Claude Code's key for the same, with `raw` and `len`."""
-
 _UNREPORTED: Final = frozenset({
     *("detokenize", "extra_args", "flat_logprobs", "logprob_token_ids", "prompt_logprob_start"),
     *("prompt_logprob_token_ids", "prompt_logprobs", "stream_interval", "trace_decode_token_ids"),
@@ -180,17 +177,16 @@ def assistant(texts: Sequence[str], reasoning: str | None, calls: Sequence[ToolC
 
 def read_arguments(value: Any, where: str) -> dict[str, Any]:
     """Read the arguments of a call. Text that is no JSON object becomes `{UNPARSED: text}`."""
-    if isinstance(value, dict) and value.keys() == {_CLAUDE_UNPARSED}:
-        inner = value[_CLAUDE_UNPARSED]
-        raw = inner.get("raw") if isinstance(inner, dict) else None
-        if isinstance(raw, str):
-            return read_arguments(raw, where)
     try:
-        return parse_arguments(value, where)
+        arguments = parse_arguments(value, where)
     except MessageError:
         if isinstance(value, str):
             return {UNPARSED: value}
         raise
+    match arguments:
+        case {"__unparsedToolInput": {"raw": str(text)}} if len(arguments) == 1:  # Claude Code's form of it
+            return read_arguments(text, where)
+    return arguments
 
 
 # --- tools and the form of the answer ---

@@ -154,17 +154,14 @@ class Session:
 
     # --- calls ---
 
-    async def begin(self, call: Call, *, shows_text: bool | None = None) -> Pending:
+    async def begin(self, call: Call) -> Pending:
         """Begin to answer a call.
 
         The call attaches to an earlier one if their idempotency keys are equal, or if the requests are equal
         and each caller of the earlier one has left without the whole answer. If all callers have left,
         sampling goes on for `settings.retry_seconds`, and is then aborted.
 
-        Args:
-            call: The call.
-            shows_text: Whether the caller reads text before the end, by default if the call is streamed. Only
-                then are tokens streamed from the engine, which costs it and the gateway more.
+        Tokens are streamed from the engine only if the call is streamed, since that costs more.
 
         Raises:
             SessionClosedError: The session has ended.
@@ -176,7 +173,6 @@ class Session:
         self.used = time.monotonic()
         self._beginning += 1  # so that it stays in memory
         try:
-            await call.digest()
             key = call.digests.request
             memory = await self._loaded()
             run = await memory.repeated(key, call.idempotency_key)
@@ -185,7 +181,7 @@ class Session:
                 memory.check_budgets(self.opened, self._host.settings, call.n)
                 run = Run(key, tuple(new_id() for _ in range(call.n)), call.idempotency_key)
                 memory.keep(run)
-                on_delta = run.add_delta if (call.stream if shows_text is None else shows_text) else None
+                on_delta = run.add_delta if call.stream else None
                 self._start(run, self._sampled(memory, run, call, on_delta))
             elif run.task is not None and run.answers and run.task.done() and run.task.exception():
                 self._start(run, self._written(run))
@@ -196,9 +192,11 @@ class Session:
     async def answer(self, call: Call, on_delta: OnDelta | None = None) -> tuple[Answer, ...]:
         """Answer a call of this process, which receives each answer that this returns.
 
+        Text is sent to `on_delta` as it becomes certain.
+
         Raises as `begin` and `Pending.answers`.
         """
-        pending = await self.begin(call, shows_text=on_delta is not None)
+        pending = await self.begin(replace(call, stream=on_delta is not None))
         try:
             if on_delta is not None:
                 position = 0

@@ -10,6 +10,7 @@ from mmrender.content import normalize_messages
 from mmrender.errors import InputError
 from mmrender.gateway.call import Answer, AnswerCall, Call, Origin, new_id
 from mmrender.gateway.matching import Index
+from mmrender.gateway.reading import read_arguments
 from rollout_cases import TOOLS
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -273,7 +274,7 @@ def test_arguments_that_are_no_json_are_their_text(raw):
         {
             "role": "assistant",
             "content": "y",
-            "tool_calls": [{"function": {"name": "look", "arguments": each}}],
+            "tool_calls": [{"function": {"name": "look", "arguments": read_arguments(each, "arguments")}}],
         }
         for each in forms
     ]
