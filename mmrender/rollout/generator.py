@@ -170,7 +170,9 @@ class VLMGenerator:
         return [trajectories[index] for index in range(len(trajectories))]
 
     async def stream(self, input_batch: GeneratorInput) -> AsyncGenerator[Trajectory, None]:
-        """Roll out a batch and yield each trajectory when it finishes. Its name is `extra["name"]`.
+        """Roll out a batch and yield each trajectory when it finishes.
+
+        Its `extra["name"]` is the rollout's name: without `trajectory_ids` that of prompt 3 is `"3_0"`.
 
         Closing the iterator cancels the rollouts in flight.
 
@@ -256,6 +258,7 @@ class VLMGenerator:
             raise error
         described = f"{type(error).__name__}: {error}"
         trajectory.error = trajectory.error or described
+        trajectory.extra["stop_reason"] = "error"
         # Our errors name the place, others need their traceback.
         trace = None if isinstance(error, MMRenderError) else error
         _log.warning("rollout %s failed: %s", rollout.name, described, exc_info=trace)

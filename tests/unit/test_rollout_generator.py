@@ -366,6 +366,12 @@ def test_trajectories_come_as_they_finish_with_ids_of_their_own(renderer):
     assert len({trajectory.trajectory_id for trajectory in seen}) == 4
 
 
+async def test_a_trajectory_that_failed_has_the_stop_reason_of_its_row(renderer):
+    generator, batch, *_ = scripted(renderer, scripts=[(asks("Sure?"), KeyError("lost"))])
+    (trajectory,) = await generator.roll_out(batch)
+    assert (trajectory.error, trajectory.extra["stop_reason"]) == ("KeyError: 'lost'", "error")
+
+
 async def test_leaving_the_stream_cancels_the_rest(renderer):
     def say(request):
         return "Yes." if len(backend.requests) == 1 else None
