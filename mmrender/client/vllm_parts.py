@@ -23,8 +23,8 @@ from mmrender.client.reply import FailedInEngineError, PromptNotShownError
 from mmrender.client.server_facts import Process, ServerFacts
 from mmrender.client.transport import JSONText, Transport
 from mmrender.client.types import EngineRequest
-from mmrender.client.vllm_images import GENERATE_PATH, SIZE_SETTING, compare_item
-from mmrender.client.vllm_render import RENDER_PATH, render_item
+from mmrender.client.vllm_images import GENERATE_PATH, SIZE_SETTING
+from mmrender.client.vllm_render import RENDER_PATH, compare_item, render_item
 from mmrender.errors import EngineError, EngineMismatchError, EngineStatusError, EngineUnsupportedError
 from mmrender.media.encoded import coding_of, probe_of
 from mmrender.media.load import Coding

@@ -1,24 +1,41 @@
-"""One image or audio clip as a vLLM server processes it, by its render route, and errors of comparing it."""
+"""One image or audio clip as a vLLM server processes it, by its render route, compared with ours."""
 
 import asyncio
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from mmcodecs.arrays import RawTensor
 from mmrender.client.reply import decode_as
 from mmrender.client.transport import Transport
-from mmrender.client.vllm_fields import PIXEL_DTYPES, PixelDtype
+from mmrender.client.vllm_fields import (
+    PIXEL_DTYPES,
+    PixelDtype,
+    WireForm,
+    collate_items,
+    item_tensors,
+    layout_for,
+)
 from mmrender.errors import (
     EngineMismatchError,
     EngineReplyError,
     EngineStatusError,
     EngineUnsupportedError,
 )
+from mmrender.media.item import tensor_specs
+from mmrender.media.vllm_items import KwargsItem
 from mmrender.messages import Modality
+from mmrender.sidecar import MediaItem
 
 RENDER_PATH: Final = "/v1/chat/completions/render"
 _NOUN: Final = {"image": "image", "video": "video", "audio": "audio clip"}
+
+
+# How far values may differ. Back ends round differently. Another mean or deviation differs by much more.
+_TOLERANCE: Final = {"uint8": 0.0, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 class Range(msgspec.Struct):
@@ -94,6 +111,63 @@ async def render_item(
         )
     (item,), (mm_hash,) = (features.kwargs_data or {})[modality], features.mm_hashes[modality]
     return ServedItem(tuple(rendered.token_ids[offset : offset + length]), item or "", mm_hash)
+
+
+def kind_of(item: MediaItem) -> Modality:
+    """Return the modality that a server is asked to render for an item: frames of a video are images."""
+    return "audio" if item.modality == "audio" else "image"
+
+
+def compare_item(item: MediaItem, served: KwargsItem, has_its_values: bool, where: str) -> WireForm:
+    """Compare the served tensors with ours, and return the form of both.
+
+    Features of a clip go by the names of the server's model. Values are compared if the server was shown
+    the item's own.
+
+    Raises:
+        EngineMismatchError: The server has other tensors.
+        EngineUnsupportedError: It is not known how the server joins its tensors.
+    """
+    modality, specs = kind_of(item), tensor_specs(item)
+    if modality == "image" and served.keys() != specs.keys():
+        raise mismatch("fields", where, ", ".join(sorted(served)), ", ".join(sorted(specs)))
+    kinds = {name: type(elem.field).__name__.removesuffix("Field").lower() for name, elem in served.items()}
+    layout = layout_for(served.keys(), kinds, modality=modality)
+    dtypes = {name: dtype_of(elem.data) for name, elem in served.items()}
+    is_value = {name: specs[name].floating if name in specs else "float" in dtypes[name] for name in served}
+    values = {dtype for name, dtype in dtypes.items() if is_value[name]}
+    form = WireForm(layout, known_dtype(values, where, modality))
+    (collated,) = collate_items(layout, [item_tensors(item, form)])
+    if served.keys() != collated.keys():
+        names = ", ".join(sorted(served)), ", ".join(sorted(collated))
+        raise mismatch("fields", where, *names, modality=modality)
+    for name, elem in collated.items():
+        theirs, ours = served[name].data, elem.data
+        shapes = [_described(tensor) for tensor in (theirs, ours)]
+        is_unused = name == "feature_attention_mask" and "audio_feature_lengths" in served
+        if shapes[0] != shapes[1] and not is_unused:
+            raise mismatch(name, where, *shapes, modality=modality)
+        differences = np.abs(_floats(theirs) - _floats(ours)) if has_its_values else np.zeros(1)
+        largest, tolerance = float(differences.max(initial=0.0)), _TOLERANCE[form.pixels]
+        if not largest <= tolerance:
+            count = int((differences > tolerance).sum())
+            got = f"{largest:.4g}, and {count} of {differences.size} values differ"
+            raise mismatch(f"values of {name}", where, f"no difference above {tolerance:g}", got)
+    return form
+
+
+def _described(tensor: Any) -> str:
+    """Return the kind and shape of a tensor. Releases of Transformers have integers of other widths."""
+    dtype = dtype_of(tensor)
+    kind = "integers" if "int" in dtype and dtype != "uint8" else dtype
+    return f"{kind} {list(getattr(tensor, 'shape', ()))}"
+
+
+def _floats(tensor: Any) -> npt.NDArray[np.float64]:
+    if isinstance(tensor, RawTensor):  # of bfloat16, the upper half of a float32
+        bits = tensor.bits.view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64).reshape(-1)
+    return np.asarray(tensor).astype(np.float64).reshape(-1)
 
 
 def mismatch(

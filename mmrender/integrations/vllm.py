@@ -30,9 +30,9 @@ from mmrender.client.reply import (
 from mmrender.client.sampling import spell_in_process
 from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
-from mmrender.client.vllm_audio import compare_clip
 from mmrender.client.vllm_fields import collate_items, item_tensors
 from mmrender.client.vllm_images import dense_spans
+from mmrender.client.vllm_render import compare_item
 from mmrender.errors import EngineReplyError, EngineUnsupportedError, PromptTooLongError
 from mmrender.media.encoded import encoded_image
 from mmrender.media.vllm_items import decode_mm_kwargs_item, encode_mm_kwargs_item
@@ -189,9 +189,8 @@ def _with_clips(made: dict[str, Any], clips: Sequence[MediaSpan], request: Engin
     items, hashes = [], []
     silences = zip(dense_spans(clips), made["mm_kwargs"]["audio"], strict=True)
     for span, silence in silences:
-        tokens = tuple(request.prompt_ids[span.start : span.stop])
         served = decode_mm_kwargs_item(pybase64.b64encode(encoder.encode(silence)[0]))
-        form = compare_clip(span.item, tokens, tokens, served, where)
+        form = compare_item(span.item, served, False, where)
         (item,) = collate_items(form.layout, [item_tensors(span.item, form)])
         items.append(decoder.decode(pybase64.b64decode(encode_mm_kwargs_item(item))))
         hashes.append(form.mm_hash(span.item))
