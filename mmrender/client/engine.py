@@ -230,25 +230,18 @@ class Engine:
         else:
             parsed = renderer.parse_response(response.completion_ids, **parsing)
         structures = (sampling_params or {}).get("structured_outputs")
-        called = any(attempt.status == "ok" for attempt in parsed.tool_calls)
+        reported = {name: getattr(response, name) for name in EngineResponse.__slots__}
+        if response.finish_reason == "stop" and any(call.status == "ok" for call in parsed.tool_calls):
+            reported["finish_reason"] = "tool_calls"
         return Generation(
+            **reported,
             prompt_ids=prompt.ids,
-            completion_ids=response.completion_ids,
-            logprobs=response.logprobs,
-            finish_reason="tool_calls"
-            if called and response.finish_reason == "stop"
-            else response.finish_reason,
-            usage=response.usage,
             parsed=parsed,
             message=parsed.to_message(),
             multi_modal_data=prompt.data,
             prompt_attribution=prompt.attribution,
             response=response,
-            routed_experts=response.routed_experts,
-            weight_versions=response.weight_versions,
-            allowed=response.allowed,
             restricted=tuple(sorted(structures)) if structures and not response.allowed else (),
-            sampler=response.sampler,
         )
 
     def prompt(

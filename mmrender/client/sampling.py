@@ -324,16 +324,15 @@ def spell(params: Mapping[str, Any], engine: EngineName) -> tuple[dict[str, Any]
         raise _without_budget(None, _WITHOUT_BUDGET.get(engine))
     sampling: dict[str, Any] = {}
     request: dict[str, Any] = {}
-    extra = checked.pop("extra", {})
+    extra = {} if engine == "local" else checked.pop("extra", {})
     for name, value in checked.items():
         spelling = SPELLINGS[engine].get(name)
         if spelling is None:
-            raise SamplingParameterError(
-                f"{engine} does not know this sampling parameter",
-                where=where(name),
-                remedy=f"It knows: {', '.join(sorted(SPELLINGS[engine]))}. sampling_params['extra'] sends "
-                "others unchecked",
-            )
+            remedy = f"It knows: {', '.join(sorted(SPELLINGS[engine]))}"
+            if engine != "local":
+                remedy += ". sampling_params['extra'] sends others unchecked"
+            problem = f"{engine} does not know this sampling parameter"
+            raise SamplingParameterError(problem, where=where(name), remedy=remedy)
         target = request if engine == "sglang" and PARAMETERS[name].top_level else sampling
         if callable(spelling):
             target.update(spelling(value))

@@ -14,11 +14,10 @@ import msgspec
 from msgspec import Meta
 
 from mmcodecs.structs import ready
-from mmrender.client.sampling import MAX_BIAS, PARAMETERS, check_sampling_params, token_budget, where
+from mmrender.client.sampling import MAX_BIAS, spell, where
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import AllowedTokens
 
-_KNOWN: Final = frozenset(name for name, row in PARAMETERS.items() if row.local)
 _GREEDY_BELOW: Final = 1e-5
 """Temperature below which vLLM takes the likeliest token."""
 
@@ -35,14 +34,7 @@ def checked_params(params: Mapping[str, Any], vocab_size: int) -> dict[str, Any]
     Raises:
         SamplingParameterError: A name is unknown, or a value cannot be used.
     """
-    checked = check_sampling_params(params)
-    if unknown := checked.keys() - _KNOWN:
-        raise SamplingParameterError(
-            "the local backend does not know this sampling parameter",
-            where=where(min(unknown)),
-            remedy=f"It knows: {', '.join(sorted(_KNOWN))}",
-        )
-    token_budget(checked)
+    checked, _ = spell(params, "local")
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         outside = [token for token in map(int, checked.get(name) or ()) if token >= vocab_size]
         if outside:

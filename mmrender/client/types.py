@@ -189,45 +189,30 @@ class RendererBackend(Protocol):
         return isinstance(exc, PromptTooLongError)
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One sampled turn, parsed, ready to be trained on or continued.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation(EngineResponse):
+    """One sampled turn, parsed, ready to be trained on or continued. It has all attributes of its response.
 
     Attributes:
         prompt_ids: The prompt, placeholders widened.
-        completion_ids: The sampled tokens, with the stop token if the model sampled one.
-        logprobs: One finite number for each of `completion_ids`.
         finish_reason: Why sampling ended, or `tool_calls` if a well-formed call ended in a stop.
-        usage: Token counts.
         parsed: The parsed completion.
         message: The assistant message, ready to be appended to the conversation.
         multi_modal_data: The sidecar of the prompt.
         prompt_attribution: Attribution of the prompt's tokens. None if only ids were given.
         response: The engine's response.
-        routed_experts: Its router choices, if asked for.
-        weight_versions: The weights that sampled each span of the completion. Empty if not reported.
-        allowed: Allowed or forbidden tokens of spans of the completion. `logprobs` are renormalised over
-            them.
         restricted: Kinds of grammar or choices that limited the completion, such as `json`, if the engine
             does not report the tokens that they allowed. Log-probabilities are then of these alone.
-        sampler: Facts about the program that sampled, such as its `dtype`, as far as they are known.
     """
 
     prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    finish_reason: TurnFinishReason
-    usage: Usage
+    finish_reason: TurnFinishReason  # type: ignore[assignment]  # a response's, and one more
     parsed: "ParsedResponse"
     message: Message
     multi_modal_data: MultiModalData
     prompt_attribution: RenderedTokens | None
     response: EngineResponse
-    routed_experts: RoutedExperts | None = None
-    weight_versions: tuple[WeightVersionSpan, ...] = ()
-    allowed: tuple[AllowedTokens, ...] = ()
     restricted: tuple[str, ...] = ()
-    sampler: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def content(self) -> str:

@@ -26,7 +26,7 @@ class FleetControl(Fleet):
             EngineError: An engine refuses, or none obeys.
         """
         await self.release_held()
-        serving, results = self.healthy(), self.absent()
+        serving, results = self.healthy(), self.presence()
         try:
             results |= await self.tell(serving, call, **arguments)
         except BaseException:
@@ -36,13 +36,10 @@ class FleetControl(Fleet):
             raise
         return self.settle(results, call, arguments)
 
-    def absent(self) -> Results:
-        """Return the results of engines that get no calls."""
-        return {each: _absence(each) for each in self.replicas if each.down is not None}
-
     def presence(self) -> Results:
-        """Return results that say which engines serve."""
-        return {each: EngineResult(each.name) for each in self.replicas} | self.absent()
+        """Return results that say which engines serve, the others by the error of a call that they miss."""
+        down = {each: _absence(each) for each in self.replicas if each.down is not None}
+        return {each: EngineResult(each.name) for each in self.replicas} | down
 
     def settle(self, results: Results, call: Control, arguments: dict[str, Any]) -> Results:
         """Take engines down that failed a call by a fault of their own.
@@ -96,8 +93,7 @@ class FleetControl(Fleet):
         results = await self._update("load_weights", self.healthy(), arguments)
         if looks and not self.healthy():
             await asyncio.wait(looks)
-        for each in down:
-            results[each] = _absence(each) if each.stale else EngineResult(each.name)
+        results |= {each: _absence(each) if each.stale else EngineResult(each.name) for each in down}
         self.require_one(results)
         return results
 

@@ -17,11 +17,11 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 from mmrender.client.generation import render_prompt
 from mmrender.client.sampling import token_budget
-from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, Prompt
+from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import EngineStateError, EngineUnsupportedError, InputError
 from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
@@ -369,8 +369,12 @@ async def split_batch(
             "tools": batch.get("tools"),
             "chat_template_kwargs": batch.get("template_arguments"),
         }
-        rendered = await gather_all([prompt_of(renderer, each, **options) for each in prompts])
-        prompts, sidecars = [each.ids for each in rendered], [each.data for each in rendered]
+        rendered = await gather_all(
+            [render_prompt(renderer, each, in_thread=True, **options) for each in prompts]
+        )
+        # A rendering may be memoised, and the caller may change the prompt's list.
+        prompts = [list(each.token_ids) for each in rendered]
+        sidecars = [each.multi_modal_data for each in rendered]
     for index, each in enumerate(prompts):
         if not len(each):
             raise InputError("the prompt is empty", where=f"{form}[{index}]")
@@ -385,15 +389,6 @@ def one_each(owner: str, count: int, values: Any, *, where: str) -> list[Any]:
         problem = f"must have one entry for each {owner}"
         raise InputError(problem, where=where, expected=str(count), got=str(len(values)))
     return list(values)
-
-
-async def prompt_of(
-    renderer: RendererProtocol, messages: Sequence[Any], **options: Unpack[RenderOptions]
-) -> Prompt:
-    """Render a prompt off the event loop. Options as for `render_prompt`."""
-    rendered = await render_prompt(renderer, messages, in_thread=True, **options)
-    # A rendering may be memoised, and the caller may change the prompt's list.
-    return Prompt(list(rendered.token_ids), rendered.multi_modal_data, rendered)
 
 
 def new_request(

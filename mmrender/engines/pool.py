@@ -256,7 +256,7 @@ class ReplicaPool(FleetControl):
         until = clock() + self.timeouts.pause
         for call in self.calls():
             call.set_time(None)
-        results = self.absent()
+        results = self.presence()
         able = [each for each in self.healthy() if each not in others]
         for each in able:
             each.halted = True
