@@ -21,7 +21,6 @@ from mmrender.sidecar import (
     MediaItem,
     MediaSpan,
     MultiModalData,
-    PlaceholderRange,
     TensorDtype,
     common_prefix,
 )
@@ -355,17 +354,12 @@ def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:
 
 def joined(parts: Sequence[TrainingSample], sample: TrainingSample) -> TrainingSample:
     """Return one sample of several parts, under the name of `sample`."""
-    entries, offset = list[tuple[PlaceholderRange, MediaItem]](), 0
+    data, offset = MultiModalData(), 0
     for one in parts:
-        data = one.multi_modal_data  # whose ranges may leave the part, if an image was cut
-        for modality, items in data.mm_items.items():
-            places = data.mm_placeholders[modality]
-            entries += [(at.shifted(offset), item) for at, item in zip(places, items, strict=True)]
-        offset += len(one)
-    entries.sort(key=lambda entry: entry[0].offset)
+        data, offset = data.merged(one.multi_modal_data.shifted(offset)), offset + len(one)
     columns = [(one.token_ids, one.loss_mask, one.logprobs) for one in parts]
     ids, mask, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
-    return TrainingSample(ids, mask, numbers, MultiModalData.of(entries), sample_id=sample.sample_id)
+    return TrainingSample(ids, mask, numbers, data, sample_id=sample.sample_id)
 
 
 def edited(sample: TrainingSample, edits: Iterable[Edit]) -> TrainingSample:

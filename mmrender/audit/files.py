@@ -1,19 +1,17 @@
 """An audit of files of trajectories, as the command runs it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 from mmrender.audit.report import AuditReport
 from mmrender.audit.run import audit, items_of
 from mmrender.audit.trainer import TrainerModel
-from mmrender.content.messages import normalize_messages
-from mmrender.errors import InputError, MMRenderError, ModelError, check_option
+from mmrender.content.messages import normalize_message
+from mmrender.errors import InputError, MessageError, ModelError, check_option
 from mmrender.media.encoded import ReferenceItem
-from mmrender.media.load import load_image
 from mmrender.media.pixels import ImageBackend
-from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.registry import load_processor
 from mmrender.messages import ImagePart
 from mmrender.model.convert import open_model
@@ -25,43 +23,19 @@ from mmrender.trajectory.tree import Trajectory
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-class _Sources(dict[str, Any]):
-    """Images before they were processed, by identity of their items: of `given`, and of messages.
-
-    The item of an image in a message is found by processing the image again, when one is asked for.
-    """
-
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        trajectories: Sequence[Trajectory],
-        load: Callable[[], MediaProcessor | None],
-    ) -> None:
-        super().__init__(given)
-        self._waiting, self._load = list(trajectories), load
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the image of an item, or the default."""
-        while key not in self and self._waiting:
-            shown = _images_of(self._waiting.pop())
-            processor = self._load() if shown else None
-            for source in shown:
-                if processor is None:
-                    return default
-                try:
-                    item = processor.process(load_image(source), num_images=len(shown))
-                except MMRenderError:
-                    continue  # an image that cannot be loaded again has lost its source
-                self[item.identity] = source
-        return super().get(key, default)
-
-
-def _images_of(trajectory: Trajectory) -> list[Any]:
-    """Return the images of a trajectory's messages, each once, if these kept them."""
-    messages = [message for step in trajectory.steps for message in step.new_messages]
-    contents = [message.content for message in normalize_messages(messages)]
-    parts = [part for content in contents if isinstance(content, tuple) for part in content]
-    return [part.source for part in parts if isinstance(part, ImagePart) and part.source is not None]
+def _sources_of(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
+    """Yield identities of items, and the images of messages that they were made of, if these kept them."""
+    for step in trajectory.steps:
+        try:
+            contents = [normalize_message(message, "message").content for message in step.new_messages]
+        except MessageError:
+            continue  # messages of a caller that were never rendered
+        parts = [part for content in contents if isinstance(content, tuple) for part in content]
+        shown = [part.source for part in parts if isinstance(part, ImagePart)]
+        items = [span.item for span in step.own_media if span.modality == "image"]
+        # A prompt that was rendered anew has images of earlier messages too.
+        pairs = zip(items, shown, strict=True) if len(items) == len(shown) else ()
+        yield from ((item.identity, source) for item, source in pairs if source is not None)
 
 
 def audit_files(
@@ -104,16 +78,16 @@ def audit_files(
     samples = [sample for trajectory in trajectories for sample in trajectory.samples()]
     directory = open_model(model)
     references = {item.identity: item for item in items_of(samples) if isinstance(item, ReferenceItem)}
-    load = partial(load_processor, directory, image_backend=image_backend)
     if references:
-        processor = load()
+        processor = load_processor(directory, image_backend=image_backend)
         if processor is None:
             raise ModelError(
                 "the trajectories have images by reference, and the model lacks an image processor",
                 where=str(directory.path),
             )
         samples = resolve_references(samples, processor)
-    sources = _Sources({name: item.source for name, item in references.items()}, trajectories, load)
+    sources = dict(chain.from_iterable(map(_sources_of, trajectories)))
+    sources |= {name: item.source for name, item in references.items()}
     trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)
     decode = Tokenizer.load(directory).decode
     return audit(

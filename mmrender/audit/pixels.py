@@ -10,9 +10,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from PIL import Image, ImageOps
 
-from mmrender.audit.canvas import Canvas, canvas_of, pictures, renewed, shrunk, source_of
 from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number
-from mmrender.audit.images import Make, over_media
+from mmrender.audit.images import Canvas, Make, canvas_of, over_media, pictures, renewed, shrunk, source_of
 from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.sidecar import MediaItem, MediaSpan
 

@@ -5,16 +5,18 @@ must agree without it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.case import Case, Recorded
 from mmrender.audit.computed import replaced
-from mmrender.audit.report import Float32Array, sampled_runs
+from mmrender.audit.report import Comparison, Float32Array, sampled_runs
 from mmrender.audit.weights import as_given
+from mmrender.caching import cached_property
 
 _MAX_SHIFT: Final = 4
 _REMARKABLE: Final = 50
@@ -22,65 +24,65 @@ _REMARKABLE: Final = 50
 _MAX_LATE: Final = 8
 
 
-class View(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class View(Comparison):
     """One completion that differs, of `m` tokens.
 
     Attributes:
         case: Its sample.
         number: Index of the completion.
         rows: Its tokens, as indices into `case.compared.positions`.
-        places: Indices of its tokens in the sample, int32 `(m,)`.
-        sampler: The numbers that were recorded, float32 `(m,)`.
-        trainer: The trainer's log-probabilities, float32 `(m,)`.
-        departing: The tokens that differ, bool `(m,)`.
         logits: The logits that predicted its tokens: float32 tensor `(m, vocabulary)`.
-        tokens: Its tokens as an index of logits: int64 tensor `(m, 1)`.
     """
 
     case: Case
     number: int
     rows: npt.NDArray[np.intp]
-    places: npt.NDArray[np.int32]
-    sampler: Float32Array
-    trainer: Float32Array
-    departing: npt.NDArray[np.bool_]
     logits: Any
-    tokens: Any
+
+    @cached_property
+    def departing(self) -> npt.NDArray[np.bool_]:
+        """Marks the tokens that differ."""
+        return self.beyond(self.case.tolerance)
+
+    @cached_property
+    def tokens(self) -> Any:
+        """Its tokens as an index of logits: int64 tensor `(m, 1)`."""
+        import torch
+
+        ids = self.sample.token_ids[self.positions].astype(np.int64)
+        return torch.from_numpy(ids).to(self.logits.device)[:, None]
 
     @property
     def is_rich(self) -> bool:
         """Whether three of its tokens differ, and all its numbers are finite."""
         return bool(self.departing.sum() >= 3 and np.isfinite(self.sampler).all())
 
-    def of(self, logits: Any) -> Float32Array:
-        """Return the log-probabilities of its tokens under other logits: `(m,)`."""
-        picked: Float32Array = logits.log_softmax(-1).gather(1, self.tokens)[:, 0].cpu().numpy()
+    def under(self, logits: Any, some: Any = slice(None)) -> Float32Array:
+        """Return the log-probabilities of its tokens, or of some, under other logits: `(m,)`."""
+        picked: Float32Array = logits.log_softmax(-1).gather(1, self.tokens[some])[:, 0].cpu().numpy()
         return picked
 
     def counts(self, everywhere: bool) -> Any:
         """Return how often each token came before, in the completion or everywhere: `(m, vocabulary)`."""
         import torch
 
-        ids, size = self.case.sample.token_ids, self.logits.shape[1]
+        ids, size = self.sample.token_ids, self.logits.shape[1]
         start = 0 if everywhere else self.case.runs[self.number][0]
-        found = [np.bincount(ids[start:place], minlength=size)[:size] for place in self.places.tolist()]
+        found = [np.bincount(ids[start:place], minlength=size)[:size] for place in self.positions.tolist()]
         return torch.from_numpy(np.stack(found)).to(self.logits.device)
 
 
 def views(case: Case) -> list[View]:
     """Return the completions of a case that differ."""
-    import torch
-
-    compared, found = case.compared, []
-    beyond = compared.beyond(case.tolerance)
+    found = []
     for number in case.departing_runs:
         inside = np.flatnonzero(np.isin(case.rows, np.r_[case.rows_of(number)]))
         rows = case.rows[inside]
         if len(rows):
-            logits, places = case.logits[inside], compared.positions[rows]
-            ids = torch.from_numpy(case.sample.token_ids[places].astype(np.int64)).to(logits.device)[:, None]
-            numbers = compared.sampler[rows], compared.trainer[rows]
-            found.append(View(case, number, rows, places, *numbers, beyond[rows], logits, ids))
+            own = case.compared.of_rows(rows)
+            numbers = own.positions, own.sampler, own.trainer
+            found.append(View(case.sample, *numbers, case, number, rows, case.logits[inside]))
     return found
 
 
@@ -168,7 +170,7 @@ def _moved(by: int) -> str:
 
 def shifted(view: View) -> Iterator[Recorded]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
-    own, prompts = np.arange(len(view.rows)), view.places.astype(np.intp)
+    own, prompts = np.arange(len(view.rows)), view.positions.astype(np.intp)
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
         where = f"{_moved(by)} (shifted)"
         text = f"the log-probabilities of {{}} are {where}"

@@ -34,7 +34,7 @@ def of_rounded_logits(view: View) -> Iterator[Recorded]:
 
     for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
         text = f"logits were rounded to {name} before their softmax"
-        yield Recorded(text, view.of(view.logits.to(dtype).float()))
+        yield Recorded(text, view.under(view.logits.to(dtype).float()))
 
 
 _Step: TypeAlias = tuple[str, Callable[[Any, float, Any], Any], float, float, bool, float]
@@ -69,17 +69,17 @@ def stepped(name: str, view: View) -> Iterator[Recorded]:
     if len(chosen) < 3:
         return
     chosen = chosen[:: max(1, len(chosen) // _MAX_FITTED)]
-    some, target = view._replace(logits=view.logits[chosen], tokens=view.tokens[chosen]), view.sampler[chosen]
+    some, target = view.logits[chosen], view.sampler[chosen]
     before = float(np.abs(target - view.trainer[chosen]).mean())
     for text, rule, low, high, everywhere, own in _STEPS[name]:
         counts = view.counts(everywhere)
 
         def losses(values: Sequence[float], rule: Any = rule, counts: Any = counts[chosen]) -> list[float]:
-            numbers = (some.of(rule(some.logits, value, counts)) for value in values)
+            numbers = (view.under(rule(some, value, counts), chosen) for value in values)
             return [float(np.abs(one - target).mean()) for one in numbers]
 
         value = minimum(losses, low, high, points=24, enough=before, own=own)
-        expected = view.of(rule(view.logits, value, counts))
+        expected = view.under(rule(view.logits, value, counts))
         yield Recorded(f"the log-probabilities are those {text} {value:.4g}", expected, 1)
 
 
@@ -161,7 +161,7 @@ def other_support(view: View) -> Iterator[Recorded]:
     """Yield the distribution over the first tokens of the vocabulary, over padding too, or without some."""
     if not view.is_rich:
         return
-    own, probabilities, case = view.of(view.logits), view.logits.softmax(-1).cpu().numpy(), view.case
+    own, probabilities, case = view.under(view.logits), view.logits.softmax(-1).cpu().numpy(), view.case
 
     def without(text: str, lost: Any, fitted: int = 0) -> Recorded:
         """Return the numbers of a distribution that lost a share of its mass at each token."""
@@ -176,7 +176,7 @@ def other_support(view: View) -> Iterator[Recorded]:
         yield without(f"the tokens of media were {banned_by}", probabilities[:, media].sum(1))
     for length, start in product((2, 3, 4), (0, case.runs[view.number][0])):
         repeated = np.zeros(len(own))
-        for row, place in enumerate(view.places.tolist()):
+        for row, place in enumerate(view.positions.tolist()):
             # Tokens that have followed the last ones before.
             seen = case.sample.token_ids[start:place]
             if len(seen) >= length:
@@ -256,7 +256,7 @@ def biased(view: View) -> Iterator[Recorded]:
         bias, logits = float(np.log1p(slopes[token])), view.logits.clone()
         logits[:, token] += bias
         text = f"token {token} had a bias of {bias:.3g} on its logit (logit_bias)"
-        yield Recorded(text, view.of(logits), 2)
+        yield Recorded(text, view.under(logits), 2)
 
 
 def restricted(view: View) -> Iterator[Recorded]:

@@ -92,7 +92,6 @@ class TrainerModel:
         self,
         sample: TrainingSample,
         *,
-        inputs: InputChange | None = None,
         model: ModelChange | None = None,
         beside: TrainingSample | None = None,
     ) -> Float32Array:
@@ -102,7 +101,6 @@ class TrainerModel:
 
         Args:
             sample: The trainer's sample.
-            inputs: Change of the model's inputs.
             model: Change of the model meanwhile.
             beside: A sample to share a batch with, which is padded on the left.
 
@@ -113,8 +111,7 @@ class TrainerModel:
         """
         samples = [sample] if beside is None else [sample, beside]
         places = np.flatnonzero(sample.loss_mask)
-        other = self if inputs is None and model is None else self.changed(inputs=inputs, model=model)
-        return limited_logprobs(other._rows(samples, [places])[0], sample, places)
+        return limited_logprobs(self.changed(model=model)._rows(samples, [places])[0], sample, places)
 
     def sampled_of_many(
         self, samples: Sequence[TrainingSample], positions: Sequence[InputChange | None] = ()

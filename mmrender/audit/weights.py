@@ -1,6 +1,6 @@
 """Rows of the stage model about its weights: rounded ones, and weights of another step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from mmrender.audit.computed import (
 from mmrender.audit.trainer import LANGUAGE, parts_of
 
 _MAX_FITTED: Final = 3
+_MAX_FLOAT8: Final = 448.0
 _MAX_GROUPS: Final = 48
 """Parts of the model in which other weights are tried."""
 
@@ -30,17 +31,24 @@ def quantised(case: Case) -> Iterator[Trial]:
     import torch
 
     model, low = case.trainer.model, partial(through, torch.float8_e4m3fn)
+
+    def on_scale(group: int | None, top: float, low: Any = torch.round, zero: bool = False) -> Any:
+        return partial(_on_scale, group, lambda largest: largest / top, low, zero)
+
     changes = {name: partial(through, dtype) for name, dtype in other_dtypes(model).items()}
     changes |= {"float8": low, "float8 but for vectors": low}
-    changes |= {f"float8 with a scale{' a row' * by}": partial(_in_float8, by_row=by) for by in (False, True)}
-    changes["int8 with one scale"] = partial(_in_integers, bits=8, group=0)
+    for text, group in {"with a scale": 0, "with a scale a row": None}.items():
+        changes[f"float8 {text}"] = on_scale(group, _MAX_FLOAT8, low)
+    changes["int8 with one scale"] = on_scale(0, 127)
     for bits, even, group in product((8, 4), (True, False), (None, 128, 64, 32, 16)):
         if bits == 4 or group in (None, 128):
             by = "rows" if group is None else f"groups of {group}"
             text = f"int{bits} by {by}{'' if even else ' with zero points'}"
-            changes[text] = partial(_in_integers, bits=bits, group=group, even=even)
-    for name, group in {"NVFP4": 16, "MXFP4": 32}.items():
-        changes[f"float4 in groups of {group} ({name})"] = partial(_in_float4, group=group)
+            changes[text] = on_scale(group, 2 ** (bits - even) - 1, zero=not even)
+    for name, group, scale_of in (("NVFP4", 16, _in_float8), ("MXFP4", 32, _as_power_of_2)):
+        changes[f"float4 in groups of {group} ({name})"] = partial(
+            _on_scale, group, scale_of, _to_float4, False
+        )
     # Engines leave the head out, and often vision.
     parts = parts_of(model)
     language = parts.get(LANGUAGE, model)
@@ -60,59 +68,51 @@ def quantised(case: Case) -> Iterator[Trial]:
         for by_row in (True, False) if part in ("model but its head", LANGUAGE) else ():
             scale = f"a scale {'a row and token' if by_row else 'a tensor'}"
             text = f"'s {part} multiplied in float8, weights and inputs, with {scale}: quantised (fp8)"
-            yield changing(case, text, _multiplied_in_float8, linear, by_row)
+            rounded = changes[f"float8 with a scale{' a row' * by_row}"]
+            yield changing(case, text, _multiplied, linear, rounded)
 
 
 @contextmanager
-def _multiplied_in_float8(modules: Any, by_row: bool) -> Iterator[None]:
-    """Multiply matrices of float8 with inputs of float8, each with scales of its own, within the block."""
-    low = partial(_in_float8, by_row=by_row)
+def _multiplied(modules: Any, low: Callable[[Any], Any]) -> Iterator[None]:
+    """Multiply rounded matrices with rounded inputs within the block."""
     inputs = lambda args, options: ((low(args[0]), *args[1:]), options)  # noqa: E731
     with hooked(modules, inputs), replaced([*tensors(modules, low)]):
         yield
 
 
-def _in_integers(data: Any, bits: int, group: int | None, even: bool = True) -> Any:
-    """Return a matrix rounded to integers of `bits` bits, scaled by row, group of a row, or whole (0)."""
-    if data.ndim != 2 or (group and data.shape[1] % group):
+def _on_scale(
+    group: int | None, scale_of: Callable[[Any], Any], low: Callable[[Any], Any], zero: bool, data: Any
+) -> Any:
+    """Return a matrix rounded on scales: of groups of a row, of rows (None), or of all (0).
+
+    A scale is of the largest value, counted from the least one with a zero point.
+    """
+    if data.ndim < 2 or (group and data.shape[-1] % group):
         return data
-    rows = data.reshape(1, -1) if group == 0 else data.reshape(-1, group) if group else data
-    if even:
-        scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
-        return ((rows / scale).round() * scale).reshape(data.shape)
-    least = rows.amin(1, keepdim=True)
-    scale = ((rows.amax(1, keepdim=True) - least) / (2**bits - 1)).clamp(min=1e-12)
-    return (((rows - least) / scale).round() * scale + least).reshape(data.shape)
+    rows = data.reshape(1, -1) if group == 0 else data.reshape(-1, group or data.shape[-1])
+    least = rows.amin(1, keepdim=True) if zero else 0
+    scale = scale_of((rows - least).abs().amax(1, keepdim=True).clamp(min=1e-12))
+    return (low((rows - least) / scale) * scale + least).reshape(data.shape)
 
 
-def _in_float4(data: Any, group: int) -> Any:
-    """Return a matrix rounded to float4 (e2m1), in groups with scales of float8, or powers of 2 for 32."""
+def _in_float8(largest: Any) -> Any:
+    """Return scales of NVFP4, which are float8 on a scale of their own."""
     import torch
 
-    if data.ndim != 2 or data.shape[1] % group:
-        return data
+    whole = largest.max() / (6 * _MAX_FLOAT8)
+    return through(torch.float8_e4m3fn, largest / 6 / whole).clamp(min=2.0**-9) * whole
+
+
+def _as_power_of_2(largest: Any) -> Any:
+    return 2.0 ** (largest.log2().floor() - 2)
+
+
+def _to_float4(data: Any) -> Any:
+    """Round to the nearest float4 (e2m1)."""
+    import torch
+
     levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).to(data)
-    rows = data.reshape(-1, group)
-    largest = rows.abs().amax(1, keepdim=True).clamp(min=1e-12)
-    if group == 32:
-        scale = 2.0 ** (largest.log2().floor() - 2)
-    else:
-        whole = data.abs().max().clamp(min=1e-12) / (6 * torch.finfo(torch.float8_e4m3fn).max)
-        scale = through(torch.float8_e4m3fn, largest / 6 / whole).clamp(min=2.0**-9) * whole
-    bounds = (levels[1:] + levels[:-1]) / 2
-    nearest = levels[torch.bucketize((rows / scale).abs(), bounds)]
-    return (nearest * rows.sign() * scale).reshape(data.shape)
-
-
-def _in_float8(data: Any, by_row: bool) -> Any:
-    """Return a matrix rounded to float8, scaled by its largest value, or by each row's."""
-    import torch
-
-    if data.ndim < 2:
-        return data
-    largest = data.abs().amax(-1, keepdim=True) if by_row else data.abs().max()
-    scale = largest.clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
-    return (data / scale).to(torch.float8_e4m3fn).to(data.dtype) * scale
+    return levels[torch.bucketize(data.abs(), (levels[1:] + levels[:-1]) / 2)] * data.sign()
 
 
 def _with(case: Case, statement: str, changed: Mapping[str, Any]) -> Trial:

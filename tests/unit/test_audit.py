@@ -189,25 +189,29 @@ def test_stale_image_for_a_hash(samples, trainer):
     assert finding.image == 1
 
 
-def test_ranges_and_masks_that_do_not_fit(samples):
+def test_ranges_and_masks_that_do_not_fit(samples, trainer):
     sample = samples[0]
     sidecar = sample.multi_modal_data
     moved = [sidecar.mm_placeholders["image"][0].shifted(1), sidecar.mm_placeholders["image"][1]]
     shifted = replace(
         sample, multi_modal_data=MultiModalData(sidecar.mm_hashes, {"image": moved}, sidecar.mm_items)
     )
-    (finding,) = inspect_sample(shifted)
-    assert finding.statement == (
-        "the placeholder range of image 0 covers other tokens, and the run that fits begins -1 place(s) from it"
-    )
-    outside = replace(sample, multi_modal_data=sidecar.shifted(10_000))
-    (finding,) = inspect_sample(outside)
+    inspected = partial(inspect_sample, family=trainer.family)
+    (finding,) = inspected(shifted)
     assert finding.statement == "the placeholder ranges do not fit the tokens"
+    start, pad = moved[0].offset - 1, sample.token_ids[moved[0].offset]
+    assert finding.evidence.startswith(
+        f"{sample.sample_id}.token_ids[{start}]: a feature token of images lies"
+    )
+    assert f"token {pad}, sampled or typed" in finding.evidence
+    outside = replace(sample, multi_modal_data=sidecar.shifted(10_000))
+    (finding,) = inspected(outside)
+    assert "a placeholder range overlaps another or leaves the sequence" in finding.evidence
     late = replace(sample, loss_mask=np.roll(sample.loss_mask, 1))
-    assert {found.cause for found in inspect_sample(late)} == {"loss mask"}
+    assert {found.cause for found in inspected(late)} == {"loss mask"}
     sentinel = sample.logprobs.copy()
     sentinel[np.flatnonzero(sample.loss_mask)[2]] = np.nan
-    (finding,) = inspect_sample(replace(sample, logprobs=sentinel))
+    (finding,) = inspected(replace(sample, logprobs=sentinel))
     assert finding.statement == "sampled tokens carry values that are not log-probabilities"
 
 
@@ -282,9 +286,9 @@ def test_typical_tokens_are_told_from_the_likeliest():
     tokens = order[:, :1]
     sampler = logs.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, tokens)[:, 0].numpy()
     trainer = logs.gather(1, tokens)[:, 0].numpy()
-    case = SimpleNamespace(tolerance=1e-4)
-    every = np.arange(12)
-    view = View(case, 0, every, every.astype(np.int32), sampler, trainer, every >= 0, logits, tokens)
+    case, every = SimpleNamespace(tolerance=1e-4), np.arange(12, dtype=np.int32)
+    sample = SimpleNamespace(token_ids=tokens[:, 0].numpy())
+    view = View(sample, every, sampler, trainer, case, 0, every, logits)
     (found,) = truncated(view)
     assert found.statement.startswith("the log-probabilities are those after typical_p between 0.")
     np.testing.assert_allclose(found.expected, sampler, atol=1e-4)
@@ -338,8 +342,8 @@ def test_a_watch_spends_its_share_of_the_time(samples, monkeypatch):
         seen.update(sample.sample_id for sample in chosen)
         return SimpleNamespace(ok=True)
 
-    monkeypatch.setattr("mmrender.audit.watch.measure_noise", measured)
-    monkeypatch.setattr("mmrender.audit.watch.audit", audited)
+    monkeypatch.setattr("mmrender.audit.run.measure_noise", measured)
+    monkeypatch.setattr("mmrender.audit.run.audit", audited)
     watch, spent, reports = Watch(None, share=0.02, clock=lambda: now[0]), 0.0, []
     for step in range(600):
         now[0] += 1.0
