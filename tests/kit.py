@@ -103,8 +103,8 @@ async def raised_by(kind: Kind, awaitable: Awaitable[Any]) -> Any:
     return caught.value
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait until a condition of this event loop holds."""
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until a condition of this event loop holds; the limit is for what hangs."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)

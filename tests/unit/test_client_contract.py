@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from client_prompts import PromptMaker, qwen_item, tiled_item, video_item
-from kit import error_of
+from kit import error_of, until
 from mmrender.client import exchange, reply, vllm
 from mmrender.client.reply import check_completion
 from mmrender.client.types import RendererBackend, Usage
@@ -166,13 +166,13 @@ def stopped(engine: Engine, times: int = 1) -> MemoryTransport:
 
     async def work() -> None:
         task = asyncio.create_task(engine.backend.generate(asked(), transport))
-        await asyncio.sleep(0.01)
+        await until(lambda: transport.asked)
         for _ in range(times):
             task.cancel()
             await asyncio.sleep(0.002)
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.05)
+        await until(lambda: len(asyncio.all_tasks()) == 1)
 
     asyncio.run(work())
     return transport

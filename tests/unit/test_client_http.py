@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kit import error_of, free_port, raised_by
+from kit import error_of, free_port, raised_by, until
 from mmrender.client.hooks import ClientHooks, RequestEvent
 from mmrender.client.http import HTTPTransport
 from mmrender.client.transport import LONG_TEXT, JSONText, RetryPolicy, Transport, TransportConfig
@@ -54,10 +54,7 @@ def with_server(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 async def gone_from(server: StubServer, path: str) -> None:
     """The server notices that its caller went away."""
-    for _ in range(1000):
-        if server.gone:
-            break
-        await asyncio.sleep(0.001)
+    await until(lambda: server.gone)
     assert server.gone == [path]
 
 
@@ -154,8 +151,7 @@ async def test_a_dropped_transport_closes_its_connections(server):
     session, _ = transport._sessions[asyncio.get_running_loop()]
     del transport
     gc.collect()
-    await asyncio.sleep(0.01)
-    assert session.closed
+    await until(lambda: session.closed)
 
 
 @with_server

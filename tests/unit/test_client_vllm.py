@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from PIL import ExifTags, Image, ImageCms
 
-from kit import blocks, encoded, error_of, raised, shown
+from kit import blocks, encoded, error_of, raised, shown, until
 from mmcodecs.arrays import RawTensor
 from mmrender.caching import LRUCache
 from mmrender.client import exchange, server_facts, vllm_fields
@@ -747,7 +747,7 @@ def test_an_abort_names_the_request_as_a_header_does():
         transport = MemoryTransport({GENERATE: Answer(delay=60), ABORT: ""})
         request = EngineRequest("m", [5], {"max_tokens": 1}, "mine", extra_headers={"X-Request-Id": "theirs"})
         task = asyncio.create_task(VLLMBackend(**fields).generate(request, transport))
-        await asyncio.sleep(0.01)
+        await until(lambda: transport.asked)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit import error_of, media_inputs, raised
+from kit import error_of, media_inputs, raised, until
 from mmrender.client.decoding import Completion
 from mmrender.client.local import LocalBackend
 from mmrender.client.resolve import resolve_backend
@@ -291,8 +291,7 @@ async def test_requests_that_have_ended_are_freed_while_others_run(tiny_model, p
         return completion
 
     monkeypatch.setattr("mmrender.client.local.Completion", watched)
-    endless = {"ignore_eos": True, "max_tokens": 400}
-    running = asyncio.ensure_future(backend.generate(request(prompts["text"], "long", **endless)))
+    running = asyncio.ensure_future(backend.generate(request(prompts["text"], "long", **ENDLESS)))
     for number in range(4):
         await backend.generate(request(prompts["text"], str(number), max_tokens=2))
         gc.collect()
@@ -397,15 +396,15 @@ def test_a_sampled_pad_token_is_an_ordinary_token(backend, prompts, renderer, ki
 
 
 async def test_the_loop_is_free_and_hears_of_each_token(backend, prompts):
-    heard = []
-    beats = 0
+    heard, go_on = [], threading.Event()
+    _, handle = watched(backend, lambda count: count < 3 or go_on.wait(60))
     asked = request(prompts["image"], max_tokens=40)
     task = asyncio.ensure_future(backend.generate(asked, on_tokens=lambda *told: heard.append(told)))
-    while not task.done():
-        beats += 1
-        await asyncio.sleep(0.001)
+    await until(lambda: heard)  # while the third token waits for this loop
+    assert not task.done()
+    go_on.set()
     response = await task
-    assert beats > 3
+    handle.remove()
     assert [token for ids, _, _ in heard for token in ids] == response.completion_ids
     assert [logprob for _, logprobs, _ in heard for logprob in logprobs] == response.logprobs
     assert [reason for _, _, reason in heard][-2:] == [None, response.finish_reason]
@@ -454,10 +453,12 @@ def test_weights_that_change_on_the_way(tiny_model, prompts):
     head = {"lm_head.weight": backend.model.lm_head.weight.detach().flip(0)}
 
     async def change():
-        task = asyncio.ensure_future(backend.generate(request(prompts["text"], **ENDLESS)))
-        await asyncio.sleep(0.1)
+        heard, endless = [], request(prompts["text"], **ENDLESS)
+        task = asyncio.ensure_future(backend.generate(endless, on_tokens=lambda ids, *_: heard.extend(ids)))
+        await until(lambda: heard)
         await asyncio.to_thread(backend.update_weights, head.items(), "step-2")
-        await asyncio.sleep(0.1)
+        enough = len(heard) + 3
+        await until(lambda: len(heard) > enough)
         backend.abort("r")
         return await task
 

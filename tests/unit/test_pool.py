@@ -247,7 +247,7 @@ def test_a_closed_pool_finishes_what_it_took_in_and_refuses_the_rest(gated, sent
         tasks = [asyncio.create_task(pool.arender(MESSAGES)) for _ in range(3)]
         await until(lambda: len(gated.entered) == 1)
         closing = asyncio.create_task(pool.aclose())
-        await asyncio.sleep(0.01)
+        await until(lambda: pool._workers._threads._is_closed)
         gated.gate.set()
         running, queued, outside = await asyncio.gather(*tasks, return_exceptions=True)
         await closing

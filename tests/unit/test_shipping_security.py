@@ -260,6 +260,7 @@ async def test_a_peer_that_sends_beyond_the_window_waits_in_its_socket(tmp_path)
         async with meet(f"{tmp_path}/beyond") as connection:
             for number in range(1, 10):
                 await connection.send(*data(number, np.full(2000, number, np.uint8)))
+            await until(lambda: receiver.stats.queued == 2)
             await asyncio.sleep(0.05)
             assert receiver.stats.queued == 2
             assert [(await receiver.receive(5)).value[0] for _ in range(9)] == list(range(1, 10))
