@@ -35,7 +35,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def start(tmp_path, *flags, program=SERVER, seconds=20.0):
+def start(tmp_path, *flags, program=SERVER, seconds=120.0):
     port = free_port()
     command = [sys.executable, "-c", program, str(port), *flags]
     return running(command, name="a server", port=port, log=tmp_path / f"{port}.log", seconds=seconds)
@@ -48,7 +48,7 @@ def exists(pid: int) -> bool:
 
 
 def assert_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(exists, pids)):
         assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if exists(pid)]}"
         time.sleep(0.02)

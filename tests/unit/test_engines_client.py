@@ -372,11 +372,11 @@ async def test_deadlines_bound_everything_but_a_pause():
     with pytest.raises(EngineTimeoutError, match=r"^the completion was not finished within 0.02 s$"):
         await case.client.generate(batch([LONG]))
     assert not any(engine.running for engine in case.engines)
-    case = setup(policy=patient(attempt_timeout=0.05))
+    case = setup(policy=patient(attempt_timeout=0.5))
     generating = asyncio.create_task(case.client.generate(batch([LONG])))
     await turns(6)
     await case.client.pause_generation("keep")
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(0.6)
     await case.client.resume_generation()
     await generating
     assert len([event for event, _ in case.journal if event == "asked"]) == 1
@@ -691,6 +691,7 @@ async def test_an_engine_that_is_down_holds_up_no_request():
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
+@on_fake_clock
 async def test_a_pause_ends_without_an_engine_that_hangs(mode):
     hung, good = Faulty("hung", HANGING), ScriptedEngine("good")
     client = InferenceEngineClient([hung, good], **patient(pause_timeout=0.01))

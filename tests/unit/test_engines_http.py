@@ -33,6 +33,7 @@ BACKENDS = {"vllm": VLLMBackend, "sglang": SGLangBackend, "dynamo": DynamoBacken
 GENERATE = "POST /inference/v1/generate"
 OK = lambda asked: {}  # noqa: E731
 PARAMS = {"max_tokens": 5}
+PATIENT = patient(attempt_timeout=None, pause_timeout=60)
 HELD = {"X-Session-ID": "s", "X-SMG-Routing-Key": "s"}
 
 
@@ -271,7 +272,7 @@ def test_all_requests_go_to_a_router_and_control_calls_to_the_engines():
     backend = Echo()
     transports = [Agreeing(base_url=f"http://{name}") for name in ("one", "two", "router")]
     *engines, router = [HTTPEngine(backend, each, model="m") for each in transports]
-    client = InferenceEngineClient(engines, router=router, **patient())
+    client = InferenceEngineClient(engines, router=router, **PATIENT)
 
     async def scenario():
         await client.complete(new_request([5], PARAMS), session_id="s")
@@ -386,7 +387,7 @@ def test_tokens_of_a_stream_are_checked_before_they_are_told_of(spoilt):
     bad["choices"][0]["logprobs"]["content"][0]["logprob"] = spoilt
     seen = []
     engine, _ = engine_of("vllm", {GENERATE: [sse([chunk([5]), bad]), sse([chunk([7], "stop")])]})
-    client = InferenceEngineClient([engine], **patient())
+    client = InferenceEngineClient([engine], **PATIENT)
     response = run(client.complete(new_request([1, 2], PARAMS), on_tokens=lambda ids, *_: seen.extend(ids)))
     assert (response.completion_ids, response.logprobs) == ([5, 7], [-2.5, -3.5])
     assert seen == [5, 7]
@@ -409,7 +410,7 @@ CONTRADICTED = {**USAGE, "usage": {"prompt_tokens": 99, "completion_tokens": 3}}
 )
 def test_a_stream_that_breaks_behind_its_end_is_not_asked_on(answer, budget, ids, reason):
     engine, transport = engine_of("vllm", {GENERATE: answer})
-    client = InferenceEngineClient([engine], **patient())
+    client = InferenceEngineClient([engine], **PATIENT)
     request = new_request([1, 2], {"max_tokens": budget})
     response = run(client.complete(request, on_tokens=lambda *_: None))
     assert (response.completion_ids, response.finish_reason) == (ids, reason)
@@ -439,8 +440,8 @@ class Knowing:
 def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nested, sentence):
     """An id that the model has no embedding for kills the engine; only the client has the renderer."""
     engine, transport = engine_of("vllm", {GENERATE: sse(CHUNKS)})
-    inner = InferenceEngineClient([engine], **patient()) if nested else engine
-    client = InferenceEngineClient([inner], renderer=Knowing(), **patient())
+    inner = InferenceEngineClient([engine], **PATIENT) if nested else engine
+    client = InferenceEngineClient([inner], renderer=Knowing(), **PATIENT)
     for bad in (100, 5000):
         with pytest.raises(InputError) as caught:
             run(client.complete(new_request([1, bad], PARAMS)))
@@ -451,7 +452,7 @@ def test_ids_that_a_clients_renderer_does_not_know_do_not_reach_its_engines(nest
 def test_what_a_renderer_knows_goes_with_every_request():
     backend = Echo()
     engine = HTTPEngine(backend, MemoryTransport(), model="m")
-    client = InferenceEngineClient([engine], renderer=Knowing(), **patient())
+    client = InferenceEngineClient([engine], renderer=Knowing(), **PATIENT)
     images = sidecar("a")
     images.mm_items["image"][0].expansion = (Repeat("<pad>", 1),)
     run(client.complete(new_request([5, 6], PARAMS, images)))
