@@ -10,7 +10,7 @@ with the tools or the system message of the main conversation belong to it. Othe
 subagents, and roots without tools are side calls.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -90,41 +90,28 @@ def _answer_text(step: Step) -> str:
 
 def settle_kinds(trajectory: Trajectory) -> None:
     """Decide the kind of each step from all roots so far, and set it as `extra["gateway"]["kind"]`."""
-    records = _records(trajectory)
-    main = _main_root(records)
+    extras = ((step.index, step.extra.get(EXTRA, {})) for step in trajectory.steps)
+    records = {index: record for index, record in extras if "matching" in record}
+    main = _main_root(records.values())
     for record in records.values():
-        record["kind"] = _kind(record, main, records)
+        if (named := _named_kind(record)) is not None:
+            record["kind"] = named
+        elif "root" not in record:
+            record["kind"] = records[record["from"]]["kind"]
+        elif main is None or record is main:
+            record["kind"] = "main"
+        else:
+            roots = (msgspec.convert(each["root"], ready(Root)) for each in (record, main))
+            record["kind"] = _kind_of_root(*roots)
 
 
 def note_kind(trajectory: Trajectory, step: Step) -> None:
-    """Set the kind of a new step. A new main root changes the kinds of earlier steps."""
+    """Set the kind of a new step. A new root may change the kinds of earlier steps."""
     record = step.extra[EXTRA]
-    if "root" not in record:
-        record["kind"] = _named_kind(record) or kind_of(trajectory.steps[record["from"]])
-        return
-    records = _records(trajectory)
-    main = _main_root(records)
-    if main is record:
+    if "root" in record:
         settle_kinds(trajectory)
     else:
-        record["kind"] = _kind(record, main, records)
-
-
-def _records(trajectory: Trajectory) -> dict[int, Record]:
-    """Return the gateway's records of steps, by index."""
-    extras = ((step.index, step.extra.get(EXTRA, {})) for step in trajectory.steps)
-    return {index: record for index, record in extras if "matching" in record}
-
-
-def _kind(record: Record, main: Record | None, records: Mapping[int, Record]) -> Kind:
-    if (named := _named_kind(record)) is not None:
-        return named
-    if "root" not in record:
-        kind: Kind = records[record["from"]]["kind"]
-        return kind
-    if main is None or record is main:
-        return "main"
-    return _kind_of_root(*(msgspec.convert(each["root"], ready(Root)) for each in (record, main)))
+        record["kind"] = _named_kind(record) or kind_of(trajectory.steps[record["from"]])
 
 
 def _named_kind(record: Record) -> Kind | None:
@@ -136,9 +123,9 @@ def _named_kind(record: Record) -> Kind | None:
     return None if kind == "main" else kind
 
 
-def _main_root(records: Mapping[int, Record]) -> Record | None:
+def _main_root(records: Iterable[Record]) -> Record | None:
     """Return the first root with tools that no summary begins, or else the first that fits best."""
-    roots = [record for record in records.values() if "root" in record and _named_kind(record) is None]
+    roots = [record for record in records if "root" in record and _named_kind(record) is None]
     with_tools = (each for each in roots if each["root"]["tools"] and not each["root"].get("retells"))
     without_form = (each for each in roots if not each["root"].get("has_form"))
     return next(with_tools, None) or next(without_form, None) or next(iter(roots), None)

@@ -25,23 +25,15 @@ class ResponseEvents(Blocks):
 
     def opened(self, field: Field) -> bytes:
         """Return the beginning of an item and of its part."""
+        opening: dict[str, Any] = {"content": [], "status": "in_progress"}
         if field == "reasoning":
-            item = {
-                **_reasoning(self._item_id("rs"), ""),
-                "summary": [],
-                "content": [],
-                "status": "in_progress",
-            }
-            part = {"type": "summary_text", "text": ""}
-            return self._added(item) + self._part("reasoning_summary_part.added", field, part=part)
-        item = {
-            **_message(self._item_id("msg"), "", None, self._call),
-            "content": [],
-            "status": "in_progress",
-        }
-        return self._added(item) + self._part(
-            "content_part.added", field, part=_output_text("", None, self._call)
-        )
+            item = _reasoning(self._item_id("rs"), "")
+            part, kind = item["summary"][0], "reasoning_summary_part.added"
+            opening["summary"] = []
+        else:
+            item = _message(self._item_id("msg"), "", None, self._call)
+            part, kind = item["content"][0], "content_part.added"
+        return self._added({**item, **opening}) + self._part(kind, field, part=part)
 
     def extended(self, field: Field, text: str) -> bytes:
         """Return more text of the part."""

@@ -78,22 +78,13 @@ def call_grammar(
     """
     schemas = tool_schemas(call.offered or ())
     names = dict.fromkeys(call.named_tools or schemas)
-    asked = ", ".join(call.named_tools) or call.tool_choice
-    if "structured_outputs" in call.sampling_params:
-        raise InputError(
-            "an answer of a given form cannot be a call of a tool",
-            where="tool_choice",
-            expected="auto or none",
-            got=asked,
-        )
+    problem = "a call cannot be enforced in this model's spelling of calls"
     spelling = _spelling(renderer, template_arguments)
+    if "structured_outputs" in call.sampling_params:
+        spelling, problem = None, "an answer of a given form cannot be a call of a tool"
     if spelling is None:
-        raise InputError(
-            "a call cannot be enforced in this model's spelling of calls",
-            where="tool_choice",
-            expected="auto or none",
-            got=asked,
-        )
+        asked = ", ".join(call.named_tools) or call.tool_choice
+        raise InputError(problem, where="tool_choice", expected="auto or none", got=asked)
     must_call = call.tool_choice == "required"
     separation = {"separator": "\n"} if must_call else {"triggers": [_OPENER]}
     calls: dict[str, Any] = {

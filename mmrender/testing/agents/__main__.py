@@ -20,7 +20,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,17 +37,17 @@ _LOOK_AGAIN: Final = 0.2
 """Seconds between looks whether the gateway listens."""
 _MAX_PROBLEMS: Final = 3
 """Lines about the problems of one recording."""
-_HEADINGS: Final = (
-    "recording",
-    "calls",
-    "answered",
-    "continued",
-    "new",
-    "broken",
-    "wrong",
-    "tokens",
-    "separate",
-)
+_COLUMNS: Final[Mapping[str, Callable[[PlayedRecording], int]]] = {
+    "calls": lambda played: len(played.calls),
+    "answered": lambda played: sum(call.error is None for call in played.calls),
+    "continued": lambda played: sum(call.is_continued for call in played.calls),
+    "new": lambda played: sum(call.repeats is None for call in played.calls),
+    "broken": lambda played: sum(call.broken is not None for call in played.calls),
+    "wrong": lambda played: sum(call.wrong is not None for call in played.calls),
+    "tokens": lambda played: played.chained_tokens,
+    "separate": lambda played: played.separate_tokens,
+}
+"""Counts of a recording, by their heading."""
 
 
 async def play_all(
@@ -88,7 +88,7 @@ async def play_all(
             root, own_key = (text.replace("{session}", session) for text in (gateway.rstrip("/"), key))
             send = HTTPSender(client, root, own_key, model, timeout)
             played.append(await play(name, load_recording(name), upstream, send))
-            say(_row(_cells(played[-1])))
+            say(_row(name, [f"{count(played[-1]):,}" for count in _COLUMNS.values()]))
     return played
 
 
@@ -108,23 +108,8 @@ async def _listening(gateway: str, seconds: float) -> None:
             return
 
 
-def _cells(played: PlayedRecording) -> list[str]:
-    calls = played.calls
-    counts = [
-        len(calls),
-        sum(call.error is None for call in calls),
-        sum(call.is_continued for call in calls),
-        sum(call.repeats is None for call in calls),
-        sum(call.broken is not None for call in calls),
-        sum(call.wrong is not None for call in calls),
-        played.chained_tokens,
-        played.separate_tokens,
-    ]
-    return [played.name, *(f"{count:,}" for count in counts)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"{cells[0]:20}" + "".join(f"{cell:>10}" for cell in cells[1:])
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"{name:20}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 def _problems(played: PlayedRecording) -> list[str]:
@@ -181,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or build_tiny_model(Path(folder) / "tiny", weights=False)
         renderer = Renderer.from_pretrained(str(model), unprinted="allow")  # as servers do
-        print(_row(_HEADINGS))
+        print(_row("recording", _COLUMNS))
         try:
             played = asyncio.run(
                 play_all(

@@ -195,10 +195,11 @@ def _values(calls: Sequence[AnswerCall]) -> list[Any]:
     return values
 
 
+@dataclass(frozen=True, slots=True)
 class HTTPSender:
     """Sends calls to a gateway.
 
-    Args:
+    Attributes:
         client: The HTTP client.
         root: Root URL of a session, without `/v1`.
         key: API key of the session.
@@ -206,25 +207,23 @@ class HTTPSender:
         seconds: Seconds to wait for a reply.
     """
 
-    def __init__(
-        self, client: aiohttp.ClientSession, root: str, key: str, model: str | None, seconds: float
-    ) -> None:
-        self._client = client
-        self._root = root
-        self._key = key
-        self._model = model
-        self._timeout = aiohttp.ClientTimeout(total=seconds)
+    client: aiohttp.ClientSession
+    root: str
+    key: str
+    model: str | None
+    seconds: float
 
     async def __call__(self, call: RecordedCall, body: dict[str, Any]) -> Reply:
         """Send a call, and read its reply."""
-        headers = {**call.headers, "authorization": f"Bearer {self._key}", "content-type": "application/json"}
+        headers = {**call.headers, "authorization": f"Bearer {self.key}", "content-type": "application/json"}
         if call.protocol == "messages":
-            headers["x-api-key"] = self._key
-        if self._model is not None:
-            body = {**body, "model": self._model}
+            headers["x-api-key"] = self.key
+        if self.model is not None:
+            body = {**body, "model": self.model}
+        data, timeout = json.dumps(body).encode(), aiohttp.ClientTimeout(total=self.seconds)
         try:
-            async with self._client.post(
-                self._root + call.path, data=json.dumps(body).encode(), headers=headers, timeout=self._timeout
+            async with self.client.post(
+                self.root + call.path, data=data, headers=headers, timeout=timeout
             ) as reply:
                 content = await reply.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -73,10 +73,6 @@ def _chat_chunks(chunks: Sequence[Any]) -> AgentAnswer:
 # --- responses ---
 
 
-def _response(reply: Mapping[str, Any]) -> AgentAnswer:
-    return _items(reply["output"])
-
-
 def _response_events(events: Sequence[Any]) -> AgentAnswer:
     for event in events:
         if event["type"] in ("error", "response.failed"):
@@ -105,10 +101,6 @@ def _items(items: Sequence[Any]) -> AgentAnswer:
 
 
 # --- messages ---
-
-
-def _message(reply: Mapping[str, Any]) -> AgentAnswer:
-    return _blocks(reply["content"])
 
 
 def _message_events(events: Sequence[Any]) -> AgentAnswer:
@@ -158,9 +150,9 @@ def _blocks(blocks: Sequence[Any]) -> AgentAnswer:
 _READERS: Final[Mapping[tuple[ProtocolName, bool], Callable[[Any], AgentAnswer]]] = {
     ("chat", False): lambda reply: _chat_message(reply["choices"][0]["message"]),
     ("chat", True): _chat_chunks,
-    ("responses", False): _response,
+    ("responses", False): lambda reply: _items(reply["output"]),
     ("responses", True): _response_events,
-    ("messages", False): _message,
+    ("messages", False): lambda reply: _blocks(reply["content"]),
     ("messages", True): _message_events,
 }
 """Readers by protocol, and whether the reply is a stream."""
