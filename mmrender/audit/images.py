@@ -17,6 +17,7 @@ from mmrender.errors import MediaError
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Levels
 from mmrender.media.load import load_image
+from mmrender.media.pixels import picture_of
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.patches import PatchItem
 from mmrender.media.video import open_video
@@ -150,7 +151,7 @@ def source_of(case: Case, item: Any, *, stored: bool = False) -> Image.Image | N
         return case.once(("source", item.identity), lambda: load_image(given).image.convert("RGB"))
     if tuple(frames.shape[-2:]) != tuple(item.size) or len(frames) > 1:
         return None
-    return Image.fromarray(np.ascontiguousarray(frames[0].transpose(1, 2, 0)), "RGB")
+    return picture_of(frames[0])
 
 
 def shrunk(side: float, method: Any, image: Image.Image) -> Image.Image | None:
@@ -269,7 +270,7 @@ def sized(case: Case, span: MediaSpan) -> dict[str, Make]:
     text = "another number of pixels ({}), as by another max_pixels or a client that resizes,"
     if isinstance(item, PatchItem) and len(item.frames) == 1:
         # Without the source it is compared as an image that was not resized.
-        image, unit = source or Image.fromarray(item.frames[0].transpose(1, 2, 0), "RGB"), item.layout.merge
+        image, unit = source or picture_of(item.frames[0]), item.layout.merge
         sizes: dict[tuple[int, int], float] = {}
         for share in (1 / 4, 1 / 2, 3 / 4, 2.0, 4.0, *np.geomspace(1 / 16, 8, 29)):
             sides = [max(1, round(n * share**0.5 / unit)) * unit for n in item.grid[1:]]

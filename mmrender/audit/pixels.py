@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 
 from mmrender.audit.case import Array, Case, ChangedItem, Trial, fitted_number
 from mmrender.audit.images import Canvas, Make, canvas_of, over_media, pictures, renewed, shrunk, source_of
+from mmrender.media.pixels import picture_of
 from mmrender.media.processors.patches import PatchItem, PatchLayout
 from mmrender.sidecar import MediaItem, MediaSpan
 
@@ -169,7 +170,7 @@ def _both(table: Mapping[str, ImageChange]) -> dict[str, ItemChange]:
         frames = pictures(item)
         if frames is None or (len(frames) > 1 and not isinstance(item, PatchItem)):
             return None
-        images = [change(Image.fromarray(np.ascontiguousarray(one.transpose(1, 2, 0)))) for one in frames]
+        images = [change(picture_of(one)) for one in frames]
         changed = np.stack([np.asarray(one.convert("RGB")).transpose(2, 0, 1) for one in images if one])
         fits = isinstance(item, PatchItem) or changed.shape == frames.shape
         return renewed(item, changed) if fits else None

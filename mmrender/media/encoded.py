@@ -1,7 +1,6 @@
 """Items as encoded images: for servers with a processor of their own, and a reference in place of tensors."""
 
 import io
-import struct
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from mmrender.caching import LRUCache
 from mmrender.errors import MediaError
 from mmrender.media.item import Item
 from mmrender.media.load import Coding, load_image, open_image, orientation_of
+from mmrender.media.pixels import picture_of, rgb_planes
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import MediaProcessor
 from mmrender.media.processors.patches import PatchItem
@@ -24,8 +24,6 @@ from mmrender.sidecar import Count, Framework, MediaItem, TensorDtype
 
 _PNG_COMPRESSION: Final = 1
 """zlib level: on photographs level 6 saves a tenth of the bytes and takes four times as long."""
-_BITMAP_HEADER: Final = struct.Struct("<2sIHHI IiiHHIIiiII")
-"""Header of a Windows bitmap file and of its image, 54 bytes."""
 _VERBATIM: Final = {"PNG": "image/png", "JPEG": "image/jpeg", "WebP": "image/webp"}
 """Formats that are passed on unchanged. Servers decode them with the same libraries."""
 
@@ -111,7 +109,7 @@ class ReferenceItem(Item, frozen=True, eq=False, kw_only=True, tag="reference"):
 class EncodedImage:
     """An encoded image and its MIME type, such as `image/png`."""
 
-    data: bytes | bytearray = field(repr=False)
+    data: bytes = field(repr=False)
     mime: str
 
     @property
@@ -158,7 +156,7 @@ def encoded_image(item: MediaItem) -> EncodedImage:
 
 def _encode(item: MediaItem) -> EncodedImage:
     if isinstance(item, PatchItem) and is_encodable(item):
-        return _png(Image.fromarray(np.ascontiguousarray(item.frames[0].transpose(1, 2, 0)), "RGB"))
+        return _png(picture_of(item.frames[0]))
     if isinstance(item, ReferenceItem) and isinstance(item.source, bytes) and is_encodable(item):
         mime = _VERBATIM.get(sniff(item.source) or "")
         if mime is not None:
@@ -188,18 +186,7 @@ def bitmap(item: MediaItem) -> EncodedImage:
     """
     if not isinstance(item, PatchItem) or not is_encodable(item):
         return encoded_image(item)
-    planes = item.frames[0]
-    _, height, width = planes.shape
-    stride = -(-3 * width // 4) * 4  # rows are whole words
-    start, size = _BITMAP_HEADER.size, stride * height
-    data = bytearray(start + size)
-    _BITMAP_HEADER.pack_into(
-        data, 0, b"BM", start + size, 0, 0, start, 40, width, height, 1, 24, 0, size, 0, 0, 0, 0
-    )
-    rows = np.frombuffer(data, np.uint8, offset=start).reshape(height, stride)
-    for channel, plane in enumerate(planes):
-        rows[::-1, 2 - channel : 3 * width : 3] = plane  # the lowest row first
-    return EncodedImage(data, "image/bmp")
+    return _saved(picture_of(item.frames[0]), "BMP")
 
 
 _originals: LRUCache[str, tuple[EncodedImage, Coding]] = LRUCache(
@@ -232,19 +219,15 @@ def probe_of(item: PatchItem, coding: Coding) -> tuple[EncodedImage, PatchItem]:
     Decoders that differ, in their arithmetic or in how they enlarge colour, differ on noise.
     """
     _, _, height, width = item.frames.shape
-    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    buffer = io.BytesIO()
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
     if coding.mime == "image/png":
-        Image.fromarray(noise).save(buffer, "PNG")
+        encoded = _saved(noise, "PNG")
     else:
         options = {"subsampling": coding.sampling, "progressive": coding.is_progressive}
-        Image.fromarray(noise).save(buffer, "JPEG", quality=90, **options)
-    data = buffer.getvalue()
-    planes = load_image(data).array.transpose(2, 0, 1)
-    identity = blake3(data).hexdigest()
-    return EncodedImage(data, coding.mime), msgspec.structs.replace(
-        item, identity=identity, frames=np.ascontiguousarray(planes)[None]
-    )
+        encoded = _saved(noise, "JPEG", quality=90, **options)
+    frames = rgb_planes(load_image(encoded.data))[None]
+    identity = blake3(encoded.data).hexdigest()
+    return encoded, msgspec.structs.replace(item, identity=identity, frames=frames)
 
 
 def is_encodable(item: MediaItem) -> bool:
@@ -255,6 +238,10 @@ def is_encodable(item: MediaItem) -> bool:
 
 
 def _png(image: Image.Image) -> EncodedImage:
+    return _saved(image, "PNG", compress_level=_PNG_COMPRESSION)
+
+
+def _saved(image: Image.Image, kind: str, **options: Any) -> EncodedImage:
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", compress_level=_PNG_COMPRESSION)
-    return EncodedImage(buffer.getvalue(), "image/png")
+    image.save(buffer, kind, **options)
+    return EncodedImage(buffer.getvalue(), f"image/{kind.lower()}")

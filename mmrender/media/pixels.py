@@ -97,6 +97,11 @@ def rgb_planes(loaded: LoadedImage, out: npt.NDArray[np.uint8] | None = None) ->
     return planes
 
 
+def picture_of(planes: npt.NDArray[np.uint8]) -> Image.Image:
+    """Return planes `(3, height, width)` as a PIL image. Faster than by a transposed copy."""
+    return Image.merge("RGB", [Image.fromarray(plane) for plane in planes])
+
+
 def _new_array(*shape: int) -> npt.NDArray[np.uint8]:
     """Return an uninitialised uint8 array. A large one is mapped.
 

@@ -331,21 +331,17 @@ class MediaResolver:
 def part_fingerprint(part: MediaPart) -> Hashable | None:
     """Return `source_fingerprint` of a part's source, with the times of a video or the rate of audio."""
     source: Any = part.source
-    if isinstance(part, AudioPart):
-        array = as_array(source)
-        fingerprint = source_fingerprint(source if array is None else array)
-        return None if fingerprint is None else ("audio", fingerprint, part.sampling_rate)
-    if not isinstance(part, VideoPart):
+    if isinstance(part, ImagePart):
         return source_fingerprint(source)
-    if part.sound is not None:
+    if isinstance(part, VideoPart) and part.sound is not None:
         both = part_fingerprint(msgspec.structs.replace(part, sound=None)), part_fingerprint(part.sound)
         return None if None in both else ("video with sound", *both)
-    if isinstance(source, tuple | list):
-        frames = tuple([source_fingerprint(frame) for frame in source])
-        return None if None in frames else ("video", frames, timing_of(part))
+    if isinstance(source, tuple | list):  # frames
+        keys = tuple([source_fingerprint(frame) for frame in source])
+        return None if None in keys else (part.modality, keys, timing_of(part))
     array = as_array(source)
-    fingerprint = source_fingerprint(source if array is None else array)
-    return None if fingerprint is None else ("video", fingerprint, timing_of(part))
+    key = source_fingerprint(source if array is None else array)
+    return None if key is None else (part.modality, key, timing_of(part))
 
 
 def timing_of(part: MediaPart) -> Hashable:

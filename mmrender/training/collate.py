@@ -6,9 +6,8 @@ same fields.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from mmrender.media.processors.patches import time_steps
 from mmrender.sidecar import MediaSpan, MultiModalData
 from mmrender.training.batch import OPTIONAL, PER_TOKEN, PaddingSide, TrainingBatch
 from mmrender.training.families import ModelFamily
-from mmrender.training.fields import collate_fields, media_of, pins
+from mmrender.training.fields import ExpandOptions, collate_fields, media_of, pins
 from mmrender.training.positions import mrope_position_ids
 from mmrender.training.segments import Rows, Segment, token_numbers
 from mmrender.training.tensor_list import torch
@@ -39,10 +38,7 @@ def collate(
     padding_side: PaddingSide = "right",
     width: int | None = None,
     multiple: int = 1,
-    dtype: Any = torch.float32,
-    device: Any = None,
-    pin_memory: bool | None = None,
-    executor: Executor | None = None,
+    **options: Unpack[ExpandOptions],
 ) -> TrainingBatch:
     """Build a batch, with the images expanded straight into it.
 
@@ -57,11 +53,7 @@ def collate(
         padding_side: The side on which rows are filled.
         width: Tokens of a row; None for the longest row's.
         multiple: Makes the width a multiple of this.
-        dtype: Dtype of pixels: torch's float32, float16 or bfloat16.
-        device: Device of the batch. Pixels that are kept as levels are expanded there, with the same bits.
-        pin_memory: Whether to build it in page-locked memory; None if CUDA is available and the process is no
-            worker of a `DataLoader`, which must not touch the device.
-        executor: Threads that share the expansion of images.
+        **options: Dtype of images, and place of the batch. See `ExpandOptions`.
 
     Raises:
         BatchError: There is no sample and no row, samples differ in the fields they have, something is not
@@ -95,8 +87,8 @@ def collate(
     for _, segment, sample in places:
         _check_sample(sample, segment.sample_id, family)
         _check_same_fields(sample, segment.sample_id, places[0])
-    pin = pins(pin_memory)
-    fields = collate_fields(media, family, dtype=dtype, device=device, pin_memory=pin, executor=executor)
+    fields = collate_fields(media, family, **options)
+    device, pin = options.get("device"), pins(options.get("pin_memory"))
     like = places[0][2] if places else next(iter(samples), None)
     arrays = _arrays(places, (len(rows), full), like)
     arrays["input_ids"][~arrays["attention_mask"]] = pad_token_id

@@ -178,12 +178,7 @@ def collate_fields(
     buffers, distinct, copies = _plan(rows, family, _DTYPES[dtype])
     for buffer in buffers.values():
         buffer.allocate(dtype, device, pin)
-    expand = partial(_expand, buffers, dtype, pin)
-    if executor is None:
-        for expansion in distinct:
-            expand(expansion)
-    else:
-        map_shared(expand, distinct, executor)
+    map_shared(partial(_expand, buffers, dtype, pin), distinct, executor)
     for name, source, target in copies:
         buffers[name].memory[target] = buffers[name].memory[source]
     fields = {name: TensorList(buffer.values, tuple(buffer.lengths)) for name, buffer in buffers.items()}

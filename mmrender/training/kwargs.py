@@ -80,12 +80,9 @@ def decode_mm_kwargs(
     out: dict[str, Any] = {}
     for modality, entries in multi_modal_kwargs.items():
         where = f"kwargs_data.{modality}"
-        joined = _joined(entries, where)
-        for name, value in joined.items():
+        for name, value in _joined(entries, where).items():
             if name in out:
                 raise BatchError("two modalities have one field", where=where, got=name)
-            if name in _GRIDS and getattr(value, "ndim", 0) == 2:
-                _check_grids(joined, name, where)
             if check_finite:
                 _check_finite(value, f"{where}.{name}")
             out[name] = _cast(_normalised(name, value, arithmetic), dtype)
@@ -107,17 +104,14 @@ def _joined(entries: Sequence[str | None], where: str) -> dict[str, Any]:
     for index, item in enumerate(items):
         for name, elem in item.items():
             _check_slices(elem, f"{where}[{index}].{name}")
-            if name in _GRIDS and _GRIDS[name] in item and getattr(elem.data, "ndim", 0) == 2:
-                grid: Any = item[_GRIDS[name]].data
-                one = {
-                    name: elem.data,
-                    _GRIDS[name]: grid.reshape(1, -1) if hasattr(grid, "reshape") else grid,
-                }
-                _check_grids(one, name, f"{where}[{index}]")
     try:
-        return join_items(items)
+        parts, joined = [join_items([item]) for item in items], join_items(items)
     except CodecError as error:
         raise BatchError("items cannot be joined", where=where, got=str(error)) from error
+    for index, part in enumerate(parts):
+        _check_grids(part, f"{where}[{index}]")
+    _check_grids(joined, where)
+    return joined
 
 
 def _check_slices(elem: FieldElem, where: str) -> None:
@@ -153,22 +147,24 @@ def _check_finite(value: Any, where: str) -> None:
             )
 
 
-def _check_grids(joined: Mapping[str, Any], name: str, where: str) -> None:
+def _check_grids(joined: Mapping[str, Any], where: str) -> None:
     """Check that flat patches come with grids, and that these cover them."""
-    grids = joined.get(_GRIDS[name])
-    patches = len(joined[name])
-    claimed = None
-    if grids is not None and getattr(grids, "ndim", 0) == 2:
-        # Sides are held to the patches first: the product of huge or negative ones may be anything.
-        fits = bool(((grids >= 1) & (grids <= max(1, patches))).all())
-        claimed = int(grids.prod(1).sum()) if fits else -1
-    if claimed != patches:
-        raise BatchError(
-            "the grids do not fit the patches",
-            where=f"{where}.{_GRIDS[name]}",
-            expected=f"(t, h, w) of each item, {patches} patches in all",
-            got=str(grids)[:80] if claimed in (None, -1) else f"{claimed} patches",
-        )
+    for name, grid_name in _GRIDS.items():
+        if getattr(joined.get(name), "ndim", 0) != 2:
+            continue
+        grids: Any = joined.get(grid_name)
+        patches, claimed = len(joined[name]), None
+        if getattr(grids, "ndim", 0) == 2:
+            # Sides are held to the patches first: the product of huge or negative ones may be anything.
+            fits = bool(((grids >= 1) & (grids <= max(1, patches))).all())
+            claimed = int(grids.prod(1).sum()) if fits else -1
+        if claimed != patches:
+            raise BatchError(
+                "the grids do not fit the patches",
+                where=f"{where}.{grid_name}",
+                expected=f"(t, h, w) of each item, {patches} patches in all",
+                got=str(grids)[:80] if claimed in (None, -1) else f"{claimed} patches",
+            )
 
 
 def _normalised(name: str, value: Any, arithmetic: PixelArithmetic | None) -> Any:

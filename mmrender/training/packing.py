@@ -380,7 +380,10 @@ def smallest_dummy(
     sample, span = min(media, key=lambda pair: (pair[1].range.length, pair[1].item.nbytes))
     like = like or sample
     count = span.range.length
-    zeros = np.zeros(count, np.float32)
+    optional = ("logprobs", "rewards", "advantages", "loss_weights")
+    zeros: dict[str, Any] = {
+        name: np.zeros(count, np.float32) for name in optional if getattr(like, name) is not None
+    }
     experts = None
     if like.routed_experts is not None:
         _, layers, top_k = like.routed_experts.shape
@@ -389,16 +392,13 @@ def smallest_dummy(
     return TrainingSample(
         token_ids=sample.token_ids[span.start : span.stop],
         loss_mask=np.zeros(count, np.bool_),
-        logprobs=None if like.logprobs is None else zeros,
         multi_modal_data=MultiModalData.of(
             # A video may share its range with its sound track.
             (replace(each.range, offset=0), each.item)
             for each in sample.media_spans
             if each.start == span.start
         ),
-        rewards=None if like.rewards is None else zeros,
-        advantages=None if like.advantages is None else zeros,
-        loss_weights=None if like.loss_weights is None else zeros,
         routed_experts=experts,
         sample_id="dummy",
+        **zeros,
     )

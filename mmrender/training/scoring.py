@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, wraps
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from mmrender.errors import BatchError
 from mmrender.training.predictions import Predictions
@@ -88,89 +88,6 @@ class TokenScores(NamedTuple):
     logprobs: Any
     entropy: Any = None
     kl: Any = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scoring:
-    """The values to compute of each token.
-
-    Attributes:
-        predictions: The tokens.
-        temperature: Divides logits: a number, or a tensor `(rows, columns)` with a value for each token.
-        entropy: Whether to compute entropies.
-        reference: Hidden states of another model before the same tokens, or None. It gets no gradient.
-        dtype: Dtype in which hidden states and weights are multiplied; None for the weights' own, or
-            autocast's.
-        tile: Number of tokens and of ids whose scores are held at a time. None for `TILE`, or on a GPU
-            `GPU_TILE`.
-    """
-
-    predictions: Predictions
-    temperature: Any = 1.0
-    entropy: bool = False
-    reference: HiddenStates | None = None
-    dtype: Any = None
-    tile: tuple[int, int] | None = None
-
-    def of(self, values: Any, head: OutputHead | None) -> TokenScores:
-        """Return the scores of the tokens, each `(n,)`.
-
-        Args:
-            values: Hidden states `(..., hidden)`, or logits `(..., vocabulary)` if `head` is None.
-            head: Makes logits of hidden states.
-
-        Raises:
-            BatchError: The weights are sharded, a temperature is not above 0, or the reference has other
-                tokens.
-        """
-        temperature = self._temperatures(values.device)
-        if self.reference is not None and len(self.reference.predictions) != len(self.predictions):
-            raise BatchError(
-                "the reference has other tokens",
-                where="reference",
-                expected=f"hidden states before {len(self.predictions)} tokens",
-                got=str(len(self.reference.predictions)),
-            )
-        device = values.device.type
-        dtype = self.dtype
-        if dtype is None and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        weight, bias = None, None
-        if head is not None:
-            check_whole(head)
-            weight, bias, dtype = head.weight, head.bias, dtype or head.weight.dtype
-        tile = self.tile or (TILE if device == "cpu" else GPU_TILE)
-        work = _Work(replace(self, temperature=temperature, dtype=dtype, tile=tile), head, tile)
-        # The dtype is decided above, so that the backward pass, which autocast does not see, has the same.
-        with torch.autocast(device, enabled=False):
-            logprobs, entropy, kl = _Tiled.apply(values, weight, bias, work)
-        return TokenScores(
-            logprobs, entropy if self.entropy else None, None if self.reference is None else kl
-        )
-
-    def spread(self, values: Any, head: OutputHead | None) -> TokenScores:
-        """Return `of`, each in its place: `(rows, columns)`."""
-        scores = self.of(values, head)
-        return TokenScores(*(None if one is None else self.predictions.spread(one) for one in scores))
-
-    def _temperatures(self, device: Any) -> Any:
-        """Return the temperature as a number or as a column `(n, 1)`."""
-        value = self.temperature
-        if isinstance(value, torch.Tensor) and value.ndim:
-            if tuple(value.shape) != self.predictions.shape:
-                raise BatchError(
-                    "a temperature for each token is not aligned to the tokens",
-                    where="temperature",
-                    expected=str([*self.predictions.shape]),
-                    got=str([*value.shape]),
-                )
-            value = value.detach().to(device).reshape(-1)[self.predictions.places.to(device), None]
-            lowest = float(value.min()) if len(value) else 1.0
-        else:
-            lowest = value = float(value)
-        if not lowest > 0:
-            raise BatchError("a temperature is not above 0", where="temperature", got=str(lowest))
-        return value
 
 
 def wide(dtype: Any) -> Any:
@@ -355,42 +272,114 @@ def _slopes(tile: _Tile, other: _Tile | None, entropy: bool, sums: Any, gradient
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """The settings of one call, and the steps that its forward and backward share."""
+class Scoring:
+    """The values to compute of each token.
 
-    scoring: Scoring
-    head: OutputHead | None
-    tile: tuple[int, int]
+    Attributes:
+        predictions: The tokens.
+        temperature: Divides logits: a number, or a tensor `(rows, columns)` with a value for each token.
+        entropy: Whether to compute entropies.
+        reference: Hidden states of another model before the same tokens, or None. It gets no gradient.
+        dtype: Dtype in which hidden states and weights are multiplied; None for the weights' own, or
+            autocast's.
+        tile: Number of tokens and of ids whose scores are held at a time. None for `TILE`, or on a GPU
+            `GPU_TILE`.
+    """
 
-    def with_weights(self, weight: Any, bias: Any) -> OutputHead | None:
-        """Return the head with the weights that torch passes to the forward or saved for the backward."""
-        return None if self.head is None else replace(self.head, weight=weight, bias=bias)
+    predictions: Predictions
+    temperature: Any = 1.0
+    entropy: bool = False
+    reference: HiddenStates | None = None
+    dtype: Any = None
+    tile: tuple[int, int] | None = None
 
-    def parts(self) -> Iterator[slice]:
+    def of(self, values: Any, head: OutputHead | None) -> TokenScores:
+        """Return the scores of the tokens, each `(n,)`.
+
+        Args:
+            values: Hidden states `(..., hidden)`, or logits `(..., vocabulary)` if `head` is None.
+            head: Makes logits of hidden states.
+
+        Raises:
+            BatchError: The weights are sharded, a temperature is not above 0, or the reference has other
+                tokens.
+        """
+        temperature = self._temperatures(values.device)
+        if self.reference is not None and len(self.reference.predictions) != len(self.predictions):
+            raise BatchError(
+                "the reference has other tokens",
+                where="reference",
+                expected=f"hidden states before {len(self.predictions)} tokens",
+                got=str(len(self.reference.predictions)),
+            )
+        device = values.device.type
+        dtype = self.dtype
+        if dtype is None and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        weight, bias = None, None
+        if head is not None:
+            check_whole(head)
+            weight, bias, dtype = head.weight, head.bias, dtype or head.weight.dtype
+        scoring = replace(self, temperature=temperature, dtype=dtype)
+        # The dtype is decided above, so that the backward pass, which autocast does not see, has the same.
+        with torch.autocast(device, enabled=False):
+            logprobs, entropy, kl = _Tiled.apply(values, weight, bias, (scoring, head))
+        return TokenScores(
+            logprobs, entropy if self.entropy else None, None if self.reference is None else kl
+        )
+
+    def spread(self, values: Any, head: OutputHead | None) -> TokenScores:
+        """Return `of`, each in its place: `(rows, columns)`."""
+        scores = self.of(values, head)
+        return TokenScores(*(None if one is None else self.predictions.spread(one) for one in scores))
+
+    def _temperatures(self, device: Any) -> Any:
+        """Return the temperature as a number or as a column `(n, 1)`."""
+        value = self.temperature
+        if isinstance(value, torch.Tensor) and value.ndim:
+            if tuple(value.shape) != self.predictions.shape:
+                raise BatchError(
+                    "a temperature for each token is not aligned to the tokens",
+                    where="temperature",
+                    expected=str([*self.predictions.shape]),
+                    got=str([*value.shape]),
+                )
+            value = value.detach().to(device).reshape(-1)[self.predictions.places.to(device), None]
+            lowest = float(value.min()) if len(value) else 1.0
+        else:
+            lowest = value = float(value)
+        if not lowest > 0:
+            raise BatchError("a temperature is not above 0", where="temperature", got=str(lowest))
+        return value
+
+    def parts(self, values: Any) -> Iterator[slice]:
         """Yield the tokens of each row of tiles."""
-        return _steps(len(self.scoring.predictions), self.tile[0])
+        return _steps(len(self.predictions), self._tile_of(values)[0])
+
+    def _tile_of(self, values: Any) -> tuple[int, int]:
+        return self.tile or (TILE if values.device.type == "cpu" else GPU_TILE)
 
     def tiles(self, part: slice, rows: Any, head: OutputHead | None) -> Iterator[tuple[slice, _Tile]]:
         """Yield the ids of each tile of some tokens, and the tile."""
         vocabulary = rows.shape[-1] if head is None else head.weight.shape[0]
-        limits, temperature = self.scoring.predictions.limits, self.scoring.temperature
-        token_ids = self.scoring.predictions.token_ids[part, None]
+        limits, temperature = self.predictions.limits, self.temperature
+        token_ids = self.predictions.token_ids[part, None]
         temperature = temperature if isinstance(temperature, float) else temperature[part]
-        rows = rows if head is None else rows.to(self.scoring.dtype)
-        for ids in _steps(vocabulary, self.tile[1]):
+        rows = rows if head is None else rows.to(self.dtype)
+        for ids in _steps(vocabulary, self._tile_of(rows)[1]):
             closed = None if limits is None else limits.closed(part, ids)
             places = token_ids - ids.start
             if head is None:
                 yield ids, _Tile(rows[:, ids], places, closed, temperature, are_logits=True)
                 continue
-            own = head.part(ids, self.scoring.dtype)
+            own = head.part(ids, self.dtype)
             products = torch.nn.functional.linear(rows, own.weight, own.bias)
             change = head.scale, head.softcap, head.bias is not None
             yield ids, _Tile(products, places, closed, temperature, *change)
 
     def others(self, part: slice) -> Iterator[_Tile]:
         """Yield the reference's tiles."""
-        reference = self.scoring.reference
+        reference = self.reference
         if reference is not None:
             rows = flat(reference.values).index_select(0, reference.predictions.sources[part])
             yield from (tile for _, tile in self.tiles(part, rows, reference.head))
@@ -401,7 +390,7 @@ class _Work:
         starts = (_CLOSED, 0.0, 0.0, 0.0, 0.0, _CLOSED, 0.0)
         sums = _Sums(*(out.new_full((out.shape[1], 1), start) for start in starts))
         for _, tile in self.tiles(part, rows, head):
-            sums = _added(tile, next(others, None), self.scoring.entropy, sums)
+            sums = _added(tile, next(others, None), self.entropy, sums)
         largest, total, chosen, mean, cross, other_largest, other_total = sums
         log_total, log_other = total.log(), other_total.log()
         columns = (
@@ -418,19 +407,24 @@ class _Work:
         """Yield for each tile its ids, the gradient by its products, `(n, ids)`, and by the bias."""
         others = self.others(part)
         for ids, tile in self.tiles(part, rows, head):
-            yield ids, *_slopes(tile, next(others, None), self.scoring.entropy, out, gradients)
+            yield ids, *_slopes(tile, next(others, None), self.entropy, out, gradients)
+
+
+_Work: TypeAlias = tuple[Scoring, OutputHead | None]
 
 
 class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
     @staticmethod
     def forward(ctx: Any, values: Any, weight: Any, bias: Any, work: _Work) -> tuple[Any, Any, Any]:
-        rows, predictions, head = flat(values), work.scoring.predictions, work.with_weights(weight, bias)
-        dtype = wide(rows.dtype if head is None else work.scoring.dtype)
+        scoring, head = work
+        rows, predictions = flat(values), scoring.predictions
+        dtype = wide(rows.dtype if head is None else scoring.dtype)
         out = torch.zeros(7, len(predictions), dtype=dtype, device=rows.device)
-        for part in work.parts():
+        for part in scoring.parts(rows):
             own = rows.index_select(0, predictions.sources[part])
-            work.sums(part, own, head, out[:, part])
-        ctx.work = work
+            scoring.sums(part, own, head, out[:, part])
+        # The backward takes the weights that torch has saved.
+        ctx.work = scoring, head and replace(head, weight=None, bias=None)
         ctx.save_for_backward(values, weight, bias, out)
         return tuple(out[:3].clone())
 
@@ -438,17 +432,18 @@ class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typ
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, Any, Any, None]:
         values, weight, bias, out = ctx.saved_tensors
-        work: _Work = ctx.work
-        rows, predictions, head = flat(values), work.scoring.predictions, work.with_weights(weight, bias)
+        scoring, head = ctx.work
+        rows, predictions = flat(values), scoring.predictions
+        head = head and replace(head, weight=weight, bias=bias)
         for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
         of_rows: Any = torch.zeros_like(rows, memory_format=torch.contiguous_format) if for_rows else None
         of_weight = torch.zeros_like(weight, dtype=out.dtype) if for_weight else None
         of_bias = torch.zeros_like(bias, dtype=out.dtype) if for_bias else None
-        for part in work.parts():
+        for part in scoring.parts(rows):
             sources = predictions.sources[part]
             own = rows.index_select(0, sources)
-            hidden = None if head is None else own.to(work.scoring.dtype)
-            slopes_of = work.slopes(
+            hidden = None if head is None else own.to(scoring.dtype)
+            slopes_of = scoring.slopes(
                 part, own, head, out[:, part], torch.stack([one[part] for one in gradients])
             )
             of_own = torch.zeros_like(own, dtype=out.dtype) if head is not None and for_rows else None
@@ -459,7 +454,7 @@ class _Tiled(torch.autograd.Function):  # type: ignore[misc]  # torch is not typ
                 if of_bias is not None:
                     of_bias[ids] += for_these
                 if of_own is not None:
-                    _add_product(of_own, slopes, head.weight[ids].to(work.scoring.dtype))
+                    _add_product(of_own, slopes, head.weight[ids].to(scoring.dtype))
                 if of_weight is not None:
                     _add_product(of_weight[ids], slopes.T, hidden)
             if of_own is not None:

@@ -13,6 +13,7 @@ from mmrender.media.encoded import ReferenceItem
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import Integers, Levels, expanded
 from mmrender.media.load import load_image
+from mmrender.media.pixels import picture_of
 from mmrender.media.processors.patches import PatchItem
 from mmrender.media.sources import format_name
 from mmrender.sidecar import MediaItem
@@ -120,7 +121,4 @@ def _spectrograms(item: ProcessedItem) -> list[Image.Image]:
 
 def _of_planes(planes: npt.NDArray[Any]) -> list[Image.Image]:
     """Return pictures of some of `(n, 3, height, width)`."""
-    chosen = shown_frames(len(planes))
-    return [
-        Image.fromarray(np.ascontiguousarray(planes[index].transpose(1, 2, 0)), "RGB") for index in chosen
-    ]
+    return [picture_of(planes[index]) for index in shown_frames(len(planes))]
