@@ -29,6 +29,7 @@ from mmrender.model.fast import proof_texts
 from mmrender.model.files import SPECIAL_TOKEN_KEYS, Conversion, ModelDir, find_model
 from mmrender.model.pattern import declared_pattern
 from mmrender.model.vocabulary import (
+    BLANK,
     Vocabulary,
     check_merges,
     check_tekken,
@@ -49,7 +50,6 @@ _SETTINGS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", 
 """Files beside the vocabulary that a conversion reads."""
 
 _MAX_LENGTH = 1 << 40
-_WORD_START = "\u2581"
 _SAVE = "Save a tokenizer.json that you trust: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
 _RUN = "Pass trust_remote_code=True to run the model's own tokenizer, or save a tokenizer.json"
 
@@ -255,7 +255,7 @@ def _from_pieces(model: ModelDir, file: Path, trust_remote_code: bool) -> Candid
         engine = _engine_of_slow(model, reference, has_prefix)
     added = {token.content for token in engine.get_added_tokens_decoder().values()}
     whole = [piece.piece for piece in proto.pieces if piece.type == piece.USER_DEFINED]
-    if lacking := [piece for piece in whole if piece not in added and piece.strip(f"{_WORD_START} \n\t")]:
+    if lacking := [piece for piece in whole if piece not in added and piece.strip(f"{BLANK} \n\t")]:
         raise TokenizerError(
             f"{type(reference).__name__} splits tokens that SentencePiece keeps whole",
             where=str(file),
@@ -271,8 +271,8 @@ def _engine_of_slow(model: ModelDir, reference: Any, has_prefix: bool) -> Engine
     from transformers import LlamaTokenizer
 
     engine: Engine = LlamaTokenizer.from_pretrained(model.path, local_files_only=True).backend_tokenizer
-    prefix = [normalizers.Prepend(_WORD_START)] if has_prefix else []
-    engine.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _WORD_START)])
+    prefix = [normalizers.Prepend(BLANK)] if has_prefix else []
+    engine.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", BLANK)])
     engine.pre_tokenizer = None
     for _, token in sorted(reference.added_tokens_decoder.items()):
         (engine.add_special_tokens if token.special else engine.add_tokens)([token])

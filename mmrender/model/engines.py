@@ -109,7 +109,7 @@ def declare_added(engine: Engine, model: ModelDir) -> None:
     known = engine.get_added_tokens_decoder().values()
     spelled = {repr(token) for token in known}
     texts = {token.content for token in known}
-    named = {_added_token(entry).content for entry in model.named_tokens.values()}
+    named = {*model.special_tokens.values()}
     listed = model.token_settings.get("added_tokens_decoder")
     declared: list[AddedToken] = []
     if isinstance(listed, Mapping):

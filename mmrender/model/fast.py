@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
 from mmcodecs.forks import watch_forks
+from mmrender.model.vocabulary import BLANK
 
 _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
@@ -30,7 +31,6 @@ _WORTH = 1 << 20
 """Characters that `tokenizers` encodes before the fast engine is loaded. Loading takes as long."""
 _NEAR = 256
 """Characters up to which the places of tokens are counted one by one, rather than all at once."""
-_BLANK = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>\Z")
 _UNCOUNTABLE = -(1 << 40)
 """Length of a token with unknown text. No sum with it is the length of a text."""
@@ -92,7 +92,7 @@ class FastEngine:
         if self._normalizer is not None and not (self._keeps_ascii and text.isascii()):
             normalized = self._normalizer.normalize_str(text)
             shift = len(normalized) - len(text)
-            if shift not in (0, 1) or normalized[shift:].replace(_BLANK, " ") != text.replace(_BLANK, " "):
+            if shift not in (0, 1) or normalized[shift:].replace(BLANK, " ") != text.replace(BLANK, " "):
                 return None
         data = b"" if normalized.isascii() else normalized.encode()
         lengths = itemgetter(*ids, 0, 0)(self._lengths)[:-2]  # of one index alone it returns no tuple
@@ -235,7 +235,7 @@ _SPACES = (
 )
 _MARKS = (
     *("", ".", ", ", "!?", "...", "'s", "'\u017f", "\u2019s", "()", "{}", "[];", "<|", "|>", "</", "_"),
-    *("\u2581", "<0x0A>"),
+    *(BLANK, "<0x0A>"),
 )
 _RANGES = (
     *((0x20, 0x250), (0x250, 0x3000), (0x3000, 0xD800)),

@@ -12,8 +12,8 @@ from typing import cast
 
 from mmrender.caching import cached_property
 from mmrender.model.tokenizer import Match, Tokenizer
+from mmrender.model.vocabulary import BLANK
 
-_WORD_START = "\u2581"
 _BLOCK = 128
 """Characters whose bytes are counted together."""
 _SAMPLES = ("Hello  world\n\nnext", "naïve 日本語 🙂 \u00ff", '{"k": [1, -2.5e3]}\t<a href="x">')
@@ -35,7 +35,7 @@ def _byte_level(token: str) -> bytes:
 def _byte_fallback(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes.fromhex(token[3:5])
-    return token.replace(_WORD_START, " ").encode()
+    return token.replace(BLANK, " ").encode()
 
 
 class TokenSpeller:

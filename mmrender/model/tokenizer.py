@@ -25,10 +25,8 @@ from mmrender.errors import TokenizerError
 from mmrender.model.engines import Before, declare_added, finder_of, literal_engines, without_added
 from mmrender.model.fast import EngineChoice
 from mmrender.model.files import Conversion, ModelDir
-from mmrender.model.vocabulary import EXPECTED
+from mmrender.model.vocabulary import BLANK, EXPECTED
 from mmrender.sidecar import common_prefix
-
-_WORD_START = "\u2581"
 
 
 class Run(NamedTuple):
@@ -408,7 +406,7 @@ _PROBE = (
 
 def is_blank(token: str) -> bool:
     """Whether a token is white space, in plain or SentencePiece spelling."""
-    return token.replace(_WORD_START, " ").isspace()
+    return token.replace(BLANK, " ").isspace()
 
 
 def _is_space(char: str) -> bool:

@@ -27,6 +27,8 @@ from mmrender.model.files import ModelDir
 
 Format: TypeAlias = Literal["tekken", "tiktoken", "sentencepiece", "merges"]
 
+BLANK = "\u2581"
+"""SentencePiece's blank."""
 EXPECTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json with merges.txt"
 """Files of which a model directory has one, in the order of precedence."""
 

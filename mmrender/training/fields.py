@@ -229,34 +229,31 @@ def _plan(
 def _expand(buffers: Mapping[str, _Buffer], dtype: Any, pin: bool, expansion: _Expansion) -> None:
     """Write the tensors of an item to their places."""
     item = expansion.item
-    targets: dict[str, npt.NDArray[Any]] = {}  # written by the item, at their places if they fit
-    smaller: list[tuple[Any, Any]] = []  # places, and values that fill only a part of them
-    moved: list[tuple[Any, str]] = []  # places that values of `targets` are copied to
+    written: dict[str, npt.NDArray[Any]] = {}  # by the item, at their places if they fit
+    later: list[tuple[_Buffer, Any, Any]] = []  # places that values are copied to
     for name, spec in expansion.specs.items():
         if name not in expansion.places:  # the batch does not take this tensor
-            targets[name] = np.empty(spec.shape, spec.dtype)
+            written[name] = np.empty(spec.shape, spec.dtype)
             continue
         buffer, place = buffers[name], buffers[name].memory[expansion.places[name]]
         fits = math.prod(place.shape) == math.prod(spec.shape)
-        if buffer.on_device and _has_levels(item, name):
+        has_levels = buffer.on_device and _has_levels(item, name)
+        if has_levels:
             values = place.view(spec.shape) if fits else place.new_empty(spec.shape)
             _expand_on_device(item, name, values, pin)
-            if not fits:
-                smaller.append((place, values))
-        elif not buffer.on_device and fits:
-            targets[name] = place.reshape(spec.shape)
+        elif fits and not buffer.on_device:
+            values = written[name] = place.reshape(spec.shape)
         else:
-            targets[name] = np.empty(spec.shape, spec.dtype)
-            moved.append((place, name))
-    if targets:
-        expand_into(item, targets, _DTYPES[dtype])
-    for place, name in moved:
-        array, on_device = targets[name], buffers[name].on_device
-        values = torch.from_numpy(array).view(dtype).to(place.device) if on_device else array
-        smaller.append((place, values))
-    for place, values in smaller:
-        shape = values.shape[-place.ndim :]
-        place[tuple(slice(0, side) for side in shape)] = values.reshape(shape)
+            values = written[name] = np.empty(spec.shape, spec.dtype)
+        if not fits or (buffer.on_device and not has_levels):
+            later.append((buffer, place, values))
+    if written:
+        expand_into(item, written, _DTYPES[dtype])
+    for buffer, place, values in later:
+        is_here = buffer.on_device and isinstance(values, np.ndarray)
+        there = torch.from_numpy(values).view(dtype).to(place.device) if is_here else values
+        shape = there.shape[-place.ndim :]
+        place[tuple(slice(0, side) for side in shape)] = there.reshape(shape)
 
 
 def _has_levels(item: MediaItem, name: str) -> bool:

@@ -8,13 +8,14 @@ place of the head's output.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from sys import modules
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
 from mmrender.errors import BatchError
-from mmrender.training.predictions import BatchRows, Predictions, Tokens
+from mmrender.training.predictions import BatchRows, Tokens
 from mmrender.training.scoring import HiddenStates, OutputHead, Scoring, TokenScores, check_whole, flat
 from mmrender.training.tensor_list import torch
 
@@ -89,17 +90,9 @@ def hidden_states(
 ) -> HiddenStates:
     """Run a model on a batch and return the hidden states before the output head, without logits.
 
-    Args:
-        model: As for `score_tokens`.
-        rows: The batch, or a shard of it.
-        tokens: The tokens that they predict, as for `score_tokens`.
-        inputs: Keyword arguments of the forward. None for `rows.model_inputs()`.
-
-    Returns:
-        Values `(n, hidden)`, one for each token, with the head that makes logits of them.
-
-    Raises:
-        BatchError: As `score_tokens`. Also if the head's weights are sharded and need a gradient.
+    Arguments and errors as for `score_tokens`. Weights of the head that are sharded and need a gradient are
+    refused, too. The result has values `(n, hidden)`, one for each token, and the head that makes logits of
+    them.
     """
     predictions = rows.predictions(tokens)
     kept: list[tuple[Any, OutputHead]] = []
@@ -112,17 +105,12 @@ def hidden_states(
     values, head = kept[0]
     module = _output_module(model)
     if hasattr(module.weight, "full_tensor"):
-        whole = OutputHead(module.weight, module.bias, head.scale, head.softcap)
         if torch.is_grad_enabled() and module.weight.requires_grad:
-            check_whole(whole)
+            check_whole(replace(head, weight=module.weight))
         bias = None if module.bias is None else module.bias.full_tensor()
-        head = OutputHead(module.weight.full_tensor(), bias, head.scale, head.softcap)
-    count = len(predictions)
-    own = torch.arange(count, device=predictions.sources.device)
-    aligned = Predictions(
-        predictions.shape, predictions.places, own, predictions.token_ids, predictions.limits
-    )
-    return HiddenStates(_joined(values, output), head, aligned)
+        head = replace(head, weight=module.weight.full_tensor(), bias=bias)
+    own = torch.arange(len(predictions), device=predictions.sources.device)
+    return HiddenStates(_joined(values, output), head, replace(predictions, sources=own))
 
 
 def _joined(values: Any, output: Any) -> Any:

@@ -36,16 +36,8 @@ def token_logprobs(logits: Any, batch: BatchRows, *, temperature: Any = 1.0) -> 
 def token_entropy(logits: Any, batch: TrainingBatch, *, temperature: Any = 1.0) -> Any:
     """Return the entropy of the distribution that each sampled token was drawn from, in nats.
 
-    Args:
-        logits: `(rows, width, vocabulary)`, from the model for `batch.model_inputs()`.
-        batch: Its loss mask marks sampled tokens, and its samples say which tokens could be sampled.
-        temperature: The sampler's, for the entropy of its distribution.
-
-    Returns:
-        float32 `(rows, width)`, aligned to tokens; 0.0 outside the loss mask.
-
-    Raises:
-        BatchError: As `token_logprobs`.
+    Arguments and errors as for `token_logprobs`. The result is float32 `(rows, width)`, aligned to tokens;
+    0.0 outside the loss mask, which marks sampled tokens.
     """
     batch.check_aligned(logits)
     return Scoring(batch.predictions(), temperature, entropy=True).spread(logits, None).entropy

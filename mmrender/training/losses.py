@@ -104,14 +104,8 @@ def grpo_loss(logprobs: Any, rows: BatchRows, *, samples: int, **options: Unpack
     Source: Shao et al., "DeepSeekMath", 2024, equation 3. Its last term is
     `penalty=beta * kl_estimate(logprobs, reference)`.
 
-    Args:
-        logprobs: As for `ppo_loss`.
-        rows: As for `ppo_loss`.
-        samples: Samples of the whole step that have tokens to train on.
-        **options: See `PolicyOptions`. The bounds are 0.2 by default.
-
-    Raises:
-        BatchError: As `ppo_loss`.
+    Arguments and errors as for `ppo_loss`. `samples` are the samples of the whole step that have tokens to
+    train on.
     """
     losses = _clipped(_log_ratio(logprobs, rows, options), rows, options)
     return _total(losses, rows, options, by_sample=True) / samples
@@ -125,15 +119,8 @@ def dr_grpo_loss(
     Source: Liu et al., "Understanding R1-Zero-Like Training", 2025, section 3.2. Its advantages are rewards
     less the mean of their group, without the division by the deviation.
 
-    Args:
-        logprobs: As for `ppo_loss`.
-        rows: As for `ppo_loss`.
-        samples: Samples of the whole step.
-        max_tokens: Maximum number of sampled tokens, the same in all steps.
-        **options: See `PolicyOptions`. The bounds are 0.2 by default.
-
-    Raises:
-        BatchError: As `ppo_loss`.
+    Arguments and errors as for `ppo_loss`. `samples` are the samples of the whole step, and `max_tokens` is
+    the maximum number of sampled tokens, the same in all steps.
     """
     return ppo_loss(logprobs, rows, tokens=samples * max_tokens, **options)
 
@@ -144,17 +131,10 @@ def gspo_loss(
     """Return the loss with one clipped ratio a sample, as a mean over samples.
 
     Source: Zheng et al., "Group Sequence Policy Optimization", 2025, equations 5 and 7, with the bounds of
-    its section 5.1. Advantages may differ within a sample (GSPO-token, equation 13).
+    its section 5.1, 0.0003 and 0.0004. Advantages may differ within a sample (GSPO-token, equation 13).
 
-    Args:
-        logprobs: As for `ppo_loss`.
-        rows: As for `ppo_loss`.
-        samples: Samples of the whole step that have tokens to train on.
-        group: For a shard, the process group of the ranks that split its rows.
-        **options: See `PolicyOptions`. The bounds are 0.0003 and 0.0004 by default.
-
-    Raises:
-        BatchError: As `ppo_loss`.
+    Arguments and errors as for `grpo_loss`. `group` is, for a shard, the process group of the ranks that
+    split its rows.
     """
     log_ratio = _log_ratio(logprobs, rows, options)
     fixed = log_ratio.detach()
@@ -166,16 +146,8 @@ def gspo_loss(
 def cispo_loss(logprobs: Any, rows: BatchRows, *, tokens: int, **options: Unpack[PolicyOptions]) -> Any:
     """Return the loss whose clipped ratio is a factor, so that every token has a gradient, over tokens.
 
-    Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5, which leaves the ratio without a lower bound.
-
-    Args:
-        logprobs: As for `ppo_loss`.
-        rows: As for `ppo_loss`.
-        tokens: Tokens to train on in the whole step.
-        **options: See `PolicyOptions`. By default the ratio lies between 0 and 5.
-
-    Raises:
-        BatchError: As `ppo_loss`.
+    Source: MiniMax, "MiniMax-M1", 2025, equations 4 and 5, which leaves the ratio without a lower bound. By
+    default it lies between 0 and 5. Arguments and errors as for `ppo_loss`.
     """
     low, high = options.get("low", 1.0), options.get("high", 4.0)
     ratio = _log_ratio(logprobs, rows, options).detach().exp().clamp(1 - low, 1 + high)

@@ -165,14 +165,8 @@ class SequenceShard:
         """Return the keyword arguments of a forward over whole rows, the same on every rank.
 
         Padding is not masked: `flash_attention_kwargs` has the bounds. Families whose images see themselves
-        in both directions have whole masks.
-
-        Args:
-            mask_dtype: As for `TrainingBatch.model_inputs`.
-            kept_apart: Says that recurrent layers keep packed samples apart, over all ranks.
-
-        Raises:
-            BatchError: As `TrainingBatch.model_inputs`.
+        in both directions have whole masks. Arguments and errors as for `TrainingBatch.model_inputs`;
+        `kept_apart` holds over all ranks.
         """
         whole = replace(self.whole, packed=True)
         return whole.model_inputs(mask_dtype=mask_dtype, kept_apart=kept_apart)
@@ -191,14 +185,7 @@ class SequenceShard:
     def token_logprobs(self, logits: Any, *, temperature: float = 1.0) -> Any:
         """Return the log-probability of the token after each one: float32 `(rows, tokens)`.
 
-        0.0 if none follows in the sample.
-
-        Args:
-            logits: `(rows, tokens, vocabulary)`, of this rank's tokens.
-            temperature: As for `mmrender.training.token_logprobs`.
-
-        Raises:
-            BatchError: The logits are not aligned to this shard.
+        0.0 if none follows in the sample. As `mmrender.training.token_logprobs`, of this rank's logits.
         """
         return token_logprobs(logits, self, temperature=temperature)
 

@@ -26,9 +26,7 @@ from mmrender.media.levels import Compact, padded
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import ImageBackend, media_identity
 from mmrender.media.processor import (
-    Affixes,
     AudioProcessor,
-    BosPlace,
     EffectOfOthers,
     Geometry,
     MediaProcessor,
@@ -81,11 +79,6 @@ class AdaptedAudioProcessor(AudioProcessor):
         self._watched = WatchedProcessor(build, files.bos_token)
         self._samples: LRUCache[str, Samples] = LRUCache(_MAX_SAMPLES, size_of=lambda samples: samples.nbytes)
         self._features: LRUCache[str, Mapping[str, Compact]] = LRUCache(_MAX_FEATURES, size_of=nbytes_of)
-
-    @property
-    def affixes(self) -> Mapping[BosPlace, Affixes]:
-        """Text and tokens that the processor adds to prompts without media."""
-        return self._watched.learn_affixes()
 
     @cached_property
     def sampling_rate(self) -> int:  # type: ignore[override]
