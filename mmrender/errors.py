@@ -6,7 +6,8 @@ this order. So a program can act on the parts and a person can read the sentence
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 from mmcodecs.errors import DetailedError
@@ -266,6 +267,22 @@ class MissingDependencyError(MMRenderError, ImportError):
             f"{purpose} needs {package}, which is not installed",
             remedy=f"{remedy}, or {otherwise}" if otherwise else remedy,
         )
+
+
+@contextmanager
+def importing(
+    package: str | None, extra: str, purpose: str, *, otherwise: str | None = None
+) -> Iterator[None]:
+    """Import within the block what a `purpose` needs. `package` None means the package that is missing.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        yield
+    except (ImportError, OSError) as error:  # OSError: of a library that the package loads
+        name = package or getattr(error, "name", None) or extra
+        raise MissingDependencyError.of_extra(name, extra, purpose, otherwise=otherwise) from error
 
 
 def check_number(where: str, value: Any, *, above: float | None = None, minimum: float | None = None) -> None:

@@ -22,7 +22,7 @@ from mmrender.cli.inputs import (
     renderable,
 )
 from mmrender.cli.overview import STATUSES
-from mmrender.errors import InputError, MissingDependencyError, MMRenderError
+from mmrender.errors import InputError, MMRenderError, importing
 from mmrender.media.pixels import ImageBackend
 from mmrender.model.files import find_model
 from mmrender.sidecar import common_prefix
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from mmrender.client.resolve import BackendName
     from mmrender.view import Page
 
-try:
+with importing("typer", "cli", "the mmrender command"):
     import typer
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-except ImportError as error:
-    raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmcodecs.files import MAGIC
 from mmrender.content import normalize_messages
-from mmrender.errors import InputError, MissingDependencyError
+from mmrender.errors import InputError, importing
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processors.registry import backend_of_tokens
@@ -18,10 +18,8 @@ from mmrender.renderer import Renderer
 if TYPE_CHECKING:
     from mmrender.tokens.rendered import RenderedTokens
 
-try:
+with importing("typer", "cli", "the mmrender command"):
     from rich.console import Console
-except ImportError as error:
-    raise MissingDependencyError.of_extra("typer", "cli", "the mmrender command") from error
 
 log = Console(stderr=True)
 OPTIONS = {"trust_remote_code": False}

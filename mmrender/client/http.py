@@ -32,13 +32,11 @@ from mmrender.errors import (
     EngineStatusError,
     EngineTimeoutError,
     InputError,
-    MissingDependencyError,
+    importing,
 )
 
-try:
+with importing(None, "client", "the HTTP client"):
     import aiohttp
-except ImportError as error:
-    raise MissingDependencyError.of_extra(error.name or "aiohttp", "client", "the HTTP client") from error
 
 _log = logging.getLogger("mmrender.client")
 _NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from blake3 import blake3
 
-from mmrender.errors import EngineError, MissingDependencyError, MMRenderError
+from mmrender.errors import EngineError, MMRenderError, importing
 from mmrender.gateway import work
 from mmrender.gateway.call import Call, ProtocolName
 from mmrender.gateway.limits import (
@@ -34,7 +34,7 @@ from mmrender.gateway.session import Session
 from mmrender.gateway.sessions import Sessions
 from mmrender.gateway.writing import AgentProtocol
 
-try:
+with importing(None, "serve", "the gateway"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
     from starlette.applications import Starlette
@@ -42,8 +42,6 @@ try:
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
-except ImportError as error:
-    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
 _log = logging.getLogger("mmrender.gateway")
 

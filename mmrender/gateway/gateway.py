@@ -10,16 +10,14 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from mmrender.caching import cached_property
-from mmrender.errors import EngineStateError, MissingDependencyError
+from mmrender.errors import EngineStateError, importing
 from mmrender.gateway.app import App, build
 from mmrender.gateway.limits import TimedProtocol
 from mmrender.gateway.replies import StreamBrokenError
 from mmrender.gateway.sessions import Sessions
 
-try:
+with importing(None, "serve", "the gateway"):
     import uvicorn
-except ImportError as error:
-    raise MissingDependencyError.of_extra(error.name or "uvicorn", "serve", "the gateway") from error
 
 Result = TypeVar("Result")
 

@@ -18,7 +18,6 @@ from mmrender.errors import (
     EngineUnavailableError,
     EngineUnsupportedError,
     InputError,
-    MissingDependencyError,
     MMRenderError,
     ModelError,
     PoolError,
@@ -29,16 +28,15 @@ from mmrender.errors import (
     SessionLimitError,
     SessionUnknownError,
     TemplateError,
+    importing,
 )
 from mmrender.gateway import work
 from mmrender.shipping.address import is_loopback
 
-try:
+with importing(None, "serve", "the gateway"):
     import h11
     from starlette.requests import ClientDisconnect, Request
     from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-except ImportError as error:
-    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
 _MAX_CHUNKS: Final = 4096
 """Chunks of a body that may be small. Further ones hold `_MIN_CHUNK_BYTES` on average."""

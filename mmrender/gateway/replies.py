@@ -4,17 +4,15 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from mmrender.errors import MissingDependencyError
+from mmrender.errors import importing
 from mmrender.gateway.limits import CallerLeftError, RequestError, failure_of
 from mmrender.gateway.pending import Pending
 from mmrender.gateway.writing import EventWriter
 
-try:
+with importing(None, "serve", "the gateway"):
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
-except ImportError as error:
-    raise MissingDependencyError.of_extra(error.name or "starlette", "serve", "the gateway") from error
 
 Result = TypeVar("Result")
 

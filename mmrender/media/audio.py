@@ -14,13 +14,14 @@ import io
 import math
 import struct
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, MissingDependencyError
+from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, importing
 from mmrender.media.load import damaged, named_errors
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import AUDIO_FORMATS, format_name, read_source
@@ -194,10 +195,8 @@ def _of_array(array: Any, rate: int | None, policy: MediaPolicy) -> tuple[Sample
 
 def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
     """Decode encoded audio to the average of its channels, and its rate."""
-    try:
+    with _importing("soundfile"):
         import soundfile
-    except (ImportError, OSError) as error:
-        raise _missing("soundfile") from error
     kind = format_name(data[:64])
     if kind not in AUDIO_FORMATS:
         raise MediaDecodeError(
@@ -304,10 +303,8 @@ def resampled(mono: Samples, rate: int, target: int) -> Samples:
     """Return samples at another rate, always as a new array."""
     if rate == target:
         return np.array(mono, np.float32)
-    try:
+    with _importing("soxr"):
         import soxr
-    except ImportError as error:
-        raise _missing("soxr") from error
     count = math.ceil(len(mono) * target / rate)
     try:
         samples = soxr.resample(mono, rate, target, quality="soxr_hq")
@@ -318,7 +315,6 @@ def resampled(mono: Samples, rate: int, target: int) -> Samples:
     return np.ascontiguousarray(np.pad(samples, (0, max(0, count - len(samples))))[:count], np.float32)
 
 
-def _missing(package: str) -> MissingDependencyError:
-    return MissingDependencyError.of_extra(
-        package, "audio", "encoded audio", otherwise="pass samples at the model's own rate"
-    )
+def _importing(package: str) -> AbstractContextManager[None]:
+    otherwise = "pass samples at the model's own rate"
+    return importing(package, "audio", "encoded audio", otherwise=otherwise)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmrender.errors import MediaDecodeError, MediaError, MissingDependencyError
+from mmrender.errors import MediaDecodeError, MediaError, importing
 from mmrender.media.load import LoadedImage, damaged
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import format_name
@@ -102,12 +102,8 @@ def decoder(data: bytes, policy: MediaPolicy) -> Iterator["Decoder"]:
 @contextmanager
 def open_container(data: bytes, policy: MediaPolicy) -> Iterator[Any]:
     """Open an encoded video as PyAV's container. Raises as `decoder`, also for errors within the context."""
-    try:
+    with importing("av", "video", "an encoded video", otherwise="decode it yourself and pass its frames"):
         import av
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(
-            "av", "video", "an encoded video", otherwise="decode it yourself and pass its frames"
-        ) from error
     kind = format_name(data[:64])
     if kind not in CONTAINERS:
         raise MediaDecodeError(

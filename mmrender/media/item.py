@@ -15,7 +15,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from mmcodecs import BufferPool
-from mmrender.errors import MissingDependencyError
+from mmrender.errors import importing
 from mmrender.media.levels import STORAGE, Compact, Floats, Integers, storage_of
 from mmrender.messages import Modality
 from mmrender.sidecar import (
@@ -93,12 +93,8 @@ class TensorItem(Item, frozen=True, eq=False, kw_only=True):
         self.write(arrays, dtype)
         if framework == "numpy":
             return arrays
-        try:
+        with importing("torch", "torch", 'framework="torch"', otherwise='choose framework="numpy"'):
             import torch
-        except ImportError as error:
-            raise MissingDependencyError.of_extra(
-                "torch", "torch", 'framework="torch"', otherwise='choose framework="numpy"'
-            ) from error
 
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if dtype == "bfloat16":

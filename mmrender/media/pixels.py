@@ -16,7 +16,7 @@ import numpy.typing as npt
 from blake3 import blake3
 from PIL import Image
 
-from mmrender.errors import MissingDependencyError
+from mmrender.errors import importing
 from mmrender.media.load import LoadedImage
 
 ImageBackend: TypeAlias = Literal["torch", "pil"]
@@ -185,12 +185,8 @@ def resized_planes(
     if backend == "pil":
         resized = loaded.image.resize((width, height), Image.Resampling.BICUBIC)
         return rgb_planes(LoadedImage(resized, height, width), planes)
-    try:
+    with importing("torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'):
         import torch
-    except ImportError as error:
-        raise MissingDependencyError.of_extra(
-            "torch", "torch", 'image_backend="torch"', otherwise='choose image_backend="pil"'
-        ) from error
 
     # Pillow's four bytes a pixel are torch's channels-last layout, which its kernel does not repack. Torch
     # recognises the layout by all strides, including the stride of the batch of one.

@@ -28,7 +28,7 @@ from mmrender._version import __version__
 from mmrender.audit.trainer import TrainerModel
 from mmrender.client import LocalBackend, RendererBackend
 from mmrender.client.resolve import BackendName
-from mmrender.errors import MissingDependencyError, MMRenderError, ShippingConnectionError
+from mmrender.errors import MMRenderError, ShippingConnectionError, importing
 from mmrender.renderer import Renderer
 from mmrender.rollout.client import RendererClient
 from mmrender.shipping import Sender
@@ -44,10 +44,8 @@ from mmrender.trajectory.tree import Trajectory
 from mmrender.view.page import Page
 from mmrender.view.terminal import legend, message_table, token_strip
 
-try:
+with importing("rich", "cli", "the demonstration"):
     from rich.console import Console
-except ImportError as error:
-    raise MissingDependencyError.of_extra("rich", "cli", "the demonstration") from error
 
 WIDTH = 80
 _MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[yellow]-[/]"}

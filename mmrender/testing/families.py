@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
 
-from mmrender.errors import BatchError, MissingDependencyError
+from mmrender.errors import BatchError, importing
 from mmrender.sidecar import MediaItem
 from mmrender.testing.family_runs import Bench, Difference, undisturbed
 from mmrender.testing.family_samples import Images, make_images, make_samples, with_inputs
@@ -130,10 +130,8 @@ def _transformers_config(given: Any, settings: Mapping[str, Any]) -> Any:
     given = getattr(given, "config", given)
     if hasattr(given, "to_dict"):
         return given
-    try:
+    with importing("transformers", "hf", "prove_family"):
         from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
     model_type = settings["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise BatchError(

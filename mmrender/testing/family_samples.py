@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace as replaced
 from PIL import Image
 
-from mmrender.errors import BatchError, MissingDependencyError
+from mmrender.errors import BatchError, importing
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.sidecar import MediaItem, MultiModalData, PlaceholderRange, Repeat
@@ -181,11 +181,9 @@ def _counted_together(model: Any, draft: ModelFamily, items: list[ProcessedItem]
 
 def _image_processor(model_type: str, config: Any) -> Any:
     """Return the family's image processor with the sizes of the vision tower."""
-    try:
+    with importing("transformers", "hf", "prove_family"):
         import transformers
         from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
     known = (
         IMAGE_PROCESSOR_MAPPING_NAMES.get(name) for name in (model_type, model_type.removesuffix("_moe"))
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError
+from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError, importing
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.reference import (
@@ -110,11 +110,9 @@ class ReferenceRenderer:
     def __init__(self, directory: Path, backend: ImageBackend, *, trust_remote_code: bool = False) -> None:
         if has_reference_backend("torch"):
             import_torchvision()  # before Transformers does, which would fail with a CPU torch
-        try:
+        with importing("transformers", "hf", "the reference renderer"):
             from transformers import logging
             from transformers.processing_utils import ProcessorMixin
-        except ImportError as error:
-            raise MissingDependencyError.of_extra("transformers", "hf", "the reference renderer") from error
         logging.set_verbosity_error()  # it warns of every long prompt
         model = open_model(directory, trust_remote_code=trust_remote_code)
         self._files = files = ProcessorFiles.read(model)

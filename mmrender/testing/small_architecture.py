@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from mmrender.errors import BatchError, MissingDependencyError
+from mmrender.errors import BatchError, importing
 from mmrender.training.positions import MROPE
 from mmrender.training.tensor_list import torch
 
@@ -123,10 +123,8 @@ def build_small(config: Any, cls: Any = None) -> SmallModel:
         BatchError: Transformers cannot build it.
         MissingDependencyError: Transformers is not installed.
     """
-    try:
+    with importing("transformers", "hf", "prove_family"):
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", "prove_family") from error
 
     def build(settings: Mapping[str, Any]) -> Any:
         small = type(config).from_dict(dict(settings))

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import BatchError, MissingDependencyError
+from mmrender.errors import BatchError, importing
 
-try:
+with importing("torch", "torch", "mmrender.training"):
     import torch as _torch
-except ImportError as error:
-    raise MissingDependencyError.of_extra("torch", "torch", "mmrender.training") from error
 
 torch: Any = _torch  # type checkers do not follow torch. Other modules of this package import it from here
 

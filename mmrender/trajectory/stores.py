@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from mmcodecs.files import MappedFile, Source
-from mmrender.errors import MissingDependencyError
+from mmrender.errors import importing
 
 INDEX_SUFFIX: Final = ".index"
 """What the name of an index has after the name of its file."""
@@ -71,10 +71,8 @@ def _is_trajectories(name: str) -> bool:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    try:
+    with importing("fsspec", "store", "a file in an object store"):
         import fsspec
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("fsspec", "store", "a file in an object store") from error
     files, path = fsspec.core.url_to_fs(url)
     return files, path
 

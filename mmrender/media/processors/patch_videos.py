@@ -11,13 +11,13 @@ back end images have. Source: `video_processing_*.py` and `processing_*.py` of T
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from mmrender.errors import MediaError, MissingDependencyError, ProcessorError
+from mmrender.errors import MediaError, ProcessorError, importing
 from mmrender.media.decode import Timeline
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.pixels import media_identity, resized_planes, rgb_planes
@@ -239,8 +239,9 @@ class PatchVideoProcessor(VideoProcessor):
 
 def _resized(frames: Frames, size: tuple[int, int]) -> Any:
     """Return the frames as read-only uint8 planes `(frames, 3, height, width)`."""
-    if (frames.height, frames.width) != size and find_spec("torch") is None:
-        raise _torch_missing()
+    if (frames.height, frames.width) != size:
+        with _importing_torch():
+            import torch  # noqa: F401 - refused before a frame is decoded
     planes = np.empty((len(frames), 3, *size), np.uint8)
     last = None
     for index, image in enumerate(frames.images):
@@ -255,10 +256,9 @@ def _resized(frames: Frames, size: tuple[int, int]) -> Any:
     return planes
 
 
-def _torch_missing() -> MissingDependencyError:
-    return MissingDependencyError.of_extra(
-        "torch", "torch", "a video", otherwise="pass its frames as images, with image_backend='pil'"
-    )
+def _importing_torch() -> AbstractContextManager[None]:
+    otherwise = "pass its frames as images, with image_backend='pil'"
+    return importing("torch", "torch", "a video", otherwise=otherwise)
 
 
 # --- sampling of frames ---
@@ -299,10 +299,8 @@ def _choose_qwen2(processor: PatchVideoProcessor, timeline: Timeline) -> list[in
             remedy="Pass a longer video, or sample it yourself and pass times or frames_indices",
         )
     # The reference adds up steps in float32, whose rounding decides between two frames.
-    try:
+    with _importing_torch():
         import torch
-    except ImportError as error:
-        raise _torch_missing() from error
 
     return [int(index) for index in torch.arange(0, total, total / count).int()]
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
-from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError
+from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError, importing
 from mmrender.media.pixels import ImageBackend
 from mmrender.media.processor import ProcessorFiles
 from mmrender.template.sources import load_templates
@@ -159,10 +159,8 @@ def build_audio_reference(files: ProcessorFiles, *, trust_remote_code: bool = Fa
         ProcessorError: Transformers does not know the processor, or cannot build it from these files.
     """
     name = files.processor_class or "the audio processor"
-    try:
+    with importing("transformers", "hf", name):
         from transformers import AutoFeatureExtractor
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", name) from error
     with _build_errors(name):
         cls = _processor_class(name)
         if cls is None:
@@ -180,11 +178,9 @@ def build_image_processor(
 ) -> Any:
     """Return the model's image processor on `backend`. Raises as `build_reference_processor` does."""
     name = files.image_processor_type or "the image processor"
-    try:
+    with importing("transformers", "hf", name):
         import transformers
         from transformers import AutoImageProcessor
-    except ImportError as error:
-        raise MissingDependencyError.of_extra("transformers", "hf", name) from error
     if find_spec("transformers.image_processing_backends") is None:
         raise MissingDependencyError(
             f"{name} needs image processors whose back end can be chosen",

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from mmrender.errors import MissingDependencyError
+from mmrender.errors import importing
 from mmrender.gateway.call import AnswerCall
 from mmrender.gateway.digests import folded
 from mmrender.renderer import Renderer
@@ -15,10 +15,8 @@ from mmrender.testing.agents.recordings import AgentAnswer, RecordedCall
 from mmrender.testing.agents.replies import read_answer
 from mmrender.testing.agents.upstream import Exchange, Upstream
 
-try:
+with importing("aiohttp", "client", "playing recordings"):
     import aiohttp
-except ImportError as error:
-    raise MissingDependencyError.of_extra("aiohttp", "client", "playing recordings") from error
 
 _SHOWN: Final = 12
 """Tokens around a break that are shown."""

@@ -17,7 +17,7 @@ import msgspec
 from mmcodecs.structs import ready
 from mmrender.client.types import FinishReason, Usage
 from mmrender.client.vllm_images import GENERATE_PATH
-from mmrender.errors import InputError, MissingDependencyError, MMRenderError
+from mmrender.errors import InputError, MMRenderError, importing
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
 from mmrender.gateway.limits import failure_of
 from mmrender.gateway.protocols import PROTOCOLS
@@ -25,10 +25,8 @@ from mmrender.gateway.writing import AgentProtocol, event
 from mmrender.renderer import Renderer
 from mmrender.testing.agents.recordings import PATHS
 
-try:
+with importing("aiohttp", "client", "the scripted server"):
     from aiohttp import web
-except ImportError as error:
-    raise MissingDependencyError.of_extra("aiohttp", "client", "the scripted server") from error
 
 Complete: TypeAlias = Callable[[list[int]], Sequence[int]]
 """Returns the tokens that follow a prompt, with a stop token at their end."""
