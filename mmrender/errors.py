@@ -285,6 +285,17 @@ def importing(
         raise MissingDependencyError.of_extra(name, extra, purpose, otherwise=otherwise) from error
 
 
+@contextmanager
+def located(where: str | None) -> Iterator[None]:
+    """Add a path, such as `messages[2].content[1]`, to an error of the block that has none."""
+    try:
+        yield
+    except MMRenderError as error:
+        if where is not None:
+            error.at(where)
+        raise
+
+
 def check_number(where: str, value: Any, *, above: float | None = None, minimum: float | None = None) -> None:
     """Require a finite number above `above`, or of `minimum` or more.
 

@@ -26,7 +26,7 @@ from mmrender.errors import (
     EngineUnsupportedError,
     InputError,
     MediaDecodeError,
-    MediaError,
+    located,
 )
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import format_name, read_source, sniff
@@ -228,11 +228,8 @@ def _check_input(value: object, where: str) -> None:
 def _image_bytes(chunk: ImageChunk | ImageAssetPointerChunk, policy: MediaPolicy, where: str) -> bytes:
     """Return the encoded image of a chunk, which must be of the format that the chunk names."""
     source = chunk.data if isinstance(chunk, ImageChunk) else chunk.location
-    try:
+    with located(where):
         data = read_source(source, policy)
-    except MediaError as error:
-        error.at(where)
-        raise
     if sniff(data) != chunk.format.upper():
         raise MediaDecodeError(
             "the image is not of the format that its chunk names",

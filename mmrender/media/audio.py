@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, importing
+from mmrender.errors import MediaDecodeError, MediaLimitError, importing, located
 from mmrender.media.load import damaged, named_errors
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import AUDIO_FORMATS, format_name, read_source
@@ -134,7 +134,7 @@ def load_audio(
         MissingDependencyError: soundfile or soxr is not installed.
     """
     policy = MediaPolicy() if policy is None else policy
-    try:
+    with located(where):
         array, file = as_array(source), None
         if array is not None:
             mono, found = _of_array(array, source_rate, policy)
@@ -153,10 +153,6 @@ def load_audio(
         samples = resampled(mono, found, rate)
         samples.flags.writeable = False
         return LoadedAudio(samples, rate, file, policy)
-    except MediaError as error:
-        if where is not None:
-            error.at(where)
-        raise
 
 
 def _of_array(array: Any, rate: int | None, policy: MediaPolicy) -> tuple[Samples, int]:

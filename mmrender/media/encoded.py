@@ -11,7 +11,7 @@ from blake3 import blake3
 from PIL import Image
 
 from mmrender.caching import LRUCache
-from mmrender.errors import MediaError
+from mmrender.errors import MediaError, located
 from mmrender.media.item import Item
 from mmrender.media.load import Coding, load_image, open_image, orientation_of
 from mmrender.media.pixels import picture_of, rgb_planes
@@ -147,11 +147,8 @@ def encoded_image(item: MediaItem) -> EncodedImage:
         MediaError: The item is a video, or has neither pixels nor an encoded image.
         MediaDecodeError: A reference's bytes are not an image.
     """
-    try:
+    with located(f"item {item.identity[:12]}"):
         return _encoded.get_or_compute((item.identity, type(item)), lambda: _encode(item))
-    except MediaError as error:
-        error.at(f"item {item.identity[:12]}")
-        raise
 
 
 def _encode(item: MediaItem) -> EncodedImage:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageFile
 
-from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError
+from mmrender.errors import MediaDecodeError, MediaError, MediaLimitError, located
 from mmrender.media.bounds import check_passes, check_pieces
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import FORMATS, ReadLocks, format_name, read_source, sniff
@@ -106,17 +106,13 @@ def load_image(source: Any, policy: MediaPolicy | None = None, *, where: str | N
         MediaDecodeError: Not an image, or damaged or truncated.
     """
     policy = MediaPolicy() if policy is None else policy
-    try:
+    with located(where):
         if isinstance(source, np.ndarray):
             return _of_array(source, policy)
         if isinstance(source, Image.Image):
             policy.check_pixels(*source.size)
             return _of_image(source)
         return policy.decode(_of_bytes, read_source(source, policy))
-    except MediaError as error:
-        if where is not None:
-            error.at(where)
-        raise
 
 
 def _of_bytes(data: bytes, policy: MediaPolicy) -> LoadedImage:

@@ -20,7 +20,7 @@ from PIL import Image, ImageFile
 
 from mmrender.caching import CacheStats, LRUCache, SingleFlight
 from mmrender.content.parts import MEDIA_ARGUMENTS
-from mmrender.errors import MediaError, MessageError, MMRenderError
+from mmrender.errors import MediaError, MessageError, located
 from mmrender.media.audio import LoadedAudio, load_audio
 from mmrender.media.encoded import keep_original
 from mmrender.media.load import decode_in_place
@@ -143,12 +143,8 @@ class MediaResolver:
             MissingDependencyError: It needs a package that is not installed.
             ProcessorError: It cannot be loaded.
         """
-        try:
+        with located(where):
             self.processor = self.processor.load()
-        except MMRenderError as error:
-            if where is not None:
-                error.at(where)
-            raise
 
     def resolve(
         self, media: Sequence[RequestMedia], *, earlier: MultiModalData | None = None
@@ -215,11 +211,8 @@ class MediaResolver:
         part = entry.part
         if entry.fingerprint is not None or not isinstance(part, VideoPart) or not is_encoded(part):
             return entry
-        try:
+        with located(entry.path):
             part = msgspec.structs.replace(part, source=read_source(part.source, self.policy))
-        except MediaError as error:
-            error.at(entry.path)
-            raise
         return entry._replace(part=part, fingerprint=part_fingerprint(part))
 
     def _with_track(self, entry: RequestMedia, item: MediaItem, longest: int | None) -> tuple[MediaItem, ...]:
@@ -231,15 +224,12 @@ class MediaResolver:
         if not self._clip_length(entry, load):
             return (item,)
         key = ("track", entry.fingerprint, longest, audio.settings_digest, self.policy)
-        try:
+        with located(entry.path):
             track = self.cache.get_or_load(
                 key if entry.fingerprint is not None else None,
                 lambda: audio.prepare(load(), longest=longest),
             )
             pair = interleaved(audio, item, track)
-        except MMRenderError as error:
-            error.at(entry.path)
-            raise
         return tuple(map(self.cache.finished, pair))
 
     def brings_audio(self, entry: RequestMedia) -> bool:
@@ -308,7 +298,7 @@ class MediaResolver:
     def _item(self, entry: RequestMedia, num_images: int, longest: int | None) -> MediaItem:
         """Return the item of one part, from the cache or loaded, identified and processed."""
         part, processor, policy, fingerprint = entry.part, self.processor, self.policy, entry.fingerprint
-        try:
+        with located(entry.path):
             if fingerprint is None and isinstance(part.source, Image.Image):
                 # An image that was opened lazily has a fingerprint once it is decoded.
                 policy.check_pixels(*part.source.size)
@@ -323,9 +313,6 @@ class MediaResolver:
                 processor.load_part, part, policy, entry.path, num_images=num_images, longest=longest
             )
             return self.cache.get_or_load(None if fingerprint is None else key, load)
-        except MMRenderError as error:
-            error.at(entry.path)
-            raise
 
 
 def part_fingerprint(part: MediaPart) -> Hashable | None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from mmrender.errors import MediaDecodeError, MediaError, ProcessorError
+from mmrender.errors import MediaDecodeError, ProcessorError, located
 from mmrender.media.audio import LoadedAudio, Samples, check_form, check_length, load_audio, resampled
 from mmrender.media.decode import open_container
 from mmrender.media.item import TensorItem, expand_into, tensor_specs
@@ -60,16 +60,13 @@ def load_track(part: VideoPart, rate: int, policy: MediaPolicy, where: str) -> L
         return load_audio(source, rate, policy, source_rate=own_rate, where=f"{where}.audio")
     if not is_encoded(part):
         return None
-    try:
+    with located(where):
         track = policy.decode(_decode, read_source(part.source, policy))
         if track is None:
             return None
         samples = resampled(*track, rate)
         samples.flags.writeable = False
         return LoadedAudio(samples, rate, policy=policy)
-    except MediaError as error:
-        error.at(where)
-        raise
 
 
 def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int] | None:

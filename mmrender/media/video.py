@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrender.errors import MediaDecodeError, MediaError
+from mmrender.errors import MediaDecodeError, located
 from mmrender.media.decode import Timeline, decoder
 from mmrender.media.load import LoadedImage, load_image
 from mmrender.media.policy import MediaPolicy
@@ -101,7 +101,7 @@ def open_video(part: VideoPart, policy: MediaPolicy, where: str) -> Iterator[Vid
         MediaError: As for `load_image`. Or it has no frames, or times that do not fit its frames.
         MissingDependencyError: It is encoded, and PyAV is not installed (extra `video`).
     """
-    try:
+    with located(where):
         array = as_array(part.source)
         if array is None and not isinstance(part.source, tuple | list):
             with _open_encoded(part, policy) as video:
@@ -115,9 +115,6 @@ def open_video(part: VideoPart, policy: MediaPolicy, where: str) -> Iterator[Vid
         policy.check("max_frames", len(images))
         timeline = _timeline_of_part(part, len(images))
         yield Video(timeline, lambda indices: _loaded(images, indices, policy), policy)
-    except MediaError as error:
-        error.at(where)
-        raise
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import cached_property, digest_of_code, release_of
-from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError, check_option
+from mmrender.errors import MissingDependencyError, MMRenderError, ProcessorError, check_option, located
 from mmrender.media.load import LoadedImage
 from mmrender.media.pixels import IMAGE_BACKENDS, ImageBackend
 from mmrender.media.processor import (
@@ -84,7 +84,7 @@ def load_processor(
     if not files.image and not files.audio:
         return None
     is_own = trust_remote_code and files.has_own_code("AutoProcessor", "AutoImageProcessor")
-    try:
+    with located(str(files.directory)):
         if not files.image:
             alone = AudioOnlyProcessor(str(files.audio.get("feature_extractor_type")), image_backend)
             return _with_audio(alone, files, template, trust_remote_code)
@@ -102,9 +102,6 @@ def load_processor(
             with suppress(MissingDependencyError):
                 return deferred.load()
         return deferred
-    except (MissingDependencyError, ProcessorError, MediaError) as error:
-        error.at(str(files.directory))
-        raise
 
 
 def backend_of_tokens(directory: Path | ModelDir) -> ImageBackend:
@@ -122,7 +119,7 @@ def with_sound_tracks(processor: MediaProcessor | None, where: str) -> MediaProc
         MissingDependencyError: A package that it needs is not installed.
         ProcessorError: The model's processor has no rule for it.
     """
-    try:
+    with located(where):
         loaded = None if processor is None else processor.load()
         if loaded is None or loaded.audio is None or loaded.videos is None:
             raise ProcessorError(
@@ -131,9 +128,6 @@ def with_sound_tracks(processor: MediaProcessor | None, where: str) -> MediaProc
                 remedy="Open the model without use_audio_in_video.",
             )
         loaded.audio.alternate(1, 1, 1.0, 1)
-    except (MissingDependencyError, ProcessorError) as error:
-        error.at(where)
-        raise
     loaded.use_audio_in_video = True
     return loaded
 
