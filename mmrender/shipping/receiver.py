@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from ssl import SSLContext
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, get_args
 
 from mmcodecs import BufferPool, Limits, decode
 from mmcodecs.arrays import Framework
@@ -19,6 +19,7 @@ from mmrender.errors import (
     ShippingProtocolError,
     ShippingSecurityError,
     check_count,
+    check_option,
 )
 from mmrender.shipping.address import Address, broken, check_tls, listen
 from mmrender.shipping.connection import Connection
@@ -181,9 +182,7 @@ class Receiver(End):
         self.address = Address.parse(url)
         self.url = str(self.address)
         check_tls(self.address, ssl)
-        if ack not in ("taken", "explicit"):
-            expected = "'taken' or 'explicit'"
-            raise ShippingError("an option is out of range", where="ack", expected=expected, got=repr(ack))
+        check_option("ack", ack, get_args(Acknowledge), error=ShippingError)
         check_count("window_messages", window_messages, error=ShippingError)
         check_count("memory_bytes", memory_bytes, error=ShippingError)
         check_count("max_connections", max_connections, error=ShippingError)
