@@ -24,7 +24,7 @@ from mmrender.content.values import (
     record_fields,
     too_deep,
 )
-from mmrender.errors import MessageError, MissingDependencyError
+from mmrender.errors import MessageError, importing, located
 from mmrender.messages import ToolCall
 
 _TOOL = 'a dict like {"type": "function", "function": {"name": …, "parameters": {…}}}, or a Python function'
@@ -97,12 +97,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _schema_of(function: Any, where: str) -> dict[str, Any]:
-    try:
+    purpose = "a tool given as a Python function"
+    with located(where), importing("transformers", "hf", purpose, otherwise="pass its JSON schema"):
         from transformers.utils import get_json_schema
-    except ImportError:
-        raise MissingDependencyError.of_extra(
-            "transformers", "hf", "a tool given as a Python function", otherwise="pass its JSON schema"
-        ).at(where) from None
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # whatever it refuses in the function, the caller can change

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from mmrender.errors import MissingDependencyError, ModelError
+from mmrender.errors import ModelError, importing
 
 
 def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, purpose: str) -> Any:
@@ -20,8 +20,9 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
         MissingDependencyError: torch or Transformers is not installed.
         ModelError: Transformers cannot load the model.
     """
-    try:
+    with importing("torch", "torch", purpose):
         import torch
+    with importing("transformers", "hf", purpose):
         from transformers import (
             AutoConfig,
             AutoModelForCausalLM,
@@ -29,9 +30,6 @@ def load_model(directory: str | os.PathLike[str], dtype: str, device: str, *, pu
             AutoModelForMultimodalLM,
         )
         from transformers.utils import logging
-    except ImportError as error:
-        package, extra = ("torch", "torch") if "torch" in str(error.name) else ("transformers", "hf")
-        raise MissingDependencyError.of_extra(package, extra, purpose) from error
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would be drawn into whatever the host shows
     try:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mmrender.errors import MissingDependencyError, ModelError
+from mmrender.errors import ModelError, importing
 
 VOCAB_SIZE: Final = 1024
 
@@ -74,13 +74,10 @@ def build_tiny_model(
         MissingDependencyError: `weights` is true and an extra is missing. Nothing is written.
     """
     if weights:
+        purpose, otherwise = "building the tiny model's weights", "pass weights=False"
         for package, extra in (("torch", "torch"), ("transformers", "hf")):
-            try:
+            with importing(package, extra, purpose, otherwise=otherwise):
                 __import__(package)
-            except ImportError as error:
-                raise MissingDependencyError.of_extra(
-                    package, extra, "building the tiny model's weights", otherwise="pass weights=False"
-                ) from error
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         # It may be somebody's model.
         raise ModelError(
