@@ -127,8 +127,9 @@ class Whole:
 
 
 def watching(whole: Whole, video_text: str = "<v><video></v>") -> AdaptedVideoProcessor:
-    videos = AdaptedVideoProcessor(ProcessorFiles(ModelDir(Path()), {}, {}, {}), video_text)
-    videos._watched = WatchedProcessor(lambda: whole)
+    files = ProcessorFiles(ModelDir(Path()), {}, {}, {})
+    videos = AdaptedVideoProcessor(files, video_text)
+    videos._watched = WatchedProcessor(lambda: whole, files)
     return videos
 
 

@@ -36,8 +36,6 @@ from mmrender.media.processor import (
 )
 from mmrender.media.processors.adapter import (
     Tensors,
-    digest_processor,
-    find_feature_token,
     marks_of,
     parse_expansion,
     split_at,
@@ -71,12 +69,11 @@ class AdaptedAudioProcessor(AudioProcessor):
         self, files: ProcessorFiles, token: str, audio_text: str, *, trust_remote_code: bool = False
     ) -> None:
         self.name = str(files.audio.get("feature_extractor_type") or "the model's own feature extractor")
-        self._files = files
         self._token = token
         start, _, end = audio_text.partition(token)
         self._around = start, end
         build = partial(build_audio_reference, files, trust_remote_code=trust_remote_code)
-        self._watched = WatchedProcessor(build, files.bos_token)
+        self._watched = WatchedProcessor(build, files)
         self._samples: LRUCache[str, Samples] = LRUCache(_MAX_SAMPLES, size_of=lambda samples: samples.nbytes)
         self._features: LRUCache[str, Mapping[str, Compact]] = LRUCache(_MAX_FEATURES, size_of=nbytes_of)
 
@@ -96,10 +93,7 @@ class AdaptedAudioProcessor(AudioProcessor):
     @cached_property
     def settings_digest(self) -> bytes:  # type: ignore[override]
         """Digest of the reference's release and of all its settings. Raises as `sampling_rate`."""
-        reference, extractor = self._watched.reference, self._extractor
-        return digest_processor(
-            reference, "feature_extractor", extractor, "audio of transformers", self._files
-        )
+        return self._watched.digest("feature_extractor", self._extractor, "audio of transformers")
 
     @cached_property
     def effect_of_others(self) -> EffectOfOthers:  # type: ignore[override]
@@ -252,9 +246,8 @@ class AdaptedAudioProcessor(AudioProcessor):
         run = self._run([_probe(_PROBE_SECONDS[0], self.sampling_rate)])
         opening, (piece,), ending = self._pieces(run.text)
         self._watched.require_same_affixes(run, opening, ending, "audio")
-        reference = self._watched.reference
-        others = getattr(reference, "audio_token", None), self._token
-        return find_feature_token(reference, self._files, ("audio",), piece, *others)
+        own = getattr(self._watched.reference, "audio_token", None)
+        return self._watched.feature_token(("audio",), piece, own, self._token)
 
     def _processed(self, samples: Samples, longest: int | None = None) -> tuple[str, Tensors]:
         """Return the text that replaces the placeholder of a clip, and its tensors.

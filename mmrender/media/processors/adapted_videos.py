@@ -24,8 +24,6 @@ from mmrender.media.processors.adapter import (
     BEFORE,
     Tensors,
     arithmetic_of,
-    digest_processor,
-    find_feature_token,
     grid_of,
     marks_of,
     parse_expansion,
@@ -52,10 +50,9 @@ class AdaptedVideoProcessor(VideoProcessor):
         self, files: ProcessorFiles, video_text: str = "", *, trust_remote_code: bool = False
     ) -> None:
         self.name = str(files.video.get("video_processor_type") or "the model's own")
-        self._files = files
         self._video_text = video_text
         build = partial(build_video_reference, files, trust_remote_code=trust_remote_code)
-        self._watched = WatchedProcessor(build, files.bos_token)
+        self._watched = WatchedProcessor(build, files)
 
     @cached_property
     def settings_digest(self) -> bytes:  # type: ignore[override]
@@ -65,9 +62,8 @@ class AdaptedVideoProcessor(VideoProcessor):
             MissingDependencyError: A package that it needs is not installed, such as torchvision.
             ProcessorError: The model has no video processor, or Transformers cannot build it.
         """
-        reference = self._watched.reference
-        videos = reference.video_processor
-        return digest_processor(reference, "video_processor", videos, "videos of transformers", self._files)
+        part = self._watched.reference.video_processor
+        return self._watched.digest("video_processor", part, "videos of transformers")
 
     @cached_property
     def covers(self) -> tuple[str, str]:  # type: ignore[override]
@@ -197,7 +193,7 @@ class AdaptedVideoProcessor(VideoProcessor):
         """Return the token that holds video features in an expansion."""
         reference = self._watched.reference
         others = reference.video_token, getattr(reference, "image_token", None)
-        return find_feature_token(reference, self._files, ("video", "image"), text, *others)
+        return self._watched.feature_token(("video", "image"), text, *others)
 
 
 def _video_tensors(run: Run) -> Tensors:

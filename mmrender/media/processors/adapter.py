@@ -31,15 +31,10 @@ from mmrender.media.processor import (
     Geometry,
     MediaProcessor,
     Prepared,
-    ProcessorFiles,
-    digest_settings,
 )
 from mmrender.media.processors.watched import Run, WatchedProcessor, as_numpy, errors_named
-from mmrender.messages import Modality
 from mmrender.sidecar import Expansion, Repeat, Text, common_prefix
 
-_FORMAT_VERSION = 1
-"""Part of every identity."""
 _REMEMBERED_SIZES = 4096
 """Maximum number of image sizes whose expansions are kept."""
 _PROBE_SIZES = ((96, 160), (700, 230))
@@ -74,45 +69,6 @@ def split_at(text: str, marks: Sequence[str], medium: str, expected: str) -> tup
     return text[:start], pieces, text[position:]
 
 
-def find_feature_token(
-    reference: Any, files: ProcessorFiles, modalities: Sequence[Modality], text: str, *others: Any
-) -> str:
-    """Return the first token in an expansion out of those that `config.json` names, then `others`.
-
-    Raises:
-        ProcessorError: It contains none of them.
-    """
-    ids = [index for modality in modalities for index in files.token_ids(modality)]
-    for token in (*map(reference.tokenizer.convert_ids_to_tokens, ids), *others):
-        if isinstance(token, str) and token and token in text:
-            return token
-    raise ProcessorError(
-        f"no token of the expansion holds features of the {modalities[0]}",
-        expected="a token that config.json names",
-        got=repr(text[:200]),
-    )
-
-
-def digest_processor(
-    reference: Any, name: str, part: Any, kind: str, files: ProcessorFiles, **more: str
-) -> bytes:
-    """Digest everything but the pixels that the tensors of a part of this name depend on."""
-    import transformers
-
-    cls = type(part)
-    is_own = cls.__module__.startswith("transformers_modules.")  # code of the directory
-    return digest_settings({
-        "version": _FORMAT_VERSION,
-        "kind": kind,
-        "transformers": transformers.__version__,
-        "settings": part.to_json_string(),
-        "processor": type(reference).__name__,
-        "processor_settings": repr(sorted(files.processor.items(), key=lambda entry: entry[0])),
-        name: f"{files.digest_code() if is_own else cls.__module__}.{cls.__name__}",
-        **more,
-    })  # fmt: skip
-
-
 class _Observation(NamedTuple):
     """One run of a processor on copies of an image.
 
@@ -136,7 +92,6 @@ class TransformersProcessor(MediaProcessor):
     called by one thread at a time and once per image size.
 
     Args:
-        files: The model's settings.
         backend: Which of the reference's back ends to run.
         watched: The model's processor on this back end.
         image_text: Text that the chat template writes for an image, placeholder included.
@@ -146,9 +101,7 @@ class TransformersProcessor(MediaProcessor):
         ProcessorError: Its prompts are more than the template's text, expansions and constant affixes.
     """
 
-    def __init__(
-        self, files: ProcessorFiles, backend: ImageBackend, watched: WatchedProcessor, image_text: str = ""
-    ) -> None:
+    def __init__(self, backend: ImageBackend, watched: WatchedProcessor, image_text: str = "") -> None:
         self._watched = watched
         reference = watched.reference
         self._image_processor: Any = reference.image_processor
@@ -182,16 +135,11 @@ class TransformersProcessor(MediaProcessor):
         added: Mapping[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
         # If neither the settings nor the tokenizer name one, it is the most frequent.
         frequent = max(filter(None, added), key=piece.count, default=None)
-        self._feature_token = find_feature_token(reference, files, ("image",), piece, *others, frequent)
+        self._feature_token = watched.feature_token(("image",), piece, *others, frequent)
         self.placeholder_tokens = frozenset((*self.placeholder.values(), self._feature_token))
-        self.settings_digest = digest_processor(
-            reference,
-            "image_processor",
-            self._image_processor,
-            "transformers",
-            files,
-            backend=backend,
-            options=repr(sorted(self._image_options.items())),
+        options = repr(sorted(self._image_options.items()))
+        self.settings_digest = watched.digest(
+            "image_processor", self._image_processor, "transformers", backend=backend, options=options
         )
         for seen, size in zip(alone, _PROBE_SIZES, strict=True):
             self._prove(seen, *size)

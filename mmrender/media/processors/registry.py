@@ -176,7 +176,7 @@ class DeferredProcessor(MediaProcessor):
         self._trust_remote_code = trust_remote_code
         # Text and images are learnt from the same processor.
         build = partial(build_reference_processor, files, backend, trust_remote_code=trust_remote_code)
-        self._watched = WatchedProcessor(build, files.bos_token)
+        self._watched = WatchedProcessor(build, files)
         self._read_tokens()
         self.can_wait = "image" in self.placeholder and bool(files.token_ids("image"))
         self._loaded: MediaProcessor | MMRenderError | None = None
@@ -223,7 +223,7 @@ class DeferredProcessor(MediaProcessor):
         from mmrender.media.processors.adapter import TransformersProcessor
 
         files, text = self._files, _template_text(self._template, "image")
-        processor = TransformersProcessor(files, self.image_backend, self._watched, text)
+        processor = TransformersProcessor(self.image_backend, self._watched, text)
         if "video" in processor.placeholder:
             processor.videos = _adapted_videos(files, self._template, self._trust_remote_code)
         return _with_audio(processor, files, self._template, self._trust_remote_code)

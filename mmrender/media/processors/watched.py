@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from mmcodecs.forks import watch_forks
 from mmrender.errors import MediaError, MissingDependencyError, MMRenderError, ProcessorError
-from mmrender.media.processor import Affixes, BosPlace
+from mmrender.media.processor import Affixes, BosPlace, ProcessorFiles, digest_settings
 from mmrender.media.processors.reference import named_errors, use_one_torch_thread
+from mmrender.messages import Modality
 
+_FORMAT_VERSION = 1
+"""Part of every identity."""
 _TEXTS = ("before", "before after\n", "\nbefore ", "before <after>.")
 """Prompts without media."""
 
@@ -50,14 +53,16 @@ class WatchedProcessor:
 
     Args:
         build: Makes the processor.
-        bos: The model's BOS token, or an empty string.
+        files: The model's settings.
 
     Attributes:
+        bos: The model's BOS token, or an empty string.
         lock: Held in a run. Hold it to change the processor.
     """
 
-    def __init__(self, build: Callable[[], Any], bos: str = "") -> None:
-        self.bos = bos
+    def __init__(self, build: Callable[[], Any], files: ProcessorFiles) -> None:
+        self.bos = files.bos_token
+        self._files = files
         self.lock = threading.RLock()
         self._build = build
         self._reference: Any = None
@@ -83,6 +88,39 @@ class WatchedProcessor:
             if self._reference is None:
                 self._reference = self._build()
             return self._reference
+
+    def digest(self, name: str, part: Any, kind: str, **more: str) -> bytes:
+        """Digest everything but the pixels or samples that the tensors of a part of this name depend on."""
+        import transformers
+
+        cls = type(part)
+        is_own = cls.__module__.startswith("transformers_modules.")  # code of the directory
+        return digest_settings({
+            "version": _FORMAT_VERSION,
+            "kind": kind,
+            "transformers": transformers.__version__,
+            "settings": part.to_json_string(),
+            "processor": type(self.reference).__name__,
+            "processor_settings": repr(sorted(self._files.processor.items(), key=lambda entry: entry[0])),
+            name: f"{self._files.digest_code() if is_own else cls.__module__}.{cls.__name__}",
+            **more,
+        })  # fmt: skip
+
+    def feature_token(self, modalities: Sequence[Modality], text: str, *others: Any) -> str:
+        """Return the first token in an expansion out of those that `config.json` names, then `others`.
+
+        Raises:
+            ProcessorError: It contains none of them.
+        """
+        ids = [index for modality in modalities for index in self._files.token_ids(modality)]
+        for token in (*map(self.reference.tokenizer.convert_ids_to_tokens, ids), *others):
+            if isinstance(token, str) and token and token in text:
+                return token
+        raise ProcessorError(
+            f"no token of the expansion holds features of the {modalities[0]}",
+            expected="a token that config.json names",
+            got=repr(text[:200]),
+        )
 
     @property
     def bos_places(self) -> Sequence[BosPlace]:
