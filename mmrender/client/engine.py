@@ -175,9 +175,10 @@ class Engine:
             room = limit + 1 - count
         if limit is not None and count > limit:
             raise PromptTooLongError(count, limit, where="prompt")
-        known = self.tokens.fields(prompt.data)
-        forbidden = sorted(self.tokens.media_ids) if options.get("forbid_media_tokens") else []
-        start = options.get("routed_experts_prompt_start")
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if "routed_experts_prompt_start" in given:
+            given["routed_experts"] = True
+        forbidden = sorted(self.tokens.media_ids) if given.pop("forbid_media_tokens", False) else []
         request = EngineRequest(
             model=self.model,
             prompt_ids=prompt.ids,
@@ -186,14 +187,9 @@ class Engine:
             ),
             request_id=os.urandom(16).hex(),
             multi_modal_data=prompt.data,
-            cache_salt=options.get("cache_salt"),
-            priority=options.get("priority"),
-            extra_headers=dict(options.get("extra_headers") or {}),
-            extra_body=dict(options.get("extra_body") or {}),
-            routed_experts=options.get("routed_experts", False) or start is not None,
-            routed_experts_prompt_start=start,
             forbidden_token_ids=forbidden,
-            **known,
+            **self.tokens.fields(prompt.data),
+            **given,
         )
         try:
             return await self.backend.generate(request, self.transport, on_tokens=on_tokens)

@@ -10,7 +10,7 @@ from mmrender.client.engine import ModelTokens
 from mmrender.client.transport import NullTransport, RetryPolicy, Transport
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens, RendererBackend
 from mmrender.engines.continuation import Continuation
-from mmrender.engines.fleet import HEALTH_TIMEOUT, Results, Timeouts, bounded
+from mmrender.engines.fleet import HEALTH_TIMEOUT, Results, Timeouts
 from mmrender.engines.http_engine import SESSION_HEADER, HTTPEngine, at_router
 from mmrender.engines.interface import (
     Chunk,
@@ -26,7 +26,7 @@ from mmrender.engines.interface import (
     one_each,
 )
 from mmrender.engines.pool import ReplicaPool
-from mmrender.engines.replicas import Replica, Work
+from mmrender.engines.replicas import Replica, Work, bounded
 from mmrender.errors import (
     EngineError,
     EngineTimeoutError,

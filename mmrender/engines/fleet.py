@@ -12,13 +12,13 @@ import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from mmcodecs.forks import watch_forks
 from mmrender.caching import AsyncSingleFlight
 from mmrender.engines.interface import Control, EngineResult, InferenceEngineInterface
-from mmrender.engines.replicas import Replica, Work
+from mmrender.engines.replicas import Replica, Work, bounded
 from mmrender.errors import (
     EngineError,
     EngineStateError,
@@ -358,27 +358,6 @@ async def _keep_looking(fleet: "weakref.ref[Fleet]", replica: Replica, wait: flo
         await owner.look_at(replica)
         del owner
         wait = min(_MAX_LOOK, max(_FIRST_LOOK, 2 * wait))
-
-
-async def bounded(call: Awaitable[Any], within: float | None, name: str) -> Any:
-    """Await an engine's answer for at most `within` seconds.
-
-    Raises:
-        EngineTimeoutError: It did not come.
-        EngineUnavailableError: The engine cancelled its own call.
-    """
-    scope = asyncio.timeout(within)
-    try:
-        async with scope:
-            return await call
-    except TimeoutError as error:
-        bound = f" within {within:g} s" if scope.expired() else ""
-        raise EngineTimeoutError(f"the engine did not answer{bound}", where=name) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise EngineUnavailableError("the engine cancelled the call", where=name) from error
 
 
 def torn_down() -> EngineStateError:

@@ -70,24 +70,19 @@ class Work:
         self._scope = asyncio.timeout(self.limit)
 
     async def run(self, request: Awaitable[Result], name: str) -> Result | None:
-        """Await a request to an engine. Return None if a pause or an abort ended it.
+        """Await a request to an engine. Return None if a pause or an abort ended it. Errors as for `bounded`.
 
         Raises:
             EngineUnavailableError: It was ended because its engine is down.
-            EngineTimeoutError: It took too long.
         """
         self._renew()
         try:
-            async with self._scope:
-                return await request
-        except TimeoutError as error:
-            if not self._scope.expired():
-                raise EngineTimeoutError("the engine timed out", where=name) from error
+            return await bounded(request, self.limit, name, scope=self._scope)
+        except EngineTimeoutError as error:
+            if self._ending is None or not self._scope.expired():
+                raise
             if self._ending == "down":
                 raise EngineUnavailableError("the engine does not answer", where=name) from error
-            if self._ending is None:
-                problem = f"the engine did not answer within {self.limit:g} s"
-                raise EngineTimeoutError(problem, where=name) from error
             return None
 
     def end(self, reason: Ending) -> None:
@@ -100,3 +95,27 @@ class Work:
         until = None if seconds is None else asyncio.get_running_loop().time() + seconds
         with contextlib.suppress(RuntimeError):  # it has ended
             self._scope.reschedule(until)
+
+
+async def bounded(
+    call: Awaitable[Result], within: float | None, name: str, *, scope: asyncio.Timeout | None = None
+) -> Result:
+    """Await an engine's answer for at most `within` seconds, or until `scope` expires, if it is passed.
+
+    Raises:
+        EngineTimeoutError: It did not come.
+        EngineUnavailableError: The engine cancelled its own call.
+    """
+    scope = scope or asyncio.timeout(within)
+    try:
+        async with scope:
+            return await call
+    except TimeoutError as error:
+        has_expired = within is not None and scope.expired()
+        problem = f"the engine did not answer within {within:g} s" if has_expired else "the engine timed out"
+        raise EngineTimeoutError(problem, where=name) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise EngineUnavailableError("the engine cancelled the call", where=name) from error

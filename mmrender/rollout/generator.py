@@ -188,28 +188,20 @@ class VLMGenerator:
         """Yield trajectories with their indices in the batch when they finish."""
         rollouts = self._rollouts(input_batch)
         sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
-        queue = iter(enumerate(rollouts))
-        ended: asyncio.Queue[tuple[int, Trajectory] | BaseException] = asyncio.Queue()
+        places = asyncio.Semaphore(self.max_concurrency)
 
-        async def work() -> None:
-            try:
-                for index, rollout in queue:
-                    trajectory = await self._one(rollout, sampling)
-                    ended.put_nowait((index, trajectory))
-            except BaseException as error:  # noqa: BLE001 - raised for the caller
-                ended.put_nowait(error)
+        async def placed(index: int, rollout: _Rollout) -> tuple[int, Trajectory]:
+            async with places:
+                return index, await self._one(rollout, sampling)
 
-        workers = [asyncio.create_task(work()) for _ in range(min(self.max_concurrency, len(rollouts)))]
+        tasks = [asyncio.create_task(placed(*each)) for each in enumerate(rollouts)]
         try:
-            for _ in rollouts:
-                result = await ended.get()
-                if isinstance(result, BaseException):
-                    raise result
-                yield result
+            for ended in asyncio.as_completed(tasks):
+                yield await ended
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(self, rollout: _Rollout, sampling: Mapping[str, Any]) -> Trajectory:
         """Run one rollout to its end.
