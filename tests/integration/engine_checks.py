@@ -102,8 +102,11 @@ def reference_logprobs(
     return logprobs[positions, ids[0, len(prompt_ids) :]].numpy()
 
 
-def assert_reference(directory: Path, generation: Generation, atol: float = 1e-2) -> None:
-    """The logprobs of a generation equal those of Transformers."""
+def assert_reference(directory: Path, generation: Generation, atol: float = 3e-2) -> None:
+    """The logprobs of a generation equal those of Transformers.
+
+    Engines were at most 0.011 apart in hundreds of turns. An image that is mirrored moves some by 0.12 or more.
+    """
     expected = reference_logprobs(
         directory, generation.prompt_ids, generation.completion_ids, generation.multi_modal_data
     )
