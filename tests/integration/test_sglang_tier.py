@@ -98,7 +98,7 @@ def test_logprobs_are_those_of_the_distribution_at_its_temperature(server, rende
     )
     assert np.abs(np.array(generation.logprobs) - plain).max() > 0.1
     scaled = at_temperature(tiny_model, generation, 0.5)
-    np.testing.assert_allclose(generation.logprobs, scaled, rtol=0, atol=1e-2)
+    np.testing.assert_allclose(generation.logprobs, scaled, rtol=0, atol=3e-2)
 
 
 def at_temperature(directory, generation, temperature: float) -> np.ndarray:
