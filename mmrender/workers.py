@@ -3,7 +3,7 @@
 import contextvars
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -171,3 +171,17 @@ class Notifier:
                     finally:
                         self._waiters.discard(waiter)
         return condition()
+
+
+async def gather_all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run all concurrently and return results in order. The first error cancels the rest and is raised."""
+    import asyncio
+
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, Unpack
 
@@ -81,17 +82,20 @@ class ModelTokens:
         ids = {modality: self._token_id(text) for modality, text in texts.items()}
         return {modality: token_id for modality, token_id in ids.items() if token_id is not None}
 
-    def fields(self, data: MultiModalData) -> dict[str, Any]:
-        """Return the fields of a request with these items."""
-        columns = () if self._vocab_size is None else data.mm_items.values()
+    def added_to(self, request: EngineRequest) -> EngineRequest:
+        """Return a request with the model's tokens, unless it has them."""
+        if self._renderer is None or request.vocab_size is not None:
+            return request
+        columns = () if self._vocab_size is None else request.multi_modal_data.mm_items.values()
         pieces = [piece for items in columns for item in items for piece in item.expansion]
         ids = {piece.token: self._token_id(piece.token) for piece in pieces if isinstance(piece, Repeat)}
-        return {
-            "vocab_size": self._vocab_size,
-            "placeholder_ids": self.placeholder_ids,
-            "media_token_ids": {text: token_id for text, token_id in ids.items() if token_id is not None},
-            "eos_token_ids": self.stop_ids,
-        }
+        return replace(
+            request,
+            vocab_size=self._vocab_size,
+            placeholder_ids=self.placeholder_ids,
+            media_token_ids={text: token_id for text, token_id in ids.items() if token_id is not None},
+            eos_token_ids=self.stop_ids,
+        )
 
 
 class Engine:
@@ -188,10 +192,10 @@ class Engine:
             request_id=os.urandom(16).hex(),
             multi_modal_data=prompt.data,
             forbidden_token_ids=forbidden,
-            **self.tokens.fields(prompt.data),
             **given,
         )
         try:
+            request = self.tokens.added_to(request)
             return await self.backend.generate(request, self.transport, on_tokens=on_tokens)
         except (EngineError, PromptTooLongError) as error:
             has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None

@@ -1,6 +1,5 @@
 """A probe of servers' weights: the log-probabilities of one fixed prompt's completion, from each."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ import numpy as np
 
 from mmrender.client.engine import Engine
 from mmrender.client.types import EngineResponse
+from mmrender.workers import gather_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ async def probe_weights(
         engine.sample(engine.prompt(list(prompt_ids)), params, cache_salt=salt) for engine, salt in asked
     ]
     groups: list[tuple[EngineResponse, Counter[str]]] = []
-    for (engine, _), answer in zip(asked, await asyncio.gather(*calls), strict=True):
+    for (engine, _), answer in zip(asked, await gather_all(calls), strict=True):
         name = engine.transport.base_url or engine.backend.name
         known = (names for first, names in groups if _apart(first, answer) <= tolerance)
         names = next(known, None)

@@ -394,6 +394,14 @@ class Limit(NamedTuple):
     forbids: bool
 
 
+def limit_in(params: Mapping[str, Any], forbidden: Iterable[int]) -> Limit | None:
+    """Return the limit that `allowed_token_ids` and forbidden tokens set together, or None without one."""
+    allowed, excluded = params.get("allowed_token_ids"), {*forbidden}
+    if allowed is not None:
+        return Limit(tuple(sorted({*allowed} - excluded)), False)
+    return Limit(tuple(sorted(excluded)), True) if excluded else None
+
+
 def limit_of(request: EngineRequest) -> Limit | None:
     """Return the limit of a request. None without one, or if the log-probabilities stay the engine's.
 
@@ -403,12 +411,8 @@ def limit_of(request: EngineRequest) -> Limit | None:
     params = request.sampling_params
     if any(params.get(name) for name in ("structured_outputs", "logprobs", "logprob_token_ids")):
         return None
-    allowed = params.get("allowed_token_ids")
-    forbidden = {*request.forbidden_token_ids}
-    limit = Limit(tuple(sorted(forbidden)), True)
-    if allowed is not None:
-        limit = Limit(tuple(sorted({*allowed} - forbidden)), False)
-    return limit if 0 < len(limit.token_ids) <= _MAX_REPORTED else None
+    limit = limit_in(params, request.forbidden_token_ids)
+    return limit if limit is not None and 0 < len(limit.token_ids) <= _MAX_REPORTED else None
 
 
 def reporting(request: EngineRequest, limit: Limit) -> EngineRequest:

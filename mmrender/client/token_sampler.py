@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from mmcodecs.structs import ready
-from mmrender.client.sampling import MAX_BIAS, spell, where
+from mmrender.client.sampling import MAX_BIAS, Limit, limit_in, spell, where
 from mmrender.errors import EngineReplyError, SamplingParameterError
 from mmrender.trajectory.engine_data import AllowedTokens
 
@@ -91,10 +91,8 @@ class TokenSampler:
         self._stop_ids = stop_ids
         self._choices = choices
         self._processed = processed_logprobs
-        self._forbidden = tuple(sorted(forbidden))
-        allowed = params.get("allowed_token_ids")
-        self._allowed = None if allowed is None else tuple(sorted({*allowed} - {*forbidden}))
-        self._limits: list[tuple[tuple[int, ...], bool] | None] = []
+        self._limit = limit_in(params, forbidden)
+        self._limits: list[Limit | None] = []
         self._num_top = params.get("logprobs") or 0
         self._prompt_ids = torch.tensor(list(prompt_ids))
         self._generator = torch.Generator()
@@ -151,7 +149,7 @@ class TokenSampler:
                 got=f"NaN for {int(logits.isnan().sum())} of {logits.shape[-1]} tokens",
                 remedy="Look at the weights, or at the dtype, in which a value may be too large",
             )
-        limit = self._limit()
+        limit = self._next_limit()
         if limit is not None:
             logits = masked(logits, *limit)
         logprobs, logits = logits.log_softmax(-1), logits[None]
@@ -181,15 +179,13 @@ class TokenSampler:
             self.top.append(tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         return token
 
-    def _limit(self) -> tuple[tuple[int, ...], bool] | None:
-        """Return the allowed tokens and False, or the forbidden ones and True, or None without a limit."""
-        following = self.following()
-        if following is None and self._allowed is None:
-            return (self._forbidden, True) if self._forbidden else None
-        if following is None:
-            return self._allowed or (), False
-        allowed = {*following} - {*self._forbidden}
-        return tuple(sorted(allowed if self._allowed is None else allowed.intersection(self._allowed))), False
+    def _next_limit(self) -> Limit | None:
+        """Return the limit of the next token, to which choices belong. None without one."""
+        following, limit = self.following(), self._limit
+        if following is None or limit is None:
+            return limit if following is None else Limit(tuple(following), False)
+        token_ids = [token for token in following if (token in limit.token_ids) != limit.forbids]
+        return Limit(tuple(token_ids), False)
 
 
 def _steps(

@@ -31,6 +31,7 @@ from mmrender.errors import (
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.sources import format_name, read_source, sniff
 from mmrender.sidecar import PlaceholderRange
+from mmrender.workers import gather_all
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
@@ -142,13 +143,7 @@ class VLLMRenderer:
         ]
         if places and self._base_model is None:
             self._base_model = await self._find_base_model()
-        tasks = [asyncio.ensure_future(self._served(chunk, where)) for where, chunk in places]
-        try:
-            images = iter(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        images = iter(await gather_all([self._served(chunk, where) for where, chunk in places]))
         return [_spliced(given, images) for given in inputs]
 
     async def aclose(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -150,8 +150,7 @@ class InferenceEngineClient(InferenceEngineInterface):
             EngineError: An engine refused, or every attempt failed.
         """
         decode = None if self.renderer is None else self.renderer.decode
-        if self.renderer is not None and request.vocab_size is None:
-            request = replace(request, **self._tokens.fields(request.multi_modal_data))
+        request = self._tokens.added_to(request)
         continuation = Continuation(request, decode, on_tokens)
         ask = partial(continuation.ask, session_id=session_id)
         work = self._pool.begin(session_id, f"a prompt of {len(request.prompt_ids)} tokens")

@@ -123,10 +123,9 @@ class HTTPEngine(InferenceEngineInterface):
         self, request: EngineRequest, *, session_id: Hashable | None = None, on_tokens: OnTokens | None = None
     ) -> EngineResponse:
         """Sample one completion. An abort is returned to the caller."""
-        is_known = self.renderer is None or request.vocab_size is not None
-        known = {} if is_known else self.sampler.tokens.fields(request.multi_modal_data)
         headers = {**request.extra_headers, **_headers_of(session_id)}
-        sent = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers, **known)
+        request = replace(request, model=self.model, request_id=uuid.uuid4().hex, extra_headers=headers)
+        sent = self.sampler.tokens.added_to(request)
         return await self.sampler.backend.generate(sent, self.transport, on_tokens=on_tokens)
 
     async def max_prompt_len(self) -> int | None:

@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
     Hashable,
     Mapping,
     Sequence,
@@ -25,6 +24,7 @@ from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
 from mmrender.errors import EngineStateError, EngineUnsupportedError, InputError
 from mmrender.protocols import RendererProtocol, RenderOptions
 from mmrender.sidecar import MultiModalData
+from mmrender.workers import gather_all
 
 Result = TypeVar("Result")
 Chunk: TypeAlias = dict[str, Any]
@@ -403,18 +403,6 @@ def with_own_seeds(params: Mapping[str, Any], count: int) -> list[Mapping[str, A
     rest = {name: value for name, value in params.items() if name != "n"}
     seed = params.get("seed")
     return [rest if seed is None else {**rest, "seed": seed + index} for index in range(count)]
-
-
-async def gather_all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Run all concurrently and return results in order. The first error cancels the rest and is raised."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as group_error:
-        raise group_error.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def common(fact: str, values: Mapping[str, Result]) -> Result:

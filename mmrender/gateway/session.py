@@ -19,7 +19,6 @@ import msgspec
 from mmrender.client.engine import Engine
 from mmrender.client.types import RequestOptions
 from mmrender.engines.http_engine import SESSION_HEADER
-from mmrender.engines.interface import gather_all
 from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
 from mmrender.gateway.memory import COUNTS, SessionMemory, loss_of
@@ -29,7 +28,7 @@ from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, R
 from mmrender.gateway.turn import take_turn
 from mmrender.rollout.environment import turn_seed
 from mmrender.trajectory.tree import Trajectory
-from mmrender.workers import Notifier
+from mmrender.workers import Notifier, gather_all
 
 _log = logging.getLogger("mmrender.gateway")
 

@@ -367,6 +367,16 @@ async def test_an_engine_may_cancel_a_control_call_of_its_own():
     await client.teardown()
 
 
+async def test_work_goes_on_elsewhere_if_an_engine_cancels_its_own_request():
+    class Cancelling(ScriptedEngine):
+        async def complete(self, request, **_):
+            raise asyncio.CancelledError
+
+    client = client_of(Cancelling("cancelling"), ScriptedEngine("well"))
+    for _ in range(2):  # one of them begins at the engine that cancels
+        assert (await client.generate(batch([[2, 5]])))["response_ids"] == wholes([[2, 5]])
+
+
 async def test_deadlines_bound_everything_but_a_pause():
     case = setup([Fault("stall", 0)], policy=patient(attempt_timeout=None, deadline=0.02))
     with pytest.raises(EngineTimeoutError, match=r"^the completion was not finished within 0.02 s$"):
