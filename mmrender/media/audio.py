@@ -16,7 +16,7 @@ import struct
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ _LEVELS: Final = {"int16": 1 << 15, "int32": 1 << 31}
 """Divisor of integer samples, by dtype, as libsndfile divides them."""
 
 Samples = npt.NDArray[np.float32]
+PackedAudio: TypeAlias = tuple[bytes, MediaPolicy]
+"""A file that holds samples in a fraction of the bytes, and limits of decoding it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,14 @@ class LoadedAudio:
         """The duration."""
         return len(self.samples) / self.rate
 
-    def packed(self) -> "PackedAudio | None":
-        """Return the samples as the smallest file that restores them, or None if features are as small.
+    def packed(self) -> PackedAudio | None:
+        """Return the smallest file from which `load_audio` restores the samples: theirs, or FLAC for 16 bits.
 
-        That is the file they came from, or FLAC for samples of 16 bits.
+        None if features are as small.
         """
         bound = 2 * len(self.samples)
         if self.file is not None and len(self.file) < bound:
-            return PackedAudio(self.file, self.rate, self.policy)
+            return self.file, self.policy
         scale = np.float32(_LEVELS["int16"])
         levels = np.clip(np.rint(self.samples * scale), -scale, scale - 1).astype(np.int16)
         # Compared as bits: -0.0 must come back as it was.
@@ -81,26 +83,7 @@ class LoadedAudio:
             return None
         out = io.BytesIO()
         soundfile.write(out, levels, self.rate, format="FLAC", subtype="PCM_16")
-        return PackedAudio(out.getvalue(), self.rate, _UNBOUNDED) if out.tell() < bound else None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedAudio:
-    """Samples at a rate as a file, which holds them in a fraction of the bytes.
-
-    Attributes:
-        file: The file.
-        rate: Samples per second of the samples.
-        policy: Limits of decoding.
-    """
-
-    file: bytes = field(repr=False)
-    rate: int
-    policy: MediaPolicy
-
-    def samples(self) -> Samples:
-        """Decode the file, as it was decoded before. Raises as `load_audio` does."""
-        return load_audio(self.file, self.rate, self.policy).samples
+        return (out.getvalue(), _UNBOUNDED) if out.tell() < bound else None
 
 
 _UNBOUNDED: Final = MediaPolicy(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -67,22 +67,6 @@ class Timeline:
         if self.fps is None or self.indices is None:
             return self.fps or DEFAULT_FPS
         return len(self.indices) / self.total * self.fps
-
-
-class _Packets(NamedTuple):
-    """The frames of a video by its packets, in the order of presentation.
-
-    Attributes:
-        times: Time stamp of each frame; None if one is missing or occurs twice.
-        keys: Rising time stamps of the frames at which decoding may begin.
-        number: Number of frames.
-        seconds: From the first frame to the end of the last.
-    """
-
-    times: list[int] | None
-    keys: list[int]
-    number: int
-    seconds: Fraction | None
 
 
 @contextmanager
@@ -152,8 +136,7 @@ class Decoder:
         policy.check_pixels(context.width, context.height)
         context.options = {"max_pixels": str(policy.max_pixels), "err_detect": "explode"}
         context.thread_type, context.thread_count = "AUTO", _THREADS
-        self._packets = self._scan()
-        count, seconds = self._packets.number, self._packets.seconds
+        self._times, self._keys, count, seconds = self._scan()
         fps = self._stream.average_rate or self._stream.guessed_rate
         # A rate of whole numbers is finer than time stamps, but is used only if they agree.
         if seconds and (not fps or abs(count / fps - seconds) > max(1 / fps, seconds * _TOLERANCE)):
@@ -162,15 +145,14 @@ class Decoder:
 
     def frames(self, indices: Sequence[int]) -> Iterator[LoadedImage]:
         """Yield the frames of these indices, which are in rising order."""
-        times, keys = self._packets.times, self._packets.keys
+        times, keys = self._times, self._keys
         decoded = self._decoded(0)
         at, image, has_sought = -1, None, False
         for index in indices:
             if times is not None and index > at + 1:
                 key = bisect_right(keys, times[index]) - 1
                 if key >= 0 and (at < 0 or keys[key] > times[at]):
-                    self._container.seek(keys[key], stream=self._stream, backward=True)
-                    decoded, has_sought = self._decoded(None), True
+                    decoded, has_sought = self._decoded(keys[key]), True
             if at < index:
                 try:
                     image = self._frame(decoded, index, at)
@@ -187,7 +169,7 @@ class Decoder:
 
     def _frame(self, decoded: Iterator[Any], index: int, at: int) -> LoadedImage:
         """Return the frame of an index, which is above `at`, the index of the last decoded frame."""
-        times = self._packets.times
+        times = self._times
         for frame in decoded:
             at += 1
             if times is None and at < index:
@@ -196,11 +178,10 @@ class Decoder:
                 return self._image(frame)
             if frame.pts is None or frame.pts > times[index]:
                 raise damaged("video", f"a frame at {times[index]}", f"one at {frame.pts}")
-        raise damaged("video", f"{self._packets.number} frames", f"no frame {index}")
+        raise damaged("video", f"{self.timeline.total} frames", f"no frame {index}")
 
-    def _decoded(self, seek: int | None) -> Iterator[Any]:
-        if seek is not None:
-            self._container.seek(seek, stream=self._stream, backward=True)
+    def _decoded(self, seek: int) -> Iterator[Any]:
+        self._container.seek(seek, stream=self._stream, backward=True)
         for frame in self._container.decode(self._stream):
             self._policy.check_time(self._started, "video")
             if frame.is_corrupt:
@@ -215,8 +196,13 @@ class Decoder:
         pixels = np.ascontiguousarray(pixels)
         return LoadedImage(pixels, *pixels.shape[:2])
 
-    def _scan(self) -> _Packets:
-        """Read every packet, and check the header against them."""
+    def _scan(self) -> tuple[list[int] | None, list[int], int, Fraction | None]:
+        """Read every packet, and check the header against them.
+
+        Returns the time stamp of each frame in the order of presentation, or None if one is missing or occurs
+        twice, the rising time stamps of the frames at which decoding may begin, the number of frames, and the
+        seconds from the first frame to the end of the last.
+        """
         count, seconds = 0, Fraction(0)
         times: list[int | None] = []
         keys: list[int] = []
@@ -255,6 +241,6 @@ class Decoder:
             )
         shown = sorted(stamp for stamp in times if stamp is not None)
         if len(set(shown)) != count:
-            return _Packets(None, [], count, None)
+            return None, [], count, None
         duration = (max(ends) - shown[0]) * self._stream.time_base
-        return _Packets(shown, sorted(keys), count, duration)
+        return shown, sorted(keys), count, duration

@@ -12,7 +12,7 @@ seconds. So are clips that leave the process: matrix products of another machine
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mmrender.caching import LRUCache, cached_property
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.audio import LoadedAudio, PackedAudio, Samples
+from mmrender.media.audio import LoadedAudio, PackedAudio, Samples, load_audio
 from mmrender.media.item import DeferredParts, ProcessedItem, nbytes_of
 from mmrender.media.levels import Compact, padded
 from mmrender.media.load import LoadedImage
@@ -28,7 +28,6 @@ from mmrender.media.pixels import ImageBackend, media_identity
 from mmrender.media.processor import (
     AudioProcessor,
     EffectOfOthers,
-    Geometry,
     MediaProcessor,
     Prepared,
     ProcessorFiles,
@@ -156,7 +155,7 @@ class AdaptedAudioProcessor(AudioProcessor):
             expansion, parts = self._computed(samples, longest)
         else:
             self._samples.put(identity, samples)
-            parts = DeferredParts(partial(self._unpacked, identity, packed, expansion), packed.file)
+            parts = DeferredParts(partial(self._unpacked, identity, packed, expansion), packed[0])
         if not feature_count(expansion):
             raise MediaError(
                 TOO_SHORT,
@@ -184,8 +183,10 @@ class AdaptedAudioProcessor(AudioProcessor):
         """Return the features of a packed clip, which must have the tokens that were counted for it."""
 
         def compute() -> Mapping[str, Compact]:
-            samples = self._samples.pop(identity)
-            expansion, parts = self._computed(packed.samples() if samples is None else samples)
+            samples, (file, policy) = self._samples.pop(identity), packed
+            if samples is None:
+                samples = load_audio(file, self.sampling_rate, policy).samples
+            expansion, parts = self._computed(samples)
             if expansion != expected:
                 raise ProcessorError(
                     "the model's own processor writes another number of tokens for a clip than it counts",
@@ -303,18 +304,15 @@ class AudioOnlyProcessor(MediaProcessor):
         self.placeholder = {}
         self.placeholder_tokens = frozenset()
 
-    def geometry(self, height: int, width: int, *, num_images: int = 1) -> Geometry:
+    def geometry(self, height: int, width: int, *, num_images: int = 1) -> NoReturn:
         """Refuse an image. See `MediaProcessor`."""
-        raise self._refusal()
+        raise ProcessorError(
+            f"images are not supported for {self.name}", expected="text and audio", remedy="Remove the image"
+        )
 
     def prepare(self, loaded: LoadedImage, *, num_images: int = 1) -> Prepared:
         """Refuse an image. See `MediaProcessor`."""
-        raise self._refusal()
-
-    def _refusal(self) -> ProcessorError:
-        return ProcessorError(
-            f"images are not supported for {self.name}", expected="text and audio", remedy="Remove the image"
-        )
+        return self.geometry(loaded.height, loaded.width)
 
 
 def _probe(seconds: float, rate: int) -> Samples:
