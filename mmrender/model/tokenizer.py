@@ -11,7 +11,6 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from sys import getsizeof
@@ -60,13 +59,6 @@ class Match(NamedTuple):
     own_stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Flags:
-    lstrip: bool
-    rstrip: bool
-    single_word: bool
-
-
 class Tokenizer:
     """Encodes runs without syntax, and finds syntax.
 
@@ -98,7 +90,7 @@ class Tokenizer:
         self.all_added_ids = frozenset(added)
         """Ids of all added tokens."""
         self._flags = {
-            token.content: _Flags(token.lstrip, token.rstrip, token.single_word)
+            token.content: token
             for token in added.values()
             if token.lstrip or token.rstrip or token.single_word
         }
