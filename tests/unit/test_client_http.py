@@ -417,7 +417,7 @@ async def test_a_server_that_refuses_a_body_before_it_has_come_is_heard(size, cl
     heard = asyncio.Event()
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    transport = way(f"http://127.0.0.1:{port}", timeout=10.0)
+    transport = way(f"http://127.0.0.1:{port}", timeout=60.0)
     with pytest.raises(EngineStatusError, match="413"):
         await transport.request("POST", "/", json=JSONText(b"0" * size))
     heard.set()

@@ -307,7 +307,8 @@ def processed(image, identity="ab" * 32, **parts):
 def test_items_of_other_families_are_compared_by_form(image):
     arithmetic = PixelArithmetic((0.5,) * 3, (0.5,) * 3, 1 / 255, "pil")
     levels = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(1, 3, 4, 4)
-    prompt = processed(image, pixel_values=Levels(levels, (0,), (1, 3, 4, 4), arithmetic))
+    pixels = Levels(levels, (0,), (1, 3, 4, 4), arithmetic)
+    prompt = processed(image, "cd" * 32, pixel_values=pixels)
     answer = served(image)
     elem = {"pixel_values": FieldElem(np.zeros((3, 4, 4), np.uint8), BatchedField())}
     answer["features"]["kwargs_data"]["image"] = [encode_mm_kwargs_item(elem)]

@@ -57,7 +57,7 @@ def url(tmp_path):
 
 
 async def take(receiver: Receiver, count: int) -> list:
-    return [await receiver.receive(20) for _ in range(count)]
+    return [await receiver.receive(60) for _ in range(count)]
 
 
 async def test_values_arrive_whole_and_in_order(pair):
@@ -65,7 +65,7 @@ async def test_values_arrive_whole_and_in_order(pair):
         for number in range(40):
             await sender.send(message(number, range(number % 4), 30_000))
         got = await take(receiver, 40)
-        await sender.flush(10)
+        await sender.flush(60)
         assert [each.id.partition(":")[2] for each in got] == [str(number) for number in range(1, 41)]
         assert all(is_message(each.value, n, range(n % 4), 30_000) for n, each in enumerate(got))
         assert (sender.stats.acknowledged, sender.stats.unacked) == (40, 0)
@@ -101,7 +101,7 @@ async def test_a_view_that_is_kept_never_sees_another_message(pair):
         kept = []
         for number in range(30):
             await sender.send(np.full(200_000, number, np.uint8))
-            value = (await receiver.receive(20)).value
+            value = (await receiver.receive(60)).value
             if number % 3 == 0:
                 kept.append(value[1000:1010])
             del value
@@ -117,11 +117,11 @@ def test_memory_is_used_again_when_the_last_view_is_gone(some_pair):
             places = set()
             for number in range(12):
                 await sender.send(np.full(2_000_000, number, np.uint8))
-                value = (await receiver.receive(20)).value
+                value = (await receiver.receive(60)).value
                 assert value[0] == number
                 places.add(value.ctypes.data)
                 del value
-                await sender.flush(10)
+                await sender.flush(60)
                 await asyncio.sleep(0.01)
             return places
 
@@ -191,7 +191,7 @@ async def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
             await asyncio.sleep(0.05)
             assert not third.done()
             got[0].ack()
-            await asyncio.wait_for(third, 10)
+            await asyncio.wait_for(third, 60)
             got[1].ack()
             (await take(receiver, 1))[0].ack()
 
@@ -202,7 +202,7 @@ async def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
             await asyncio.sleep(0.05)
             assert not second.done()
             got.ack()
-            await asyncio.wait_for(second, 10)
+            await asyncio.wait_for(second, 60)
             (await take(receiver, 1))[0].ack()
 
 
@@ -243,10 +243,11 @@ async def test_what_the_receiver_cannot_use_is_told_to_the_sender_and_stops_nobo
             f"message {deliveries[1].id!r} to {receiver.url}: the receiver cannot use this message - "
             "got steps[1]: it does not hold together"
         )
-        await asyncio.wait_for(asyncio.gather(*deliveries[::2]), 10)
+        await asyncio.wait_for(asyncio.gather(*deliveries[::2]), 60)
         with pytest.raises(ShippingProtocolError, match=rf"{deliveries[3].id}.*cannot use this message"):
             await sender.aclose()  # the other one was raised above
-        assert sender.stats.refused == receiver.stats.refused == 2
+        # A connection may break before its refusal was read, and then the message is refused again.
+        assert 2 == sender.stats.refused <= receiver.stats.refused
 
 
 async def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
@@ -263,8 +264,8 @@ async def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
         )
         assert [each.value for each in await take(receiver, 1)] == ["short"]
         with pytest.raises(ShippingProtocolError, match=rf"{too.id}.*longer than the receiver takes"):
-            await sender.flush(10)  # the other one was raised above
-        await sender.flush(10)
+            await sender.flush(60)  # the other one was raised above
+        await sender.flush(60)
 
 
 async def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(url):
@@ -272,7 +273,7 @@ async def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(u
         assert "$.x" in str(await raised_by(UnsupportedTypeError, sender.send({"x": object()})))
         assert sender.stats.unacked == 0
         await sender.send("next")
-        assert (await receiver.receive(5)).value == "next"
+        assert (await receiver.receive(60)).value == "next"
 
 
 async def test_the_window_is_one_for_all_senders_dead_ones_included(url):
@@ -286,7 +287,7 @@ async def test_the_window_is_one_for_all_senders_dead_ones_included(url):
             await until(lambda: receiver.stats.connections == 0)
         waiting = [Sender(url, timing=PATIENT) for _ in range(4)]
         for number, sender in enumerate(waiting, 4):
-            await sender.connect(5)
+            await sender.connect(60)
             await sender.send(np.full(100_000, number, np.uint8))
         await asyncio.sleep(0.1)
         assert receiver.stats.queued == 4
@@ -333,7 +334,7 @@ async def test_a_peer_that_goes_silent_is_given_up(tmp_path):
             f"unix://{tmp_path}/mute: the peer is silent - got nothing for 0.2 s"
         )
         await sender.send("after")
-        assert (await receiver.receive(5)).value == "after"
+        assert (await receiver.receive(60)).value == "after"
 
 
 async def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_path):
@@ -343,7 +344,7 @@ async def test_an_event_loop_that_was_busy_does_not_take_its_peer_for_dead(tmp_p
         for number in range(3):
             time.sleep(0.4)  # a training step, say
             await sender.send(number)
-            assert (await receiver.receive(5)).value == number
+            assert (await receiver.receive(60)).value == number
         assert sender.stats.connections == 1
 
 
