@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from syrupy.assertion import SnapshotAssertion
 
 from pages import RoomPage
@@ -35,6 +36,18 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+_constants_of_modules = providers._get_local_constants
+
+
+def _constants() -> providers.Constants:
+    """Constants that Hypothesis draws: by default all of the modules that this process happens to have imported."""
+    is_fixed = settings.get_current_profile_name() == "fixed"
+    return providers.Constants() if is_fixed else _constants_of_modules()
+
+
+providers._get_local_constants = _constants
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,7 +24,7 @@ from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.errors import EngineError
 from stub_server import ENGINES, IDS, PROMPT, Engine, asked
 
-SECONDS, MEGABYTES = 20, 64
+SECONDS, MEGABYTES = 60, 64
 """What one reply may take, on a loaded machine; of memory twenty times the longest reply that is read."""
 
 
