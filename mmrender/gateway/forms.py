@@ -7,26 +7,17 @@ user message. Each change is noted on the step.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 
-from mmrender.client.generation import render_prompt
-from mmrender.errors import MMRenderError
 from mmrender.messages import Message, TextPart
 from mmrender.protocols import RendererProtocol
 from mmrender.template.profile import TemplateProfile
-from mmrender.tokens.rendered import TokenSpan
 
 _SYSTEM_ROLES = ("system", "developer")
-_PROBE_TEXT = "mmrender probes for later system messages"
 _OPEN, _CLOSE = "<system-reminder>\n", "\n</system-reminder>"
-
-_printed: WeakKeyDictionary[RendererProtocol, dict[str, bool]] = WeakKeyDictionary()
-"""By renderer and by template arguments: whether the template prints later system messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +66,19 @@ async def written_for(
     notes: dict[int, str] = {}
     later = range(1 if is_whole else 0, len(messages))
     systems = [index for index in later if messages[index].role in _SYSTEM_ROLES]
-    if systems and not await _prints_later_systems(renderer, tools, template_arguments):
+    results = [index for index, message in enumerate(messages) if message.role == "tool"]
+    shown = [index for index in results if any(messages[index].media())]
+    if not systems and not shown:
+        return WrittenMessages(written)
+    profile = await profile_of(renderer, template_arguments, has_tools=tools is not None)
+    if not profile.prints_later_systems:
         for index in systems:
             written[index] = (_reminder(messages[index]),)
             notes[index] = f"messages[{index}]: a later system message, rendered as a user's reminder"
-    results = [index for index, message in enumerate(messages) if message.role == "tool"]
-    shown = [index for index in results if any(messages[index].media())]
-    if shown:
-        profile = await profile_of(renderer, template_arguments, has_tools=tools is not None)
-        if "tool" not in profile.image_roles:
-            _move_media(messages, shown, written)
-            for index in shown:
-                notes[index] = f"messages[{index}]: media of a tool result, rendered in a user message"
+    if "tool" not in profile.image_roles:
+        _move_media(messages, shown, written)
+        for index in shown:
+            notes[index] = f"messages[{index}]: media of a tool result, rendered in a user message"
     return WrittenMessages(written, dict(sorted(notes.items())))
 
 
@@ -109,32 +101,6 @@ def _with_ids(message: Message, sampled_ids: Mapping[str, str]) -> Message:
         ]
         return msgspec.structs.replace(message, tool_calls=tuple(calls))
     return message
-
-
-async def _prints_later_systems(
-    renderer: RendererProtocol,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_arguments: Mapping[str, Any],
-) -> bool:
-    """Whether the template prints a system message after another one, and after a turn."""
-    known = _printed.setdefault(renderer, {})
-    key = repr((tools is None, sorted(template_arguments.items(), key=repr)))
-    if key not in known:
-        system, probe = (Message(role="system", content=text) for text in ("Be brief.", _PROBE_TEXT))
-        user = Message(role="user", content="a")
-        answered = [system, user, Message(role="assistant", content="b"), user, probe]
-        prints = True
-        for messages in ([system, probe, user], answered):
-            spans: Sequence[TokenSpan] = ()
-            with suppress(MMRenderError):  # a template that refuses them does not print them
-                rendered = await render_prompt(
-                    renderer, messages, in_thread=True, chat_template_kwargs=template_arguments
-                )
-                spans = rendered.spans
-            index = messages.index(probe)
-            prints &= any(span.message == index and span.kind == "content" for span in spans)
-        known[key] = prints
-    return known[key]
 
 
 def _reminder(message: Message) -> Message:

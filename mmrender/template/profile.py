@@ -116,6 +116,7 @@ class TemplateProfile:
             empty blocks. See `ReasoningFormat.answer_start`.
         image_roles: Roles in which each image part writes a text.
         roles: Roles that the template accepts.
+        prints_later_systems: Whether a system message after another one, and after a turn, is printed.
         prints_tools: Whether tool definitions are printed. None if the template refuses the probe.
         prints_tool_calls: Whether calls are printed. None if the template refuses the probe.
         writes_content_before_results: Whether the content of a message with calls is printed before the
@@ -140,6 +141,7 @@ class TemplateProfile:
     answers_stable: bool
     image_roles: tuple[Role, ...]
     roles: tuple[Role, ...]
+    prints_later_systems: bool
     prints_tools: bool | None
     prints_tool_calls: bool | None
     writes_content_before_results: bool
@@ -165,6 +167,8 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
     prompts = _generation_prompts(probes)
     tools = [tool_definition(f"{WORD}F")]
     around = {role: messages_around(role) for role in get_args(Role)}
+    later = Message(role="system", content=f"{WORD}L")
+    systems = [_SYSTEM, later, user()], [_SYSTEM, user(), assistant(), user("next"), later]
     takes_parts = probes.form.content != "text"
     reasoning = _reasoning(probes, prompts[0] if prompts else "")
     return TemplateProfile(
@@ -181,6 +185,7 @@ def probe_template(probes: Probes, model_stop_ids: Collection[int] = ()) -> Temp
             for role, (before, middle, after) in around.items()
             if probes.prints(str(middle.content), [*before, middle, *after])
         ),
+        prints_later_systems=all(probes.prints(f"{WORD}L", messages, prompt=True) for messages in systems),
         prints_tools=probes.prints(f"{WORD}F", [user()], tools=tools),
         prints_tool_calls=probes.prints("bravo", [user(), CALLING]),
         writes_content_before_results=f"{WORD}A" in with_both.partition(f"{WORD}T")[0],
