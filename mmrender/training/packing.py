@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from mmrender.errors import BatchError, check_count
 from mmrender.sidecar import MultiModalData
-from mmrender.training.batch import TrainingBatch
+from mmrender.training.batch import OPTIONAL, PER_TOKEN, TrainingBatch
 from mmrender.training.collate import collate
 from mmrender.training.families import ModelFamily
 from mmrender.training.fields import ExpandOptions
@@ -380,9 +380,10 @@ def smallest_dummy(
     sample, span = min(media, key=lambda pair: (pair[1].range.length, pair[1].item.nbytes))
     like = like or sample
     count = span.range.length
-    optional = ("logprobs", "rewards", "advantages", "loss_weights")
     zeros: dict[str, Any] = {
-        name: np.zeros(count, np.float32) for name in optional if getattr(like, name) is not None
+        name: np.zeros(count, np.float32)
+        for name in OPTIONAL
+        if name in PER_TOKEN and getattr(like, name) is not None
     }
     experts = None
     if like.routed_experts is not None:
