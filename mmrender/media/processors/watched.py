@@ -8,7 +8,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -291,8 +291,7 @@ class _Recorder:
         return copy.copy(self.kept[key])  # processors remove members from it
 
 
-@contextmanager
-def errors_named(medium: str) -> Iterator[None]:
+def errors_named(medium: str) -> AbstractContextManager[None]:
     """Turn any exception of a running processor into a `MediaError`, except for a missing package."""
     kind = medium.partition(" ")[0]
     size = medium.removeprefix(kind).strip()
@@ -301,8 +300,7 @@ def errors_named(medium: str) -> Iterator[None]:
         got = f"{size}: {cause}".removeprefix(": ")
         return MediaError(f"the model's own processor cannot process this {kind}", got=got)
 
-    with named_errors(failed):
-        yield
+    return named_errors(failed)
 
 
 def as_numpy(values: Any) -> npt.NDArray[Any]:
