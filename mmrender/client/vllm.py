@@ -14,7 +14,6 @@ A request that would kill the engine, or be misread silently, is refused before 
 0.32.
 """
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -190,10 +189,8 @@ class VLLMBackend(HTTPBackend):
         refused: tuple[PartsPlan, EngineError] | None = None
         for plan in plans:
             is_last = plan is plans[-1]
-            known = plan.known
             try:
-                is_quick = plan.is_quick(known)
-                prompts = plan.prompts(known) if is_quick else await asyncio.to_thread(plan.prompts, known)
+                prompts = await plan.requests()
             except EngineUnsupportedError:  # it is too long
                 if is_last:
                     raise
@@ -221,9 +218,7 @@ class VLLMBackend(HTTPBackend):
             if not left_out or not plan.may_be_miss(error):
                 raise
             plan.note(knew=False, left_out=True)
-            known = None if plan.max_bytes is None else ()  # then long requests stay split
-            prompts = await asyncio.to_thread(plan.prompts, known)
-            response, left_out = await send(prompts), False
+            response, left_out = await send(await plan.requests(anew=True)), False
         plan.note(knew=True, left_out=left_out)
         if isinstance(plan, ImagePlan):
             await plan.require_same_pixels()

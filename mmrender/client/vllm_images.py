@@ -335,15 +335,15 @@ class ImagePlan:
         """Hash of each item."""
         return [self.forms[span.item.identity].mm_hash(span.item) for span in self.spans]
 
-    @property
-    def known(self) -> set[str] | None:
-        """Hashes whose data the server has. None if no data is left out."""
+    async def requests(self, *, anew: bool = False) -> list[dict[str, Any]]:
+        """Return `prompts` without the data that the server has, or `anew` with all data."""
         hashes = self.process.facts.hashes
-        return {name for name in self.names if hashes.get(name)} if self.by_hash else None
-
-    def is_quick(self, known: Collection[str] | None) -> bool:
-        """Whether `prompts` takes less time than a thread to call it on: nothing is to be encoded."""
-        return known is not None and set(self.names) <= set(known)
+        known = {name for name in self.names if hashes.get(name) and not anew}
+        if self.by_hash and known.issuperset(self.names):  # a thread would take longer
+            return self.prompts(known)
+        # Requests that are too long stay split.
+        leaves_out = self.by_hash and not (anew and self.max_bytes is None)
+        return await asyncio.to_thread(self.prompts, known if leaves_out else None)
 
     def may_be_miss(self, error: EngineError) -> bool:
         """Whether a request failed because the server lacked an image.

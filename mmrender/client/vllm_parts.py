@@ -70,6 +70,14 @@ class PartsPlan:
         hashes = self.facts.hashes
         return {name for name in self.names if hashes.get(name)} if self.facts.recall.is_usable else set()
 
+    async def requests(self, *, anew: bool = False) -> list[dict[str, Any]]:
+        """Return `prompts` without the data of known images, or `anew` with all data."""
+        known = set() if anew else self.known
+        new = [span.item for name, span in zip(self.names, self.spans, strict=True) if name not in known]
+        if all(self._form_of(item) == "original" for item in new):  # a thread would take longer
+            return self.prompts(known)
+        return await asyncio.to_thread(self.prompts, known)
+
     @property
     def may_be_named(self) -> bool:
         """Whether the server is expected to know images again, and to widen the prompt's placeholders alone.
@@ -81,7 +89,7 @@ class PartsPlan:
         is_dense = all(span.range.num_embeds == span.range.length for span in self.spans)
         return self.facts.recall.is_usable and is_dense and count == sum(s.range.length for s in self.spans)
 
-    def prompts(self, known: Collection[str] | None) -> list[dict[str, Any]]:
+    def prompts(self, known: Collection[str]) -> list[dict[str, Any]]:
         """Return the members for tokens and images of the one request, without the data of `known` images.
 
         Raises:
@@ -95,20 +103,13 @@ class PartsPlan:
         data: list[JSONText] = []
         for name, span in zip(self.names, self.spans, strict=True):
             part: dict[str, Any] = {"type": "image_url", "uuid": name}
-            if name not in (known or ()):
+            if name not in known:
                 part["url"] = data_url(span.item, self._form_of(span.item))
                 data.append(part["url"])
             parts.append(part)
         if self.max_bytes is not None:
             check_size(len(ids), data, self.max_bytes, where=GENERATE_PATH, setting=SIZE_SETTING)
         return [{"token_ids": ids, "content_parts": parts, **({"return_token_ids": True} if data else {})}]
-
-    def is_quick(self, known: Collection[str] | None) -> bool:
-        """Whether `prompts` takes less time than a thread to call it on."""
-        new = [
-            span.item for name, span in zip(self.names, self.spans, strict=True) if name not in (known or ())
-        ]
-        return all(self._form_of(item) == "original" for item in new)
 
     def _form_of(self, item: MediaItem) -> ImageForm:
         if self.is_packed:
