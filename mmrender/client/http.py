@@ -180,9 +180,8 @@ class _Call:
         """Whether the attempt that failed may be made again. It decides for all calls and streams.
 
         - A connection that was never made: always.
-        - A kept connection that breaks before any answer: unless the call is not idempotent. It was closed,
-        by the
-          server or a proxy, before the request came. A sampled turn that was begun all the same ends with its
+        - A kept connection that breaks before any answer: unless the call is not idempotent. The server or
+          a proxy closed it before the request came. A sampled turn that was begun all the same ends with its
           connection.
         - A status: see `may_repeat_status`.
         """

@@ -165,9 +165,9 @@ class VLMGenerator:
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         """Roll out a batch. Return its trajectories in the order of the input; errors as for `stream`."""
-        async with aclosing(self._finished(input_batch)) as finished:
-            trajectories = {index: trajectory async for index, trajectory in finished}
-        return [trajectories[index] for index in range(len(trajectories))]
+        async with aclosing(self.stream(input_batch)) as finished:
+            trajectories = {trajectory.extra["name"]: trajectory async for trajectory in finished}
+        return [trajectories[name.to_string()] for name in _names(input_batch)]
 
     async def stream(self, input_batch: GeneratorInput) -> AsyncGenerator[Trajectory, None]:
         """Roll out a batch and yield each trajectory when it finishes.
@@ -180,21 +180,15 @@ class VLMGenerator:
             InputError: The batch is malformed.
             Exception: A rollout failed, and `failures` is `raise`.
         """
-        async with aclosing(self._finished(input_batch)) as finished:
-            async for _, trajectory in finished:
-                yield trajectory
-
-    async def _finished(self, input_batch: GeneratorInput) -> AsyncGenerator[tuple[int, Trajectory], None]:
-        """Yield trajectories with their indices in the batch when they finish."""
         rollouts = self._rollouts(input_batch)
         sampling = {**self.sampling_params, **(input_batch.get("sampling_params") or {})}
         places = asyncio.Semaphore(self.max_concurrency)
 
-        async def placed(index: int, rollout: _Rollout) -> tuple[int, Trajectory]:
+        async def placed(rollout: _Rollout) -> Trajectory:
             async with places:
-                return index, await self._one(rollout, sampling)
+                return await self._one(rollout, sampling)
 
-        tasks = [asyncio.create_task(placed(*each)) for each in enumerate(rollouts)]
+        tasks = [asyncio.create_task(placed(each)) for each in rollouts]
         try:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
