@@ -9,15 +9,17 @@ from mmrender.audit.report import AuditReport
 from mmrender.audit.run import audit, items_of
 from mmrender.audit.trainer import TrainerModel
 from mmrender.content.messages import normalize_message
-from mmrender.errors import InputError, MessageError, ModelError, check_option
+from mmrender.errors import InputError, MessageError, MMRenderError, ModelError, check_option
 from mmrender.media.encoded import ReferenceItem
-from mmrender.media.pixels import ImageBackend
+from mmrender.media.pixels import IMAGE_BACKENDS
 from mmrender.media.processors.registry import load_processor
 from mmrender.messages import ImagePart
 from mmrender.model.convert import open_model
+from mmrender.model.files import ModelDir
 from mmrender.model.tokenizer import Tokenizer
 from mmrender.training import resolve_references
 from mmrender.trajectory import load_trajectories
+from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -38,6 +40,20 @@ def _sources_of(trajectory: Trajectory) -> Iterator[tuple[str, Any]]:
         yield from ((item.identity, source) for item, source in pairs if source is not None)
 
 
+def _resolved(samples: list[TrainingSample], directory: ModelDir) -> list[TrainingSample]:
+    """Return samples with their references processed, by the back end that makes the sampler's items."""
+    refused: list[MMRenderError] = []
+    for backend in IMAGE_BACKENDS:
+        try:
+            processor = load_processor(directory, image_backend=backend)
+            if processor is not None:
+                return resolve_references(samples, processor)
+        except MMRenderError as error:
+            refused.append(error)
+    problem = "the trajectories have images by reference, and the model lacks an image processor"
+    raise refused[0] if refused else ModelError(problem, where=str(directory.path))
+
+
 def audit_files(
     files: Sequence[Path],
     model: str,
@@ -46,7 +62,6 @@ def audit_files(
     explain: int = 3,
     dtype: str = "float32",
     device: str = "cpu",
-    image_backend: ImageBackend = "torch",
     progress: Callable[[str], object] = lambda _: None,
 ) -> AuditReport:
     """Audit every branch of every trajectory in `files` against the weights of `model`.
@@ -58,7 +73,6 @@ def audit_files(
         explain: Maximum number of samples to explain.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
         device: Device on which torch runs the model.
-        image_backend: How images that were shipped by reference are processed.
         progress: Called with a text at the start of each stage.
 
     Raises:
@@ -79,13 +93,7 @@ def audit_files(
     directory = open_model(model)
     references = {item.identity: item for item in items_of(samples) if isinstance(item, ReferenceItem)}
     if references:
-        processor = load_processor(directory, image_backend=image_backend)
-        if processor is None:
-            raise ModelError(
-                "the trajectories have images by reference, and the model lacks an image processor",
-                where=str(directory.path),
-            )
-        samples = resolve_references(samples, processor)
+        samples = _resolved(samples, directory)
     sources = dict(chain.from_iterable(map(_sources_of, trajectories)))
     sources |= {name: item.source for name, item in references.items()}
     trainer = TrainerModel.from_pretrained(model, dtype=dtype, device=device)

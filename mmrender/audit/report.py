@@ -291,7 +291,7 @@ class AuditReport(Drawn):
 
 
 def _lines(finding: Finding) -> str:
-    where = "all samples" if finding.shared else finding.sample_id or "sample"
+    where = f"{'all samples, here ' * finding.shared}{finding.sample_id or 'sample'}"
     return f"  {where}: {finding}" + (f"\n    {finding.remedy}" if finding.remedy else "")
 
 

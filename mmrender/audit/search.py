@@ -383,7 +383,7 @@ class Search:
             f"largest difference {case.compared.largest:.4g} without that, {best.largest:.4g} with it; "
             f"{self.count} changes tried"
         )
-        statement = "; or ".join(fit.trial.statement for fit in rivals.values())
+        statement = "; or ".join(fit.trial.statement.removesuffix(",") for fit in rivals.values())
         token, image = case.token_of(best.trial), case.image_at(best.trial.since)
         own = finding_of(best.trial.row, statement, evidence, case.sample, token=token, image=image)
         return replace(own, cause=" or ".join(rivals))

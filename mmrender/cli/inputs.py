@@ -33,7 +33,13 @@ def read_document(file: str) -> Any:
     except OSError as error:
         raise InputError("cannot read the file", where=file, got=error.strerror) from error
     except ValueError as error:
-        raise InputError("the file is not JSON", where=file, got=str(error)) from error
+        is_lines = "Extra data: line 2 column 1 " in str(error)
+        remedy = (
+            "Of a file with a conversation on each line pass one line: `sed -n 3p FILE`, and - as the file"
+        )
+        raise InputError(
+            "the file is not JSON", where=file, got=str(error), remedy=remedy if is_lines else None
+        ) from error
 
 
 def conversation_in(document: Any, file: str) -> dict[str, Any]:

@@ -147,14 +147,16 @@ def open_image(data: bytes, policy: MediaPolicy) -> ImageFile.ImageFile:
     name = sniff(data[:64])
     if name is None:
         got = format_name(data)
-        remedy = "Pillow may read other formats: open it yourself and pass the PIL.Image."
+        remedy = "Check what the file, field or address holds."
         if got.endswith("video"):
             remedy = "Decode it first, and pass its frames as images."
+        elif got.endswith("image") or "that begin with" in got:
+            remedy = "Pillow may read other formats: open it yourself and pass the PIL.Image."
         raise MediaDecodeError(
             "this is not an image that can be decoded",
             expected=f"one of {', '.join(FORMATS)}",
             got=got,
-            remedy=remedy if data else "Check that the file or field is filled.",
+            remedy=remedy,
         )
     _refuse_lenient_pillow()
     check_pieces(name, data)

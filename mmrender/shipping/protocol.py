@@ -32,8 +32,10 @@ import msgspec
 from msgspec import Meta
 
 from mmcodecs.values import DEFAULT_LIMITS
-from mmrender.errors import ShippingClosedError, ShippingError, ShippingProtocolError
+from mmrender.errors import InputError, ShippingClosedError, ShippingError, ShippingProtocolError
+from mmrender.tokens.rendered import RenderedTokens
 from mmrender.trajectory.delivery import MAX_NUMBER
+from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.tree import Trajectory, trajectories_from_wire, trajectories_to_wire
 
 VERSION: Final = 6
@@ -164,11 +166,18 @@ Message = Hello | Welcome | Data | Want | Frames | Acked | Refused | Ping | Bye
 
 
 def to_wire(value: Any) -> tuple[str, Any]:
-    """Return the kind of a value, and the form in which the codec writes it."""
+    """Return the kind of a value, and the form in which the codec writes it.
+
+    Raises:
+        InputError: It is a sample or a rendering, of which no other process could make one again.
+    """
     if isinstance(value, Trajectory):
         return TRAJECTORY, trajectories_to_wire([value])
     if type(value) is list and value and all(isinstance(each, Trajectory) for each in value):
         return GROUP, trajectories_to_wire(value)
+    if isinstance(value, RenderedTokens | TrainingSample):
+        remedy = "Send the trajectory that it is of, or pickle.dumps(value, 5) to a peer that trusts you"
+        raise InputError("has no form on the wire", where="value", got=type(value).__name__, remedy=remedy)
     return PLAIN, value
 
 

@@ -214,6 +214,7 @@ class Sender(End):
 
         Raises:
             CodecError: The value has a part that cannot be encoded. Nothing was accepted.
+            InputError: It is a sample or a rendering. Nothing was accepted.
             TrajectoryError: A message of the trajectory cannot be encoded.
             MediaError: The class of a media item cannot travel.
             ShippingError: As `connect`, without `ShippingConnectionError`.

@@ -261,7 +261,8 @@ def test_a_fault_of_all_rollouts_is_shared_and_named_whatever_is_called_an_alarm
     faulty = [replace(one, logprobs=one.logprobs / np.float32(np.log(2))) for one in samples]
     report = audit(faulty, trainer, tolerance=tolerance)
     assert [(one.cause, one.shared) for one in report.findings] == [("form", True)] * 3
-    assert "all samples: recording, form" in report.text()
+    for one in report.findings:
+        assert f"all samples, here {one.sample_id}: recording, form" in report.text()
 
 
 @pytest.mark.parametrize("temperature", [0.97, 1.6])

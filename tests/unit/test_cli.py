@@ -297,6 +297,9 @@ def chat_about(source):
 
 
 NOT_JSON = "InputError: chat.json: the file is not JSON - got Expecting property"
+JSON_LINES = (
+    "InputError: chat.json: the file is not JSON - got Extra data: line 2 column 1 (char 3). Of a file with a"
+)
 NO_MESSAGES = (
     'InputError: chat.json: no messages in the input - expected a list, or an object with "messages"'
 )
@@ -310,6 +313,7 @@ UNNAMED = "InputError: --model: the server's model is not named - expected the n
         (None, "render chat.json -m nothing", "ModelNotFoundError: "),
         (None, "render none.json", "InputError: none.json: cannot read the file - got No such file"),
         ("{", "render chat.json", NOT_JSON),
+        ("[]\n[]", "view chat.json", JSON_LINES),
         ('{"tools": []}', "render chat.json", NO_MESSAGES),
         ("3", "render chat.json", "MessageError: messages"),
         ("[3]", "view chat.json", "MessageError: messages"),

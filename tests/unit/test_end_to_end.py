@@ -91,9 +91,7 @@ def test_the_command_processes_images_by_reference_again(tiny_model, renderer, t
         prompt.token_ids, response.completion_ids, logprobs=response.logprobs, multi_modal_data=sidecar
     )
     save_trajectories(tmp_path / "one.mmr", [trajectory])
-    report = audit_files(
-        [tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-3, explain=0, image_backend="pil"
-    )
+    report = audit_files([tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-3, explain=0)
     assert report.ok, report.text()
     assert report.tokens == len(response.completion_ids)
 
@@ -121,9 +119,7 @@ def test_the_command_finds_the_images_that_messages_kept(tiny_model, renderer, t
     )
     save_trajectories(tmp_path / "one.mmr", [trajectory], media_sources="keep")
     stages: list[str] = []
-    report = audit_files(
-        [tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, image_backend="pil", progress=stages.append
-    )
+    report = audit_files([tmp_path / "one.mmr"], str(tiny_model), tolerance=1e-4, progress=stages.append)
     assert [finding.cause for finding in report.findings] == ["resampling"], report.text()
     assert stages == [
         "comparing samples: 1",

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kit import error_of
 from mmrender.errors import MediaError, MissingDependencyError
 from mmrender.media.load import load_image
 from mmrender.media.pixels import image_identity, media_identity, raw_pixels, rgb_planes
-from mmrender.media.processors.patches import PatchItem, PatchProcessor
+from mmrender.media.processors.patches import PatchItem, PatchProcessor, smart_resize
 from mmrender.sidecar import MediaItem, Repeat
 
 
@@ -126,6 +127,8 @@ def test_an_array_is_resized_as_the_image_of_it_and_its_own_planes_alone_are_kep
 
 def test_long_and_thin(sentence):
     assert error_of(MediaError, processor().process, picture(5, 1001)) == sentence
+    enlarged = partial(smart_resize, 5, 1001, factor=28, min_pixels=1, max_pixels=9**9, frames=2)
+    assert "got 1001x5 pixels, a ratio of 200.2" in error_of(MediaError, enlarged)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 3), (1024, 1024), (2300, 2000)])

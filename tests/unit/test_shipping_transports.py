@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import pickle
 import socket
 import threading
 import time
@@ -14,8 +15,8 @@ import mmrender.shipping.sender as sending
 from kit import raised_by, until
 from mmcodecs import Limits, Shared, UnsupportedTypeError
 from mmcodecs.wire import encode_keyed_frames
-from mmrender import Trajectory
-from mmrender.errors import ShippingClosedError, ShippingConnectionError, ShippingProtocolError
+from mmrender import TrainingSample, Trajectory
+from mmrender.errors import InputError, ShippingClosedError, ShippingConnectionError, ShippingProtocolError
 from mmrender.shipping import Receiver, Sender
 from mmrender.shipping.protocol import Timing
 from shipping_cases import PATIENT, is_message, leftovers, message, tls_contexts
@@ -271,9 +272,14 @@ async def test_a_message_longer_than_the_receiver_takes_fails_alone(some_pair):
 async def test_a_value_that_cannot_be_written_is_refused_before_it_is_taken_in(url):
     async with Receiver(url) as receiver, Sender(receiver.url) as sender:
         assert "$.x" in str(await raised_by(UnsupportedTypeError, sender.send({"x": object()})))
+        sample = TrainingSample(np.arange(3, dtype=np.int32), np.array([False, True, True]))
+        assert "got TrainingSample. Send the trajectory" in str(
+            await raised_by(InputError, sender.send(sample))
+        )
         assert sender.stats.unacked == 0
-        await sender.send("next")
-        assert (await receiver.receive(60)).value == "next"
+        await sender.send(pickle.dumps(sample, 5))
+        received = pickle.loads((await receiver.receive(60)).value)
+        assert (received.token_ids.tolist(), received.loss_mask.tolist()) == ([0, 1, 2], [False, True, True])
 
 
 async def test_the_window_is_one_for_all_senders_dead_ones_included(url):

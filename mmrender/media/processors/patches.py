@@ -347,6 +347,7 @@ def smart_resize(
     Raises:
         MediaError: One side is over 200 times as long as the other.
     """
+    given = f"{width}x{height} pixels"
     if frames is not None and (height < factor or width < factor):
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -355,7 +356,7 @@ def smart_resize(
         raise MediaError(
             "the image is too long and thin for this model",
             expected=f"an aspect ratio of at most {MAX_ASPECT_RATIO}",
-            got=f"{width}x{height} pixels, a ratio of {ratio:.1f}",
+            got=f"{given}, a ratio of {ratio:.1f}",
             remedy="Crop or pad it before rendering.",
         )
     resized_height = round(height / factor) * factor
