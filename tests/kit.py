@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import random
 import socket
@@ -111,10 +112,18 @@ async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nobody has, below the range from which the kernel gives out its own.
+
+    A server may take many seconds to bind its port, and a connection made meanwhile must not be given that one.
+    """
+    for _ in range(200):
+        port = random.SystemRandom().randint(
+            20_000, 32_000
+        )  # two runs side by side must not try the same ones
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port between 20000 and 32000")
 
 
 def media_inputs(data: Any, length: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from integration.engine_server import SERVERS, EngineServer, environment_of, free_port, running
+from integration.engine_server import SERVERS, EngineServer, environment_of, running
+from kit import free_port
 
 LISTED_SECONDS = 90
 

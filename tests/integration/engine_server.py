@@ -8,8 +8,6 @@ sets that.
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kit import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ROOT / "tools" / "servers"
@@ -44,19 +44,6 @@ def environment_of(variable: str, default: str) -> Path:
     if not python.exists():
         pytest.fail(f"{python} is missing; set {variable} to a ready environment, or install one with make")
     return python
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has, below the range from which the kernel gives out its own.
-
-    A server takes many seconds to bind its port, and a connection made meanwhile must not be given that one.
-    """
-    for _ in range(200):
-        port = random.randint(20_000, 32_000)  # two runs side by side must not try the same ones
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port between 20000 and 32000")
 
 
 @dataclass

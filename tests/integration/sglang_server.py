@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from integration.engine_server import SERVERS, EngineServer, environment_of, free_port, running
+from integration.engine_server import SERVERS, EngineServer, environment_of, running
+from kit import free_port
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import urllib.error
 
 import pytest
 
-from integration.engine_server import Running, free_port, running
+from integration.engine_server import Running, running
+from kit import free_port
 
 SERVER = """
 import http.server, json, subprocess, sys

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from integration.engine_server import free_port, running, start_vllm
+from integration.engine_server import running, start_vllm
 from integration.test_engines_vllm import PARAMS, conversation, generate_some_at_once
+from kit import free_port
 from mmrender.client.transport import RetryPolicy, TransportConfig
 from mmrender.engines import HTTPEngine, InferenceEngineClient
 from mmrender.engines.interface import new_request

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mmrender.shipping.sender as sending
-from kit import raised_by, until
+from kit import free_port, raised_by, until
 from mmcodecs import Limits, Shared, UnsupportedTypeError
 from mmcodecs.wire import encode_keyed_frames
 from mmrender import TrainingSample, Trajectory
@@ -208,9 +208,7 @@ async def test_a_sender_waits_while_too_much_is_unacknowledged(some_pair):
 
 
 async def test_a_sender_may_be_there_before_its_receiver(pair):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        pair.url = pair.url.replace(":0", f":{probe.getsockname()[1]}")
+    pair.url = pair.url.replace(":0", f":{free_port()}")
     receiver = pair.receiver()
     sender = pair.sender(receiver)
     with pytest.raises(ShippingConnectionError, match=r"the receiver does not answer - got for 0.05 s"):
