@@ -101,6 +101,12 @@ def rotary(model: Any) -> Iterator[Any]:
             yield module
 
 
+def llama3(length: int, values: Any) -> Any:
+    """Frequencies scaled by 8 beyond so many positions, as in Llama 3.1."""
+    smooth = ((length * values / (2 * np.pi) - 1) / 3).clamp(0, 1)
+    return values * (smooth + (1 - smooth) / 8)
+
+
 def frequencies(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def edit(model: Any) -> Any:
         for module in rotary(model):

@@ -5,7 +5,6 @@ fourth --check` shows that each fault changes the recorded numbers.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from PIL import Image, ImageDraw, ImageOps
 from audit_cases import ANSWER, STOP, picture
 from mmrender.sidecar import Text
 from planting import COUNT, NEWLINE, USER, Context, Fault, Part, Parts, World, dialogue
-from planting_faults import frequencies, nucleus
+from planting_faults import edited, frequencies, llama3, nucleus, without
 from plantings_third import PROMPT, ROTARY, case
 
 CALL, END_CALL, THINK = 82, 83, 84
@@ -29,16 +28,6 @@ Hook = Callable[[dict[str, Any], Context], None]
 Edit = Callable[[Parts, Context], Parts]
 
 # --- conversations ---
-
-
-def each(kind: str, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Edit:
-    """Parts of a kind with other tokens."""
-    return lambda parts, _: [replace(one, ids=change(one.ids)) if one.kind == kind else one for one in parts]
-
-
-def lacking(*kinds: str) -> Edit:
-    """A conversation without parts of some kinds."""
-    return lambda parts, _: [one for one in parts if one.kind not in kinds]
 
 
 def last_generation_prompt(*more: int) -> Edit:
@@ -313,13 +302,6 @@ def stale_delta(inputs: dict[str, Any], ctx: Context) -> None:
     inputs["position_ids"] = known
 
 
-def llama3(values: Any) -> Any:
-    """Frequencies scaled by 8 beyond 128 positions, as in Llama 3.1."""
-    waves = 2 * math.pi / values
-    smooth = ((128 / waves - 1) / 3).clamp(0, 1)
-    return values * (smooth + (1 - smooth) / 8)
-
-
 # --- the model ---
 
 
@@ -533,13 +515,13 @@ STRIDE, SPREAD = (0, 2, 4, 6), (0, 4, 7, 11)
 FOURTH = (
     # qwen2_5_vl
     case("tools-spaced", "qwen2_5_vl", PROMPT, "The tool definitions in the sampler's system block have blanks that the trainer's lack.", "separators of tojson in Hugging Face's templates and of json.dumps in engines",
-         "unknown", r"tool|json|blank|space|separator|system|encoded|(more|extra) .*tokens?|tokens? more", Fault(sees=each("system", spaced), trains=each("system", lambda ids: ids + TOOLS)), wrong=r"reasoning|truncat|\bdate\b|generation prompt"),
+         "unknown", r"tool|json|blank|space|separator|system|encoded|(more|extra) .*tokens?|tokens? more", Fault(sees=edited("system", spaced), trains=edited("system", lambda ids: ids + TOOLS)), wrong=r"reasoning|truncat|\bdate\b|generation prompt"),
     case("reminder", "qwen2_5_vl", PROMPT, "The sampler's last user message ends with five tokens more.", "agent harnesses that inject a reminder into the prompt and do not store it",
          "text added to the last user message", r"(more|added|extra|another|further|appended) .*tokens?|tokens? (more|that the trainer)|user|message|reminder|5 tokens?", Fault(sees=reminded), wrong=r"reasoning|truncat|generation prompt|image"),
     case("stop-left-out", "qwen2_5_vl", PROMPT, "The sampler's second prompt lacks the stop token of the first completion.", "gateways that rebuild history from text, which vLLM returns without its stop string",
-         "the stop token left out of history", r"stop|eos|end of (turn|text)|lack.*1 token|1 token (less|fewer)", Fault(sees=lacking("stop")), wrong=r"reasoning|truncat|generation prompt"),
+         "the stop token left out of history", r"stop|eos|end of (turn|text)|lack.*1 token|1 token (less|fewer)", Fault(sees=without("stop")), wrong=r"reasoning|truncat|generation prompt"),
     case("call-written-again", "qwen2_5_vl", PROMPT, "In the sampler's second prompt six tokens of the first completion are in another order.", "tool calls that are parsed and dumped again with sorted keys",
-         "the completion rewritten in history", r"order|written again|rewrit|re-?seriali|pars|history|earlier completion|first completion|(encoded|tokeni[sz]ed) again|re-?(tokeni|encod)|differ", Fault(sees=each("out", fields_in_another_order)), wrong=r"truncat|reasoning|same text"),
+         "the completion rewritten in history", r"order|written again|rewrit|re-?seriali|pars|history|earlier completion|first completion|(encoded|tokeni[sz]ed) again|re-?(tokeni|encod)|differ", Fault(sees=edited("out", fields_in_another_order)), wrong=r"truncat|reasoning|same text"),
     case("resized-before", "qwen2_5_vl", "pixels", "The sampler's images were resized to multiples of 32 before they were resized again.", "qwen-vl-utils with the factor of another family, in front of the processor",
          "unknown", r"resiz|resampl|twice|smaller|size|blur|detail|resolution", Fault(shows=resized_before), wrong=r"BGR|gamma|bits|CLIP"),
     case("marks-drawn", "qwen2_5_vl", "pixels", "The sampler's images have a red box and a number.", "agent harnesses that draw marks on a screenshot, and store it as it was",
@@ -564,15 +546,15 @@ FOURTH = (
          "numbers divided by the length of the completion", r"divid|length|number of tokens|factor|scaled|times|multipl|normali", Fault(record=by_turn(lambda values: values / len(values))), wrong=r"base|temperature|nats|bits"),
     # qwen3_5
     case("role-renamed", "qwen3_5", PROMPT, "The role of the answering side is another token in all of the sampler's generation prompts.", "a template of a fine-tune that writes `model` for `assistant`",
-         "another role in the generation prompt", r"role|header|generation prompt|1 token|token \d+|differ", Fault(sees=each("prompt", lambda ids: (ids[0], 45, *ids[2:]))), wrong=r"truncat|reasoning|again"),
+         "another role in the generation prompt", r"role|header|generation prompt|1 token|token \d+|differ", Fault(sees=edited("prompt", lambda ids: (ids[0], 45, *ids[2:]))), wrong=r"truncat|reasoning|again"),
     case("header-newline", "qwen3_5", PROMPT, "The sampler's headers end without a newline.", "trim_blocks of a template environment that is not Hugging Face's",
          "no newline after headers", r"newline|trim_blocks|header|blank|whitespace|lack|1 token", Fault(sees=without_newline_after_headers), wrong=r"truncat|reasoning|between turns"),
     case("system-in-last-user", "qwen3_5", PROMPT, "The sampler's template writes the system's text into the last user message.", "Mistral's templates, beside one with a system role",
          "the system block moved into the last user message", r"system|header|role|block|lack|moved|first message", Fault(sees=system_in_last_user), wrong=r"reasoning|truncat|\bdate\b|\bbos\b|generation prompt"),
     case("text-normalized", "qwen3_5", "tokens|template", "The sampler's tokenizer has no normalizer: some letters of user text are other tokens.", "GGUF conversions and tokenizer.json files without their NFC normalizer",
-         "unknown", r"normali|user|message|tokens?.*differ|(other|different) token", Fault(sees=each("user", lambda ids: tuple(one - 17 if one > 30 else one for one in ids))), wrong=r"truncat|reasoning"),
+         "unknown", r"normali|user|message|tokens?.*differ|(other|different) token", Fault(sees=edited("user", lambda ids: tuple(one - 17 if one > 30 else one for one in ids))), wrong=r"truncat|reasoning"),
     case("special-lost", "qwen3_5", PROMPT, "The sampler's second prompt lacks the special tokens of the first completion's tool call.", "history rebuilt from text with skip_special_tokens=true",
-         "special tokens lost from history", r"special|skip|tool.?call|again|lack|left out|missing|dropped|rewrit", Fault(draw=calls_a_tool, sees=each("out", lambda ids: tuple(one for one in ids if one not in (CALL, END_CALL)))), wrong=r"truncat|\bbos\b"),
+         "special tokens lost from history", r"special|skip|tool.?call|again|lack|left out|missing|dropped|rewrit", Fault(draw=calls_a_tool, sees=edited("out", lambda ids: tuple(one for one in ids if one not in (CALL, END_CALL)))), wrong=r"truncat|\bbos\b"),
     case("inverted", "qwen3_5", "pixels", "The sampler's images are negatives.", "JPEG files of CMYK with Adobe's inverted levels",
          "inverted colours", r"invert|negativ|cmyk|sign", Fault(shows=lambda image, *_: ImageOps.invert(image)), wrong=r"BGR|bits|CLIP|jpeg|crop"),
     case("limited-range", "qwen3_5", "pixels", "The sampler's levels run from 16 to 235.", "video and JPEG decoders that leave the range of television",
@@ -599,9 +581,9 @@ FOURTH = (
     case("answer-begun", "gemma3", PROMPT, "The sampler's generation prompt ends with four tokens of an answer.", "continue_final_message and prefilled answers of an environment",
          "an answer begun in the generation prompt", r"prefill|prefix|generation prompt|begun|continue_final|4 tokens?|(before|in front of) .*(completion|answer)", Fault(sees=last_generation_prompt(25, 50, 14, 9)), wrong=r"reasoning|truncat|system"),
     case("another-bos", "gemma3", PROMPT, "The sampler's prompts begin with the stop token rather than with that of beginnings.", "bos_token_id that differs between config.json and tokenizer_config.json",
-         "another BOS token", r"\bbos\b|begin|first token|token 0|differ|other token|special tokens|starts?", Fault(sees=each("bos", lambda _: (STOP,))), wrong=r"truncat|reasoning|twice|second|history|again"),
+         "another BOS token", r"\bbos\b|begin|first token|token 0|differ|other token|special tokens|starts?", Fault(sees=edited("bos", lambda _: (STOP,))), wrong=r"truncat|reasoning|twice|second|history|again"),
     case("newline-escaped", "gemma3", "tokens|template", "A newline within user text is two tokens, a backslash and a letter, for the sampler.", "gateways that escape JSON twice",
-         "unknown", r"newline|escap|user|message|again|(other|different) token|tokens?.*differ|more", Fault(trains=each("user", middle(NEWLINE)), sees=each("user", middle(33, 20))), wrong=r"truncat|reasoning"),
+         "unknown", r"newline|escap|user|message|again|(other|different) token|tokens?.*differ|more", Fault(trains=edited("user", middle(NEWLINE)), sees=edited("user", middle(33, 20))), wrong=r"truncat|reasoning"),
     case("rescaled-twice", "gemma3", "pixels", "The sampler's pixels are divided by 255 twice.", "do_rescale of the processor for images of floats between 0 and 1",
          "pixels rescaled twice", r"rescal|255|twice|black|dark|constant|scale", Fault(inputs=pixels(lambda values: (values + 1) / 255 - 1)), wrong=r"BGR|gamma|bits|CLIP"),
     case("palette-16", "gemma3", "pixels", "The sampler's images have sixteen colours.", "screenshots kept as GIF or as PNG with a palette",
@@ -632,13 +614,13 @@ FOURTH = (
     case("text-twice", "idefics3", PROMPT, "The first text of the user comes twice in the sampler's prompts.", "retries of a client that append the message again",
          "a text of the user twice", r"twice|again|repeat|duplicat|more tokens|tokens more|user|message", Fault(sees=first_user_text_twice), wrong=r"reasoning|truncat|generation prompt|\bbos\b|encoded again"),
     case("stop-after-texts", "idefics3", "tokens|template", "The trainer has a stop token after each text of the user.", "add_eos_token=true of the tokenizer's configuration with texts encoded one by one",
-         "a stop token after each text", r"stop|eos|end.of|special token|user|1 token|one token|lack|add_eos", Fault(trains=each("user", lambda ids: (*ids, STOP))), wrong=r"reasoning|truncat|generation prompt|\bbos\b"),
+         "a stop token after each text", r"stop|eos|end.of|special token|user|1 token|one token|lack|add_eos", Fault(trains=edited("user", lambda ids: (*ids, STOP))), wrong=r"reasoning|truncat|generation prompt|\bbos\b"),
     case("tiles-by-columns", "idefics3", "pixels", "The sampler has the tiles of images by columns.", "a fast image processor that unfolds width first",
          "tiles in another order", r"tile|order|column|transpos|split", Fault(inputs=tiles_by_columns), wrong=r"BGR|another image"),
     case("stop-boosted", "idefics3", "sampling", "The stop token grows more probable with each token after the fifth.", "exponential_decay_length_penalty of Hugging Face's generation",
          "unknown", r"stop|eos|length|decay|end.of", Fault(rule=stop_boosted), wrong=r"temperature|top.?p|top.?k|min_tokens|presence|repetition"),
     case("llama3-scaling", "idefics3", ROTARY, "The sampler scales rotary frequencies as Llama 3.1 does, the trainer does not.", "rope_scaling lost when a checkpoint was converted",
-         "rotary embeddings scaled", r"llama|scal|rope|rotary|frequenc", Fault(sampler=frequencies(llama3)), wrong=r"yarn|padding|theta|base|linear"),
+         "rotary embeddings scaled", r"llama|scal|rope|rotary|frequenc", Fault(sampler=frequencies(partial(llama3, 128))), wrong=r"yarn|padding|theta|base|linear"),
     case("shuffled-by-columns", "idefics3", SEEN, "The sampler's connector joins the features of neighbouring patches in another order.", "pixel shuffle written anew in an engine (InternVL's ps_version)",
          "unknown", r"shuffle|connector|projector|tower|features", Fault(sampler=shuffled_by_columns), wrong=r"BGR|resampl|quanti|step 4"),
     case("head-in-bf16", "idefics3", "model|sampling", "The sampler's logits are bfloat16.", "vLLM's and SGLang's language-model head, without enable_fp32_lm_head",

@@ -1,6 +1,6 @@
 """A sixth table: fourteen faults, two of each stage, by an author who had not read the audit or another table but one."""
 
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,8 @@ from PIL import Image
 
 from audit_cases import STOP
 from planting import NEWLINE, Context, Fault, Part, Parts
-from planting_faults import edited, frequencies, per_turn
-from plantings_third import case
+from planting_faults import edited, frequencies, llama3, per_turn
+from plantings_third import case, no_pair_twice
 
 
 def system_in_user(parts: Parts, _: Context) -> Parts:
@@ -52,13 +52,6 @@ def clamped(inputs: dict[str, Any], _: Context) -> None:
     inputs["position_ids"] = inputs["position_ids"].clamp(max=72)
 
 
-def llama3(inverse: Any) -> Any:
-    """`rope_type` llama3: factor 8, low and high factors 1 and 4, 64 original positions."""
-    length = 2 * np.pi / inverse
-    share = ((64 / length - 1) / 3).clamp(0, 1)
-    return share * inverse + (1 - share) * inverse / 8
-
-
 def block_overwritten(model: Any) -> Any:
     """Keys and values of the second block of sixteen tokens are another request's."""
     for name, module in model.named_modules():
@@ -86,12 +79,6 @@ def int4_attention(model: Any) -> Any:
         if name.endswith(("q_proj", "k_proj")) and "vis" not in name:
             module.register_forward_hook(hook)
     return model
-
-
-def no_pair_twice(logits: Any, ctx: Context) -> Any:
-    row = [*ctx.prompt, *ctx.drawn]
-    logits[[after for one, after in pairwise(row) if one == row[-1]]] = -torch.inf
-    return logits
 
 
 def ever_likelier_stop(logits: Any, ctx: Context) -> Any:
@@ -135,7 +122,7 @@ SIXTH = (
     case("clamped-positions", "qwen3_vl", "positions", "Positions beyond 72 are 72.", "a table of rotary embeddings that is shorter than the sample, whose index is clamped",
          "unknown", r"clamp|beyond|longest|maximum", Fault(inputs=clamped), wrong=r"delta|base|theta"),
     case("llama3-rope", "internvl", "positions", "Rotary frequencies are scaled as Llama 3.1's.", "vLLM --hf-overrides with a rope_scaling of type llama3",
-         "scaled rotary frequencies", r"rope|rotary|frequenc|scal", Fault(sampler=frequencies(llama3)), wrong=r"theta|base|linear|yarn"),
+         "scaled rotary frequencies", r"rope|rotary|frequenc|scal", Fault(sampler=frequencies(partial(llama3, 64))), wrong=r"theta|base|linear|yarn"),
     case("block-overwritten", "gemma3", "model", "Keys and values of sixteen tokens of the prompt are another request's.", "a block of a prefix cache that is freed and written while in use",
          "unknown", r"block|cache|keys", Fault(sampler=block_overwritten), wrong=r"step|quanti|temperature"),
     case("int4-attention", "glm4v", "model", "Queries and keys are in four bits.", "SageAttention 2 on one side",

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise
 from operator import getitem, setitem
@@ -162,15 +162,11 @@ def in_dtype(module: Any, dtype: Any) -> Iterator[None]:
 def other_attention(model: Any) -> Iterator[None]:
     """Compute attention by another kernel within the block, if the model has one."""
     own = model.config._attn_implementation
-    try:
-        model.set_attn_implementation("eager" if own != "eager" else "sdpa")
-    except (ValueError, ImportError, AttributeError):
-        own = None
-    try:
+    with ExitStack() as stack:
+        with suppress(ValueError, ImportError, AttributeError):
+            model.set_attn_implementation("eager" if own != "eager" else "sdpa")
+            stack.callback(model.set_attn_implementation, own)
         yield
-    finally:
-        if own is not None:
-            model.set_attn_implementation(own)
 
 
 def other_dtypes(model: Any) -> dict[str, Any]:
@@ -240,14 +236,10 @@ def attending(model: Any, change: Callable[[Any, Any], tuple[Any, Any]]) -> Iter
             key, value = change(key, value)
         return kernel(module, query, key, value, *args, **options)
 
-    KERNELS[name] = attend
-    try:
+    with ExitStack() as stack:  # two of these blocks may be nested
+        stack.callback(*((KERNELS.__delitem__, name) if own is None else (KERNELS.__setitem__, name, own)))
+        KERNELS[name] = attend
         yield
-    finally:
-        if own is None:
-            del KERNELS[name]
-        else:  # two of these blocks may be nested
-            KERNELS[name] = own
 
 
 def recurrent_state(case: Case) -> Iterator[Trial]:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from mmrender.audit.report import Comparison, Finding, sampled_runs
 from mmrender.audit.rows import finding_of
+from mmrender.audit.trainer import bare
 from mmrender.training import ModelFamily
 from mmrender.training.collate import usable
 from mmrender.trajectory.sample import TrainingSample
@@ -16,9 +17,7 @@ from mmrender.trajectory.step import are_finite
 
 def inspect_sample(sample: TrainingSample, family: ModelFamily) -> list[Finding]:
     """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
-    mask, media = np.zeros(len(sample), np.bool_), sample.multi_modal_data
-    bare = TrainingSample(sample.token_ids, mask, multi_modal_data=media, sample_id=sample.sample_id)
-    _, faults = usable([bare], replace(family, max_sample_tokens=None))
+    _, faults = usable([bare(sample)], replace(family, max_sample_tokens=None))
     statement = "the placeholder ranges do not fit the tokens"
     found = [finding_of("placeholders", statement, reason, sample) for reason in faults.values()]
     return [*found, *_mask_faults(sample)]
@@ -47,12 +46,11 @@ def shown_by(compared: Comparison, tolerance: float) -> Finding | None:
     """Report tokens that tell the cause by which of them differ: all others agree."""
     beyond, positions, sample = compared.beyond(tolerance), compared.positions, compared.sample
     token, runs = int(positions[beyond.argmax()]), sampled_runs(sample.loss_mask)
-    versions = {span.version for span in sample.weight_versions}
-    for version in sorted(versions) if len(versions) > 1 else ():
+    for version in sorted({span.version for span in sample.weight_versions}):
         of_it = np.zeros(len(beyond), np.bool_)
         for name, start, stop in sample.weight_versions:
             of_it |= (positions >= start) & (positions < stop) & (name == version)
-        enough = of_it.sum() >= 4 and (~of_it).sum() >= 4
+        enough = min(of_it.sum(), (~of_it).sum()) >= 4
         if enough and not beyond[~of_it].any() and beyond[of_it].mean() > 0.5:
             text = (
                 f"the tokens that the weights {version!r} sampled differ, and tokens of other weights agree"

@@ -89,17 +89,19 @@ def measure_noise(
 
     other = getattr(torch, dtype) if dtype else torch.bfloat16
     differs = other != trainer.model.dtype and (dtype is not None or trainer.model.dtype == torch.float32)
-    kernel, lower = partial(other_attention, trainer.model), partial(in_dtype, trainer.model, other)
+    lower = partial(in_dtype, trainer.model, other)
+    kernel = trainer.changed(model=partial(other_attention, trainer.model))
     exact, low, near = np.zeros(1), np.zeros(1), list[bool]()
     chosen = sorted(samples, key=len)[: 2 * _MEASURED : 2]
-    beside = max(chosen, key=len, default=None)
     for sample in chosen:
         mask = sample.mm_token_type_ids == 0
         mask[0] = False
         mask[np.flatnonzero(mask)[:-_MEASURED_TOKENS]] = False
         whole = replace(sample, loss_mask=mask, logprobs=np.zeros(len(sample), np.float32))
         alone = trainer.sampled_logprobs(whole)
-        again = trainer.sampled_logprobs(whole, model=kernel, beside=beside)
+        # In a batch that is padded on the left.
+        (again, _) = kernel.sampled_of_many([whole, max(chosen, key=len)])
+        again = kernel.sampled_logprobs(whole) if again is None else again
         exact = np.append(exact, np.abs(again - alone))
         if differs:
             mixed = np.abs(trainer.sampled_logprobs(whole, model=lower) - alone)

@@ -67,7 +67,8 @@ def _of_images(case: Case, images: Sequence[tuple[int, int]]) -> Iterator[_Renum
     yield "gave one position to all tokens of an image, which counted as one,", since, together
     for factor in (2, 0.5, 0):
         text = f"had positions within images {factor:g} times as far apart"
-        yield text, images, partial(_stretched, factor=factor)
+        stretch = lambda own, _, by=factor: own.copy_(own[..., :1] + (own - own[..., :1]) * by)  # noqa: E731
+        yield text, images, stretch
 
 
 def _of_tokens(case: Case) -> Iterator[_Renumbered]:
@@ -122,10 +123,6 @@ def _from_zero(own: Any, _: int) -> None:
 
 def _frozen(own: Any, _: int) -> None:
     own.copy_(own[..., :1].expand_as(own).clone())
-
-
-def _stretched(own: Any, _: int, factor: float) -> None:
-    own.copy_(own[..., :1] + (own - own[..., :1]) * factor)
 
 
 def _followed(

@@ -45,6 +45,11 @@ class View(Comparison):
         """Marks the tokens that differ."""
         return self.beyond(self.case.tolerance)
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first token that differs, and the token after the last one, as indices into its tokens."""
+        return int(self.departing.argmax()), len(self.rows) - int(self.departing[::-1].argmax())
+
     @cached_property
     def tokens(self) -> Any:
         """Its tokens as an index of logits: int64 tensor `(m, 1)`."""
@@ -156,12 +161,10 @@ def rounded(view: View) -> Iterator[Recorded]:
         yield Recorded(text, logs.astype(np.float32))
 
 
-def _laid(values: Float32Array, source: npt.NDArray[np.intp]) -> Float32Array:
+def _laid(values: Float32Array, source: npt.NDArray[np.integer]) -> Float32Array:
     """Return the values at some places, NaN for places outside."""
     inside = (source >= 0) & (source < len(values))
-    if not len(values):
-        return np.full(len(source), np.nan, np.float32)
-    return np.where(inside, values[source.clip(0, len(values) - 1)], np.float32(np.nan)).astype(np.float32)
+    return np.append(values, np.float32(np.nan))[np.where(inside, source, len(values))]
 
 
 def _moved(by: int) -> str:
@@ -170,20 +173,18 @@ def _moved(by: int) -> str:
 
 def shifted(view: View) -> Iterator[Recorded]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
-    own, prompts = np.arange(len(view.rows)), view.positions.astype(np.intp)
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
         where = f"{_moved(by)} (shifted)"
         text = f"the log-probabilities of {{}} are {where}"
-        yield Recorded(text, _laid(view.trainer, own - by))
+        yield Recorded(text, _laid(view.trainer, np.arange(len(view.rows)) - by))
         among = f"the log-probabilities are {where} from {{}} on"
         yield Recorded(among, _laid(view.case.compared.trainer, view.rows - by))
-        yield Recorded(f"{text}, the prompt's among them", _laid(view.case.everything, prompts - by))
+        yield Recorded(f"{text}, the prompt's among them", _laid(view.case.everything, view.positions - by))
 
 
 def late(view: View) -> Iterator[Recorded]:
     """Yield numbers of chunks that came in another order, twice or never, from the first difference on."""
-    first, own = int(view.departing.argmax()), np.arange(len(view.rows))
-    last = len(own) - int(view.departing[::-1].argmax())
+    own, (first, last) = np.arange(len(view.rows)), view.bounds
     for by in range(1, last - first):
         order = np.concatenate([own[:first], np.roll(own[first:last], by), own[last:]])
         what = f"log-probabilities {first} to {last - 1} are two chunks in each other's place"
@@ -237,9 +238,7 @@ def scaled(view: View) -> Iterator[Recorded]:
 
 def of_other_weights(view: View) -> Iterator[Recorded]:
     """Yield completions that other weights began or ended, as of requests continued after an update."""
-    case, places = view.case, np.arange(len(view.rows))
-    first = int(view.departing.argmax())
-    last = len(places) - int(view.departing[::-1].argmax())
+    case, places, (first, last) = view.case, np.arange(len(view.rows)), view.bounds
     for name, given in case.weights.items():
         changed = case.trainer.changed(model=partial(replaced, as_given(given, case.trainer.model)))
         (values,) = case.once(("weights", name), partial(changed.sampled_of_many, [case.sample]))

@@ -14,7 +14,7 @@ import numpy as np
 from mmrender.audit.case import Case, Weights
 from mmrender.audit.inspect import inspect_sample
 from mmrender.audit.noise import Noise, measure_noise
-from mmrender.audit.report import STAGES, UNKNOWN, AuditReport, Comparison, Decode, Finding
+from mmrender.audit.report import STAGES, UNKNOWN, AuditReport, Comparison, Decode, Finding, Stage
 from mmrender.audit.rows import finding_of
 from mmrender.audit.search import DEFAULT_BUDGET, Search
 from mmrender.audit.trainer import TrainerModel
@@ -171,8 +171,12 @@ def _over_all(
             unknown = []
     if unknown and len(causes) > 1:
         known = [finding.stage for finding in causes if finding.cause != UNKNOWN]
-        evidence = {stage: sum(_evidence(search, stage) for search in searches) for stage in STAGES}
-        stage = known[0] if known else max(STAGES, key=lambda stage: evidence[stage])
+        found_in = [{place.stage: place.evidence for place in search.places} for search in searches]
+
+        def evidence(stage: Stage) -> float:
+            return sum(own.get(stage, min(own.values(), default=0.0)) for own in found_in)
+
+        stage = known[0] if known else max(STAGES, key=evidence)
         for place in unknown:
             ordered = sorted(searches[place].places, key=lambda one: one.stage != stage)
             causes[place] = searches[place].unknown(ordered) if ordered else causes[place]
@@ -187,11 +191,6 @@ def _over_all(
     if shared and all(one.cause != UNKNOWN for one in causes):
         found = [one for one in found if one.cause != "values"]  # the numbers have this form everywhere
     return found, [replace(finding, shared=shared) for finding in causes]
-
-
-def _evidence(search: Search, stage: str) -> float:
-    worst = min((place.evidence for place in search.places), default=0.0)
-    return next((place.evidence for place in search.places if place.stage == stage), worst)
 
 
 def _unrestricted(sample: TrainingSample) -> tuple[TrainingSample, str]:

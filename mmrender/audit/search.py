@@ -73,16 +73,12 @@ class Fit(NamedTuple):
 
     Attributes:
         trial: The trial.
-        largest: Largest difference that is left, in nats.
-        rms: Root mean square of the differences that are left.
-        tokens: Tokens that it explains.
+        left: What is left of the differences of the tokens that it explains.
         digits: Digits that chance would have to explain, the fitted numbers taken off.
     """
 
     trial: Trial
-    largest: float
-    rms: float
-    tokens: int
+    left: Comparison
     digits: float
 
 
@@ -232,12 +228,12 @@ class Search:
             if varied.largest <= limit and not varied.rms > left:
                 departing = min(int(compared.beyond(case.tolerance).sum()), len(varied.positions))
                 digits = _digits(case, varied.rms) * (departing - trial.fitted)
-                return [Fit(trial, varied.largest, varied.rms, len(varied.positions), digits)]
+                return [Fit(trial, varied, digits)]
         return []
 
     def _is_certain(self, fit: Fit) -> bool:
-        exact = fit.rms <= max(4 * self.noise.exact, self.case.compared.rms / _EXACT)
-        return exact and fit.largest <= self.case.tolerance and fit.digits > _CERTAIN
+        exact = fit.left.rms <= max(4 * self.noise.exact, self.case.compared.rms / _EXACT)
+        return exact and fit.left.largest <= self.case.tolerance and fit.digits > _CERTAIN
 
     def _rules_out_chance(self, digits: float, *trials: Trial) -> bool:
         """Whether digits are more than the best change of some rows would have by chance.
@@ -313,7 +309,7 @@ class Search:
                 fits += self._tried(rest, [row])
             pairs = []
             for fit in fits:
-                digits = _digits(self.case, fit.rms) * (departing - first.fitted - fit.trial.fitted)
+                digits = _digits(self.case, fit.left.rms) * (departing - first.fitted - fit.trial.fitted)
                 pairs += [fit] if self._rules_out_chance(digits, first, fit.trial) else []
             if pairs:
                 second = self.named(pairs)
@@ -370,17 +366,18 @@ class Search:
     def named(self, fits: list[Fit]) -> Finding:
         """Return the finding of the trials that leave the least."""
         case = self.case
-        fits = [fit for fit in fits if fit.largest <= case.tolerance] or fits
-        as_well = max(_AS_WELL * min(fit.rms for fit in fits), 2 * self.noise.exact)
+        fits = [fit for fit in fits if fit.left.largest <= case.tolerance] or fits
+        as_well = max(_AS_WELL * min(fit.left.rms for fit in fits), 2 * self.noise.exact)
+        fits = sorted((fit for fit in fits if fit.left.rms <= as_well), key=lambda fit: fit.left.rms)
         # A change that leaves tokens unexplained does not rival one that explains them too.
-        count = max(fit.tokens for fit in fits if fit.rms <= as_well)
+        count = max(len(fit.left.positions) for fit in fits)
         rivals: dict[str, Fit] = {}
-        for fit in sorted(fits, key=lambda fit: fit.rms):
-            if fit.rms <= as_well and fit.tokens == count:
+        for fit in fits:
+            if len(fit.left.positions) == count:
                 rivals.setdefault(fit.trial.row, fit)
         best = next(iter(rivals.values()))
         evidence = (
-            f"largest difference {case.compared.largest:.4g} without that, {best.largest:.4g} with it; "
+            f"largest difference {case.compared.largest:.4g} without that, {best.left.largest:.4g} with it; "
             f"{self.count} changes tried"
         )
         statement = "; or ".join(fit.trial.statement.removesuffix(",") for fit in rivals.values())

@@ -88,13 +88,7 @@ class TrainerModel:
         other._features, other._towers = [], [(tower, _state_of(tower)) for tower in towers]
         return other
 
-    def sampled_logprobs(
-        self,
-        sample: TrainingSample,
-        *,
-        model: ModelChange | None = None,
-        beside: TrainingSample | None = None,
-    ) -> Float32Array:
+    def sampled_logprobs(self, sample: TrainingSample, *, model: ModelChange | None = None) -> Float32Array:
         """Return the log-probability of each token of the loss mask, given the tokens before it: `(m,)`.
 
         Each sample runs by itself, through the batch that a trainer builds.
@@ -102,16 +96,14 @@ class TrainerModel:
         Args:
             sample: The trainer's sample.
             model: Change of the model meanwhile.
-            beside: A sample to share a batch with, which is padded on the left.
 
         Raises:
             BatchError: The sample cannot be batched: items or tokens do not fit together.
             PlaceholderError: Its placeholders do not fit its items or tokens.
             EngineError: The model fails on it.
         """
-        samples = [sample] if beside is None else [sample, beside]
         places = np.flatnonzero(sample.loss_mask)
-        return limited_logprobs(self.changed(model=model)._rows(samples, [places])[0], sample, places)
+        return limited_logprobs(self.changed(model=model)._rows([sample], [places])[0], sample, places)
 
     def sampled_of_many(
         self, samples: Sequence[TrainingSample], positions: Sequence[InputChange | None] = ()
@@ -133,11 +125,9 @@ class TrainerModel:
                 some.append(sample)
             own = [*zip(some, changes[len(out) :], strict=False)]
             places = [np.flatnonzero(sample.loss_mask) for sample in some]
+            inputs = partial(_by_row, own) if any(change for _, change in own) else None
             try:
-                other = (
-                    self.changed(inputs=partial(_by_row, own)) if any(change for _, change in own) else self
-                )
-                rows = other._rows(some, places)
+                rows = self.changed(inputs=inputs)._rows(some, places)
                 out += [limited_logprobs(*entry) for entry in zip(rows, some, places, strict=True)]
             except MMRenderError:
                 each = (self.sampled_of_many([one], [change])[0] for one, change in own)
@@ -200,15 +190,9 @@ class TrainerModel:
         if self._last and self._last[0] == samples:
             batch: TrainingBatch = self._last[1]
             return batch
-        # Only the model's inputs: masks and numbers of an audited sample may be at fault.
-        masks = [np.zeros(len(one), np.bool_) for one in samples]
-        bare = [
-            TrainingSample(one.token_ids, mask, None, one.multi_modal_data, sample_id=one.sample_id)
-            for one, mask in zip(samples, masks, strict=True)
-        ]
         features = {*self.family.feature_token_ids.values()}
         batch = collate(
-            bare,
+            [bare(sample) for sample in samples],
             self.family,
             pad_token_id=next(token for token in range(len(features) + 1) if token not in features),
             padding_side="left",
@@ -254,6 +238,12 @@ class TrainerModel:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             where = sample.sample_id or "sample"
             raise EngineError("the model fails on the sample", where=where, got=str(error)[:200]) from error
+
+
+def bare(sample: TrainingSample) -> TrainingSample:
+    """Return the model's inputs only: masks and numbers of an audited sample may be at fault."""
+    mask, name = np.zeros(len(sample), np.bool_), sample.sample_id
+    return TrainingSample(sample.token_ids, mask, None, sample.multi_modal_data, sample_id=name)
 
 
 def parts_of(model: Any) -> dict[str, Any]:
