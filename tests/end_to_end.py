@@ -193,7 +193,7 @@ def plant(name, sample, donor, pad):
     ids = sample.token_ids.copy()
     start, stop = max(sampled_runs(sample.loss_mask), key=lambda run: run[1] - run[0])
     if name == "one patch off":
-        items[0] = ChangedItem(items[0], lambda pixels, _: np.roll(pixels, 1, 0))
+        items[0] = ChangedItem.of(items[0], lambda pixels, _: np.roll(pixels, 1, 0))
     elif name == "wrong normalisation":
         arithmetic = replace(items[0].arithmetic, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
         items[0] = msgspec.structs.replace(items[0], arithmetic=arithmetic)

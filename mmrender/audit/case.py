@@ -15,15 +15,9 @@ from mmrender.audit.report import Comparison, Decode, Float32Array, sampled_runs
 from mmrender.audit.trainer import InputChange, ModelChange, TrainerModel
 from mmrender.caching import cached_property
 from mmrender.errors import PlaceholderError
+from mmrender.media.item import TensorItem, TensorSpec, expand_into, tensor_specs
 from mmrender.media.levels import cast
-from mmrender.sidecar import (
-    Framework,
-    MediaItem,
-    MediaSpan,
-    MultiModalData,
-    TensorDtype,
-    common_prefix,
-)
+from mmrender.sidecar import MediaItem, MediaSpan, MultiModalData, TensorDtype, common_prefix
 from mmrender.trajectory.sample import TrainingSample
 
 _T = TypeVar("_T")
@@ -32,6 +26,7 @@ Weights: TypeAlias = Mapping[str, Any]
 Edit: TypeAlias = tuple[int, int, "Sequence[int] | TrainingSample"]
 """Start and end of a part of a sample, and its replacement."""
 Array: TypeAlias = npt.NDArray[Any]
+_CHANGED: Final = frozenset({"pixel_values", "pixel_values_videos", "input_features"})
 _MAX_ROWS: Final = 256
 """Rows of logits that are kept: 150 MB for a vocabulary of 150,000."""
 _SECTIONS: Final = 26
@@ -282,45 +277,48 @@ class Case:
         return replace(self, compared=compared, trainer=trainer)
 
 
-class ChangedItem:
+class ChangedItem(TensorItem, frozen=True, eq=False, kw_only=True, tag="changed"):
     """A media item whose pixels, features of audio, or grid, are changed after it made them.
 
-    Args:
+    Attributes:
         item: The item.
-        change: New pixels or features from old ones and the item's grid.
-        grid: Another grid.
+        change: New pixels or features, of the same shape, from old ones and the item's grid.
     """
 
-    def __init__(
-        self,
-        item: MediaItem,
-        change: Callable[[Float32Array, tuple[int, ...]], Any],
-        *,
-        grid: tuple[int, int, int] | None = None,
-    ) -> None:
-        self.item, self.change = item, change
-        # No real item has this identity, so the changed pixels are taken for no other item's.
-        self.identity = f"{item.identity}-changed-{id(change):x}"
-        self.modality, self.size, self.grid = item.modality, item.size, grid or item.grid
-        self.expansion, self.nbytes = item.expansion, item.nbytes
+    item: Any
+    change: Callable[[Float32Array, tuple[int, ...]], Any]
 
-    def tensors(self, dtype: TensorDtype = "float32", *, framework: Framework = "numpy") -> dict[str, Any]:
-        """Return the item's tensors with the pixels changed."""
-        tensors = dict(self.item.tensors("float32"))
-        names = ("pixel_values", "pixel_values_videos", "input_features")
-        name = next(key for key in names if key in tensors)
-        pixels = np.ascontiguousarray(self.change(tensors[name], self.item.grid), np.float32)
-        tensors[name] = cast(pixels, dtype)
+    @classmethod
+    def of(cls, item: MediaItem, change: Callable[..., Any], grid: tuple[int, ...] = ()) -> "ChangedItem":
+        """Return an item with a change, or with another grid."""
+        return cls(
+            # No real item has this identity, so the changed pixels are taken for no other item's.
+            identity=f"{id(change):016x}{item.identity[16:]}",
+            size=item.size,
+            grid=grid or item.grid,
+            expansion=item.expansion,
+            modality=item.modality,
+            item=item,
+            change=change,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return int(self.item.nbytes)
+
+    def specs(self, dtype: TensorDtype) -> dict[str, TensorSpec]:
+        """Return the spec of each tensor by name. See `tensor_specs`."""
+        return tensor_specs(self.item, dtype)
+
+    def write(self, out: Mapping[str, npt.NDArray[Any]], dtype: TensorDtype) -> None:
+        """Write the item's tensors into arrays, with the pixels changed."""
+        expand_into(self.item, out, dtype)
+        for name in _CHANGED & out.keys():
+            pixels = self.change(self.item.tensors()[name], self.item.grid)
+            out[name][...] = cast(np.ascontiguousarray(pixels, np.float32), dtype)
         if self.grid != self.item.grid:
-            tensors[f"{self.modality}_grid_thw"] = np.array([self.grid], np.int64)
-        if framework == "numpy":
-            return tensors
-        import torch
-
-        out = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in tensors.items()}
-        if dtype == "bfloat16":
-            out[name] = out[name].view(torch.bfloat16)
-        return out
+            out[f"{self.modality}_grid_thw"][0] = self.grid
 
 
 def with_items(sample: TrainingSample, items: Iterable[tuple[MediaSpan, MediaItem]]) -> TrainingSample:

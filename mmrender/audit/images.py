@@ -371,7 +371,7 @@ def grid(_: Case, span: MediaSpan) -> dict[str, Make]:
     if isinstance(item, PatchItem) and item.grid[1] != item.grid[2]:
         turned = (item.grid[0], item.grid[2], item.grid[1])
         text = "a grid with height and width exchanged"
-        found[text] = partial(ChangedItem, item, lambda pixels, _: pixels, grid=turned)
+        found[text] = partial(ChangedItem.of, item, lambda pixels, _: pixels, turned)
     known: Any = getattr(item, "second_per_grid", None)
     for seconds in [] if known is None else [known / 2, known * 2, known / 4, known * 4, 0.5, 1.0, 2.0]:
         own = {"second_per_grid": seconds, "identity": f"{round(seconds * 1e9):064x}"}

@@ -17,7 +17,7 @@ from mmrender.trajectory.step import are_finite
 
 def inspect_sample(sample: TrainingSample, family: ModelFamily) -> list[Finding]:
     """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
-    _, faults = usable([bare(sample)], replace(family, max_sample_tokens=None))
+    _, faults = usable([bare(sample)] if len(sample) else [], replace(family, max_sample_tokens=None))
     statement = "the placeholder ranges do not fit the tokens"
     found = [finding_of("placeholders", statement, reason, sample) for reason in faults.values()]
     return [*found, *_mask_faults(sample)]

@@ -53,7 +53,7 @@ def _each(
 
 def _values(change: Callable[[Array, tuple[int, ...]], Array]) -> ItemChange:
     """Return a change of normalised pixels, given the grid."""
-    return lambda _, item: ChangedItem(item, change)
+    return lambda _, item: ChangedItem.of(item, change)
 
 
 def _channels(change: Callable[[Array], Array]) -> ItemChange:
@@ -72,7 +72,9 @@ def _patches(change: Callable[[Array, tuple[int, ...], PatchLayout], Array]) -> 
     def make(_: Case, item: MediaItem) -> MediaItem | None:
         if not isinstance(item, PatchItem):
             return None
-        return ChangedItem(item, lambda pixels, grid: change(pixels, grid, item.layout).reshape(pixels.shape))
+        return ChangedItem.of(
+            item, lambda pixels, grid: change(pixels, grid, item.layout).reshape(pixels.shape)
+        )
 
     return make
 

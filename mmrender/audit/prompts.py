@@ -295,11 +295,10 @@ def _turns(case: Case) -> Iterator[Blocks]:
         if last - first > 1 and (last < stop or not number):
             noun = f"the tokens {first} to {last - 1}, one turn or more,"
             yield Blocks("history", noun, [(first, last)], since=since, whole=True)
-    for first, last in pairwise(starts):
-        noun = f"the tokens {first} to {last - 1}, a turn,"
-        yield Blocks("history", noun, [(first, last)], since=since, twice=True)
-    for first, last in _texts_in(case, since, stop):
-        yield Blocks("history", f"the tokens {first} to {last - 1}, a text,", [(first, last)], twice=True)
+    for what, blocks in {"turn": pairwise(starts), "text": _texts_in(case, since, stop)}.items():
+        for first, last in blocks:
+            noun = f"the tokens {first} to {last - 1}, a {what},"
+            yield Blocks("history", noun, [(first, last)], since=since, twice=True)
     written, end = [*specials(case), *configured(case, "eos_token_id")], case.runs[-1][0] - 1
     for token in dict.fromkeys(int(ids[at]) for at in range(end) if ids[at] in written and free[at]):
         places = [at for at in range(end) if ids[at] == token and free[at]]

@@ -8,18 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mmrender.audit import (
-    computed,
-    gradients,
-    images,
-    pixels,
-    positions,
-    prompts,
-    recorded,
-    sampling,
-    tokens,
-    weights,
-)
+from mmrender.audit import computed, images, pixels, positions, prompts, recorded, sampling, tokens, weights
 from mmrender.audit.case import Case, Recorded, Trial
 from mmrender.audit.recorded import View
 from mmrender.audit.report import STAGES, Finding, Stage
@@ -70,7 +59,7 @@ _TESTS: Final[Mapping[str, tuple[Callable[[Case], Iterable[Trial]], ...]]] = {
     "opening": (partial(prompts.beside, "opening"), prompts.moved_text),
     "generation prompt": (partial(prompts.beside, "generation prompt"),),
     "image places": (prompts.image_places, partial(prompts.beside, "image places")),
-    "prompt text": (partial(prompts.beside, "prompt text"), prompts.texts, gradients.other_tokens),
+    "prompt text": (partial(prompts.beside, "prompt text"), prompts.texts, tokens.other_tokens),
     "another's prompt": (prompts.others_prompt,),
     "another template": (partial(prompts.alternatives, False),),
     "other media": (partial(prompts.alternatives, True),),

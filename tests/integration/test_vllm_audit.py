@@ -66,7 +66,7 @@ def _rolled(sample, array, start, stop):
 
 
 def _bgr(item):
-    return ChangedItem(
+    return ChangedItem.of(
         item, lambda pixels, _: pixels.reshape(len(pixels), 3, -1)[:, ::-1].reshape(pixels.shape)
     )
 
@@ -82,7 +82,7 @@ def _longest(sample):
 
 
 PLANTED = {
-    "one patch off": ("patch order", lambda one: _with_image(one, lambda item: ChangedItem(item, lambda p, _: np.roll(p, 1, 0)))),
+    "one patch off": ("patch order", lambda one: _with_image(one, lambda item: ChangedItem.of(item, lambda p, _: np.roll(p, 1, 0)))),
     "BGR": ("channels", lambda one: _with_image(one, _bgr)),
     "mirrored": ("orientation", lambda one: _with_image(one, _mirrored)),
     "one token more at the beginning": ("opening", lambda one: edited(one, [(0, 0, [int(one.token_ids[0])])])),

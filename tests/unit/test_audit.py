@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from audit_cases import recorded
 from kit import blocks, shown
 from mmrender import Trajectory
 from mmrender.audit import TrainerModel, Watch, audit
-from mmrender.audit.case import ChangedItem
+from mmrender.audit.case import ChangedItem, with_items
 from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import changed_weights, in_dtype
 from mmrender.audit.inspect import inspect_sample
@@ -85,16 +86,6 @@ def sample_of(seed, last, turns):
     return TrainingSample(ids, mask, logprobs, last.multi_modal_data, sample_id=f"rollout-{seed}")
 
 
-def with_items(sample, items):
-    sidecar = sample.multi_modal_data
-    return replace(
-        sample,
-        multi_modal_data=MultiModalData(
-            {"image": [item.identity for item in items]}, sidecar.mm_placeholders, {"image": items}
-        ),
-    )
-
-
 def planted(samples, trainer, change, **options):
     faulty = [change(samples[0]), *samples[1:]]
     return audit(faulty, trainer, tolerance=TOLERANCE, noise=MEASURED, **options)
@@ -122,8 +113,8 @@ def second_image(change):
     """Change the second image's item, which only the second completion saw."""
 
     def changed(sample):
-        first, second = sample.multi_modal_data.mm_items["image"]
-        return with_items(sample, [first, change(second)])
+        _, second = sample.media_spans
+        return with_items(sample, [(second, change(second.item))])
 
     return changed
 
@@ -140,7 +131,7 @@ def test_one_patch_off_is_named_and_the_text_says_where(samples, trainer, render
 
     samples = [forced(sample) for sample in samples]
     assert audit(samples, trainer, tolerance=TOLERANCE, noise=MEASURED).ok
-    moved = second_image(lambda item: ChangedItem(item, lambda pixels, _: np.roll(pixels, 1, 0)))
+    moved = second_image(lambda item: ChangedItem.of(item, lambda pixels, _: np.roll(pixels, 1, 0)))
     report = planted(samples, trainer, moved, decode=renderer.decode)
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("pixels", "patch order")
@@ -170,7 +161,7 @@ def test_wrong_normalisation(samples, trainer):
         lambda item: msgspec.structs.replace(item, arithmetic=replace(item.arithmetic, mean=mean, std=std))
     )
     item = samples[0].multi_modal_data.mm_items["image"][1]
-    as_served = ChangedItem(item, clip).tensors()["pixel_values"]
+    as_served = ChangedItem.of(item, clip).tensors()["pixel_values"]
     by_settings = changed(samples[0]).multi_modal_data.mm_items["image"][1].tensors()["pixel_values"]
     assert np.allclose(as_served, by_settings, atol=1e-5)
     (finding,) = planted(samples, trainer, changed).findings
@@ -217,11 +208,8 @@ def test_ranges_and_masks_that_do_not_fit(samples, trainer):
 
 def test_precision(samples, trainer):
     """Named where a tolerance asks for it; no alarm where the tolerance is measured."""
-    logprobs = np.zeros(len(samples[0]), np.float32)
-    logprobs[samples[0].loss_mask] = trainer.sampled_logprobs(
-        samples[0], model=partial(in_dtype, trainer.model, torch.bfloat16)
-    )
-    rounded = [replace(samples[0], logprobs=logprobs)]
+    low = trainer.sampled_logprobs(samples[0], model=partial(in_dtype, trainer.model, torch.bfloat16))
+    rounded = [recorded(samples[0], low)]
     noise = measure_noise(rounded, trainer)
     report = audit(rounded, trainer, tolerance=1e-4, noise=noise)
     assert [(finding.stage, finding.cause) for finding in report.findings] == [("model", "dtype")]
@@ -270,9 +258,8 @@ def test_a_temperature_close_to_the_trainer_s_is_named_too(samples, trainer, tem
     places = np.flatnonzero(samples[0].loss_mask)
     logits = trainer.logits_at(samples[0], places) / temperature
     chosen = torch.from_numpy(samples[0].token_ids[places].astype(np.int64))[:, None]
-    logprobs = np.zeros(len(samples[0]), np.float32)
-    logprobs[places] = logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy()
-    report = audit([replace(samples[0], logprobs=logprobs), *samples[1:]], trainer)
+    faulty = recorded(samples[0], logits.log_softmax(-1).gather(1, chosen)[:, 0].numpy())
+    report = audit([faulty, *samples[1:]], trainer)
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("sampling", "temperature")
     assert f"at temperature {temperature:g} in all completions" in finding.statement
