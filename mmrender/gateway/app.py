@@ -92,13 +92,11 @@ class _Routes:
             Route("/sessions/{session}/wait", self._answered(self._wait), methods=["GET"]),
             Route("/sessions/{session}/trajectory", self._answered(self._trajectory), methods=["GET"]),
         ]
-        calls = (
-            ("chat/completions", PROTOCOLS["chat"], self._call),
-            ("responses", PROTOCOLS["responses"], self._call),
-            ("messages", PROTOCOLS["messages"], self._call),
+        calls = [
+            *((protocol.path, protocol, self._call) for protocol in PROTOCOLS.values()),
             ("messages/count_tokens", PROTOCOLS["messages"], self._count),
             ("responses/input_tokens", PROTOCOLS["responses"], self._count),
-        )
+        ]
         for root in ("/s/{session}/v1", "/v1"):
             for path in ("models", "models/{name:path}"):
                 routes += [Route(f"{root}/{path}", self._answered(self._models), methods=["GET"])]

@@ -202,6 +202,7 @@ class Chat(AgentProtocol):
     """OpenAI's chat completions."""
 
     name: ProtocolName = "chat"
+    path = "chat/completions"
     events = ChatEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:

@@ -66,23 +66,11 @@ class Gateway(Sessions):
     _server: uvicorn.Server | None = None
     _thread: threading.Thread | None = None
     _loop: asyncio.AbstractEventLoop | None = None
-    _url: str | None = None
 
     @cached_property
     def app(self) -> App:
         """The ASGI application."""
         return build(self)
-
-    @property
-    def url(self) -> str:
-        """Root of the running server.
-
-        Raises:
-            EngineStateError: It does not run.
-        """
-        if self._url is None:
-            raise EngineStateError("the server is not running")
-        return self._url
 
     async def serve(self, *, started: Callable[[str], None] | None = None) -> None:
         """Serve on this event loop until cancelled, or until a signal ends the process's main thread.

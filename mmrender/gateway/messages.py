@@ -200,6 +200,7 @@ class Messages(AgentProtocol):
     """Anthropic's messages."""
 
     name: ProtocolName = "messages"
+    path = "messages"
     events = MessageEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:

@@ -161,6 +161,7 @@ class Responses(AgentProtocol):
     """OpenAI's responses."""
 
     name: ProtocolName = "responses"
+    path = "responses"
     events = ResponseEvents
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:

@@ -20,6 +20,7 @@ from mmrender.engines.client import InferenceEngineClient
 from mmrender.engines.http_engine import HTTPEngine
 from mmrender.errors import (
     EngineConnectionError,
+    EngineStateError,
     InputError,
     SessionClosedError,
     SessionLimitError,
@@ -46,6 +47,8 @@ _LOOK_SECONDS: Final = 1.0
 
 class Sessions:
     """The sessions of a gateway, without its server. Arguments and errors are as for `Gateway`."""
+
+    _url: str | None = None
 
     def __init__(
         self,
@@ -263,8 +266,14 @@ class Sessions:
 
     @property
     def url(self) -> str:
-        """Root of the server."""
-        raise NotImplementedError
+        """Root of the running server.
+
+        Raises:
+            EngineStateError: It does not run.
+        """
+        if self._url is None:
+            raise EngineStateError("the server is not running")
+        return self._url
 
     # --- calls without a session ---
 

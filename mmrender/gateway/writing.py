@@ -143,6 +143,8 @@ class AgentProtocol(Protocol):
     """One protocol of agents. A module each: `chat`, `responses` and `messages`."""
 
     name: ProtocolName
+    path: str
+    """Path of its calls, from `/v1/` on."""
     events: type[EventWriter]
     """The writer of its streamed replies."""
 

@@ -18,16 +18,13 @@ import numpy as np
 from PIL import Image
 
 from mmrender.gateway.call import AnswerCall, ProtocolName
+from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.messages import Message, ToolCall
 from mmrender.renderer import Renderer
 
 DATA: Final = files("mmrender.testing.agents").joinpath("data")
 """Folder of the recordings that the package has."""
-PATHS: Final[Mapping[ProtocolName, str]] = {
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-}
+PATHS: Final = {name: f"/v1/{protocol.path}" for name, protocol in PROTOCOLS.items()}
 """Path of each protocol, without a query."""
 _ROOT: Final = "/v1/"
 """End of the root that a session's URL may have."""
