@@ -15,18 +15,8 @@ from blake3 import blake3
 from mmrender.errors import EngineError, MMRenderError, importing
 from mmrender.gateway import work
 from mmrender.gateway.call import Call, ProtocolName
-from mmrender.gateway.limits import (
-    Body,
-    CallerLeftError,
-    RateLimit,
-    RequestError,
-    check_charge,
-    check_page,
-    failure_of,
-    is_one_of,
-    key_of,
-    read_body,
-)
+from mmrender.gateway.failures import CallerLeftError, RequestError, failure_of
+from mmrender.gateway.limits import Body, RateLimit, check_charge, check_page, is_one_of, key_of, read_body
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.reading import FormT, Strict, convert
 from mmrender.gateway.replies import Caller, Reply, begin_stream, stream

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from mmrender.errors import EngineStatusError, InputError, RenderError, SessionBudgetError, TemplateError
+from mmrender.errors import InputError, SessionBudgetError
 from mmrender.gateway.call import ID_LENGTH, Answer
 from mmrender.gateway.kinds import settle_kinds
 from mmrender.gateway.matching import EXTRA, Index
@@ -260,14 +260,3 @@ def _with_tokens(answer: Answer, trajectory: Trajectory) -> Answer:
     step = trajectory.steps[answer.step]
     logprobs = () if step.logprobs is None else step.logprobs.tolist()
     return replace(answer, token_ids=step.completion_ids.tolist(), logprobs=logprobs)
-
-
-def loss_of(error: BaseException) -> str | None:
-    """Return why a call that failed is lost, or None if the error refuses it."""
-    if isinstance(error, InputError | RenderError | TemplateError):
-        return None
-    if isinstance(error, EngineStatusError) and error.status < 500:
-        return None
-    if isinstance(error, asyncio.CancelledError):
-        return "a caller left before its answer was sampled"
-    return f"a call failed: {str(error)[:200] or type(error).__name__}"

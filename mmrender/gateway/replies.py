@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 from mmrender.errors import importing
-from mmrender.gateway.limits import CallerLeftError, RequestError, failure_of
+from mmrender.gateway.failures import CallerLeftError, RequestError, failure_of
 from mmrender.gateway.pending import Pending
 from mmrender.gateway.writing import EventWriter
 

@@ -21,7 +21,8 @@ from mmrender.client.types import RequestOptions
 from mmrender.engines.http_engine import SESSION_HEADER
 from mmrender.errors import SessionClosedError
 from mmrender.gateway.call import Answer, Call, OnDelta, new_id
-from mmrender.gateway.memory import COUNTS, SessionMemory, loss_of
+from mmrender.gateway.failures import loss_of
+from mmrender.gateway.memory import COUNTS, SessionMemory
 from mmrender.gateway.pending import Pending, Run
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.gateway.store import Answered, Begun, Closed, Delivered, Opened, Refused, Rewarded, SessionFile

@@ -25,8 +25,8 @@ from mmrender.client.types import RendererBackend
 from mmrender.engines.client import InferenceEngineClient
 from mmrender.errors import InputError, check_count
 from mmrender.gateway.app import refusal
+from mmrender.gateway.failures import RequestError
 from mmrender.gateway.gateway import Gateway
-from mmrender.gateway.limits import RequestError
 from mmrender.gateway.settings import GatewaySettings
 from mmrender.renderer import Renderer
 from mmrender.shipping.address import is_loopback

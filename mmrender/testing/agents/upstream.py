@@ -19,7 +19,7 @@ from mmrender.client.types import FinishReason, Usage
 from mmrender.client.vllm_images import GENERATE_PATH
 from mmrender.errors import InputError, MMRenderError, importing
 from mmrender.gateway.call import Answer, AnswerCall, Call, ProtocolName, new_id
-from mmrender.gateway.limits import failure_of
+from mmrender.gateway.failures import failure_of
 from mmrender.gateway.protocols import PROTOCOLS
 from mmrender.gateway.writing import AgentProtocol, event
 from mmrender.renderer import Renderer
