@@ -23,7 +23,7 @@ from mmrender.client.reply import token_at
 from mmrender.client.server_facts import facts_of, forget, model_cards
 from mmrender.client.transport import JSONText, Transport, is_lost
 from mmrender.client.types import EngineRequest, EngineResponse, OnTokens
-from mmrender.content.ids import checked_ids, plain_integers
+from mmrender.content.ids import checked_array
 from mmrender.errors import (
     EngineError,
     EngineStatusError,
@@ -121,10 +121,9 @@ def check_request(
         PlaceholderError: Tokens, ranges and items do not fit together.
     """
     size = 1 << 31 if request.vocab_size is None else request.vocab_size
-    plain = plain_integers(checked_ids(request.prompt_ids, "prompt_ids", size))
-    if plain is None:
+    ids = checked_array(request.prompt_ids, "prompt_ids", size)
+    if not len(ids):
         raise InputError("the prompt is empty", where="prompt_ids")
-    ids = plain.astype(np.int32)
     spans = request.multi_modal_data.spans(len(ids))
     pads: dict[str, int] = {}
     for span in spans:

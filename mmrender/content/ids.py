@@ -26,7 +26,18 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     Raises:
         InputError: They are not flat integers, or one is outside the vocabulary.
     """
-    plain = plain_integers(ids) if type(ids) is list else None
+    numbers, is_plain = _checked(ids, where, vocab_size)
+    return list(ids) if is_plain else numbers.tolist()
+
+
+def checked_array(ids: TokenIds, where: str, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return token ids as a new array of shape `(n,)`. Arguments and errors as for `checked_ids`."""
+    return _checked(ids, where, vocab_size)[0].astype(np.int32)
+
+
+def _checked(ids: TokenIds, where: str, vocab_size: int) -> tuple[npt.NDArray[Any], bool]:
+    """Return token ids as an array, and whether they are a list of plain integers."""
+    plain = _plain_integers(ids) if type(ids) is list else None
     numbers: npt.NDArray[Any] | None = plain
     if not isinstance(ids, list | tuple) and hasattr(ids, "__array__"):
         numbers = np.asarray(ids)
@@ -37,13 +48,12 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
     elif plain is None:
         with contextlib.suppress(TypeError, OverflowError):
             numbers = np.asarray(array("I", ids))
-    values: list[Any] = list(ids) if numbers is None or plain is not None else numbers.tolist()
     is_valid = numbers is not None
     if numbers is not None and numbers.size:
         is_positive = numbers.dtype.kind == "u" or numbers.min() >= 0
         is_valid = bool(is_positive and 1 < numbers.max() < vocab_size)  # zeros and ones may be a mask
-    if not is_valid:
-        entries = ids if isinstance(ids, Sequence) else values
+    if numbers is None or not is_valid:
+        entries: Any = ids if numbers is None or isinstance(ids, Sequence) else numbers.tolist()
         wrong = (
             index
             for index, value in enumerate(entries)
@@ -55,10 +65,12 @@ def checked_ids(ids: TokenIds, where: str, vocab_size: int) -> list[int]:
             error = _error(f"{where}[{index}]", repr(entries[index])[:80])
             error.expected = f"an integer from 0 to {vocab_size - 1}"
             raise error
-    return values
+    if numbers is None:
+        raise _error(where, "integers beyond 32 bits")
+    return numbers, plain is not None
 
 
-def plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
+def _plain_integers(ids: list[Any]) -> npt.NDArray[np.uint32] | None:
     """Return the values of a list as a read-only array, or None unless it holds plain integers of 32 bits.
 
     Negative ones appear as large ones. `marshal` writes such an integer, and nothing else, as `i` and four
