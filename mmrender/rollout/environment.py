@@ -103,7 +103,7 @@ async def run_episode(
     params = {**client.sampling_params, **(sampling_params or {})}
     name = trajectory.trajectory_id if seed_name is None else seed_name
     try:
-        observation = await _result_of(environment.reset(prompt, extras))
+        observation = await _observed(environment.reset(prompt, extras), "reset")
         conversation = _messages_of(observation, "reset")
         reason: StopReason = "done"
         while not observation.done:
@@ -124,7 +124,7 @@ async def run_episode(
             if turn.step is None or turn.finish_reason == "abort":
                 reason = "prompt_too_long" if turn.step is None else "abort"
                 break
-            observation = await _result_of(environment.step(turn))
+            observation = await _observed(environment.step(turn), "step")
             turn.step.reward = observation.reward
             trajectory.extra["info"] = dict(observation.info)
             conversation = [*conversation, turn.message, *_messages_of(observation, "step")]
@@ -142,6 +142,16 @@ async def run_episode(
 
 async def _result_of(value: MaybeAwaitable[Result]) -> Result:
     return await value if inspect.isawaitable(value) else value
+
+
+async def _observed(answer: MaybeAwaitable[Observation], method: str) -> Observation:
+    observation = await _result_of(answer)
+    if not isinstance(observation, Observation):
+        expected, got = "an Observation(messages, reward=..., done=...)", type(observation).__name__
+        raise InputError(
+            "an environment returned something else", where=f"{method}()", expected=expected, got=got
+        )
+    return observation
 
 
 def _messages_of(observation: Observation, method: str) -> list[Message]:

@@ -253,6 +253,7 @@ def test_ends_of_a_rollout(renderer, sentence):
     assert ended(Observation())["errors"] == [sentence]
     speaking = Observation([Message(role="assistant", content="I am the model")])
     assert ended(speaking)["errors"] == [sentence]
+    assert ended(([], 1.0, True, {}))["errors"] == [sentence]  # as a gymnasium's step returns
     assert issubclass(MessageError, InputError)
 
 
