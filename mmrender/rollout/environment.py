@@ -144,7 +144,7 @@ async def _result_of(value: MaybeAwaitable[Result]) -> Result:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _observed(answer: MaybeAwaitable[Observation], method: str) -> Observation:
+async def _observed(answer: MaybeAwaitable[Any], method: str) -> Observation:
     observation = await _result_of(answer)
     if not isinstance(observation, Observation):
         expected, got = "an Observation(messages, reward=..., done=...)", type(observation).__name__

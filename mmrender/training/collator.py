@@ -156,7 +156,7 @@ class Collator:
                 "an example has a column that is not read" if unknown else "a conversation needs a renderer",
                 where=f"{where}.{unknown[0]}" if unknown else where,
                 expected=", ".join(_COLUMNS) if unknown else "a TrainingSample",
-                got=type(example).__name__,
+                got=None if unknown else type(example).__name__,
                 remedy="Remove the column" if unknown else "Pass renderer=Renderer.from_pretrained(...)",
             )
         return row_sample(self.renderer, columns, self.options, where)

@@ -9,6 +9,7 @@ and the sample says so. A sample always has a token to train on.
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from mmrender.caching import cached_property
 from mmrender.content import normalize_messages, normalize_tools
 from mmrender.content.parts import attach_media
-from mmrender.errors import InputError, RenderError, check_number, check_option
+from mmrender.errors import InputError, MMRenderError, RenderError, check_number, check_option
 from mmrender.messages import MODALITIES, ROLES, Message, Role
 from mmrender.sidecar import common_prefix
 from mmrender.tokens.rendered import RenderedTokens, TokenKind, TokenSpan
@@ -95,7 +96,14 @@ def row_sample(
     passed = {name: value for name, value in passed.items() if name not in variables or name in own}
     passed["chat_template_kwargs"] = {**(passed.get("chat_template_kwargs") or {}), **variables}
     messages = [message for part in parts for message in part]
-    return build_training_sample(renderer, messages, sample_id=where, **passed)
+    try:
+        return build_training_sample(renderer, messages, sample_id=where, **passed)
+    except MMRenderError as error:
+        if not where:
+            raise
+        named = copy(error)  # threads that wait for one image may be raised the same error
+        named.where = where if error.where is None else f"{where}.{error.where}"
+        raise named from error
 
 
 def build_training_sample(

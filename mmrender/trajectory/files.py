@@ -74,12 +74,17 @@ class TrajectoryWriter(AbstractContextManager["TrajectoryWriter"]):
         `id` is kept with it, such as the id of its message, see `received_ids`.
 
         Raises:
-            TrajectoryError: A message or `extra` cannot be stored. Nothing is written.
+            TrajectoryError: A message or `extra` cannot be stored, or it is none. Nothing is written.
             MediaError: The class of an item has no stored form.
             OSError: Writing failed, such as on a full disk. The part that was written is cut off, and later
                 records can be appended once there is room.
         """
-        group = [trajectories] if isinstance(trajectories, Trajectory) else trajectories
+        given: Any = trajectories
+        is_group = isinstance(given, Iterable) and not isinstance(given, Trajectory)
+        group = list(given) if is_group else [given]
+        other = next((type(each).__name__ for each in group if not isinstance(each, Trajectory)), None)
+        if other is not None:
+            raise TrajectoryError("a file holds trajectories alone", where=self._path, got=other)
         wire = trajectories_to_wire(group, media_sources=self._media_sources, share=False)
         wire |= {} if id is None else {"id": id}
         try:

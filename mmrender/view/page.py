@@ -96,6 +96,7 @@ class Page:
                 "cannot show this value",
                 expected="RenderedTokens, a TrainingSample, a Trajectory or an AuditReport",
                 got=type(shown).__name__,
+                remedy="Pass several one by one: Page(*samples)" if isinstance(shown, list | tuple) else None,
             )
 
     @property

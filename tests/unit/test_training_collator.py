@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from kit import assistant, data_url, error_of, noise, shown, text
 from mmrender import Renderer, build_training_sample
-from mmrender.errors import BatchError, InputError
+from mmrender.errors import BatchError, InputError, MessageError
 from mmrender.training import Collator, ModelFamily, collate
 from mmrender.training import samples as samples_of_rows
 from training_cases import family_of
@@ -87,6 +87,12 @@ def test_workers_of_a_data_loader_collate_alike(collator):
 )
 def test_other_examples_are_refused(collator, example, message):
     assert error_of(InputError, collator, [example]).startswith(message)
+
+
+def test_an_error_of_a_conversation_names_its_example(collator):
+    odd = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistnat", "content": "Hello."}]}
+    message = error_of(MessageError, collator, [*CONVERSATIONS[:2], odd])
+    assert message.startswith("examples[2].messages[1].role: unknown role - ")
 
 
 def test_what_a_trainer_cannot_do_is_refused_at_once(collator):
@@ -181,7 +187,7 @@ def test_a_row_sets_template_variables_and_no_option_of_the_sample(collator, opt
     row = {**CONVERSATIONS[0], "chat_template_kwargs": {option: "all_messages"}}
     with pytest.raises(InputError, match="this argument") as caught:
         collator([row])
-    assert caught.value.where == f"chat_template_kwargs.{option}"
+    assert caught.value.where == f"examples[0].chat_template_kwargs.{option}"
 
 
 def test_a_row_s_template_variables_go_before_those_of_all(monkeypatch):

@@ -59,6 +59,10 @@ def test_trajectories_survive_a_file_with_and_without_images_of_messages(tmp_pat
     assert records[-1][1].trajectory_id == "c"
     with pytest.raises(IndexError):
         records[2]
+    (sample,) = rollout("a").samples(require_logprobs=False)
+    for other in (sample, [sample]):
+        error = error_of(TrajectoryError, save_trajectories, tmp_path / "other", [other])
+        assert error == f"{tmp_path}/other: a file holds trajectories alone - got TrainingSample"
     save_trajectories(tmp_path / "run", [rollout("a")], media_sources="keep")
     assert_same(rollout("a"), load_trajectories(tmp_path / "run")[0])
 

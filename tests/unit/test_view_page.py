@@ -239,6 +239,9 @@ def test_pages_of_everything_in_notebooks(rendered, trajectory):
     for thing in (rendered, trajectory, Trajectory()):
         assert thing._repr_html_().startswith('<iframe sandbox="allow-scripts" srcdoc=')
     assert "cannot show this value" in error_of(InputError, Page, "text")
+    assert error_of(InputError, Page, [rendered]).endswith(
+        "got list. Pass several one by one: Page(*samples)"
+    )
 
 
 @pytest.mark.parametrize(
