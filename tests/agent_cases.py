@@ -141,4 +141,5 @@ def plain(value: Any, *dropped: str) -> Any:
 def unlisted(params: Any, module: Any) -> set[str]:
     """Fields of a client's typed dict that a protocol's module does not list anywhere."""
     names = set(params.__annotations__)
-    return names - set(module._Request.__struct_fields__) - module.IGNORED - module.REFUSED.keys() - SAMPLING
+    form = module._Request
+    return names - set(form.__struct_fields__) - form.ignored - module.REFUSED.keys() - SAMPLING

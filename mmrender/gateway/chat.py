@@ -30,12 +30,6 @@ from mmrender.gateway.writing import (
 )
 from mmrender.messages import Message, Role, ToolCall, text_of
 
-IGNORED: Final = frozenset({
-    *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *("safety_identifier", "service_tier", "store", "user"),
-})  # fmt: skip
-"""Fields that do not change the answer."""
-
 REFUSED: Final[Mapping[str, str]] = {
     "audio": "Answers are text",
     "cache_salt": "Sessions are kept apart by their names",
@@ -82,6 +76,10 @@ class _Thinking(Strict, kw_only=True):
 
 
 class _Request(Strict, kw_only=True):
+    ignored = frozenset({
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("safety_identifier", "service_tier", "store", "user"),
+    })  # fmt: skip
     model: str = ""
     messages: list[Any]
     tools: list[dict[str, Any]] | None = None
@@ -207,7 +205,7 @@ class Chat(AgentProtocol):
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
-        request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
+        request, params = read_fields(body, _Request, REFUSED)
         if not request.messages:
             raise InputError("must be a list of one or more messages", where="messages")
         if request.continue_final_message:

@@ -26,12 +26,6 @@ from mmrender.gateway.reading import (
 from mmrender.gateway.writing import AgentProtocol, Blocks, Field, event, is_cut, total_usage
 from mmrender.messages import Message, ToolCall, text_of
 
-IGNORED: Final = frozenset({
-    *("betas", "billing_policy", "cache_control", "diagnostics", "inference_geo", "service_tier", "speed"),
-    *("user_profile_id", "workspace_id"),
-})  # fmt: skip
-"""Fields that do not change the answer."""
-
 REFUSED: Final[Mapping[str, str]] = {
     "compaction": "The agent compacts its own history",
     "container": "Give the model tools of the agent",
@@ -87,6 +81,10 @@ class _ToolChoice(Strict, kw_only=True):
 
 
 class _Request(Strict, kw_only=True):
+    ignored = frozenset({
+        *("betas", "billing_policy", "cache_control", "diagnostics", "inference_geo", "service_tier"),
+        *("speed", "user_profile_id", "workspace_id"),
+    })  # fmt: skip
     model: str = ""
     max_tokens: int | None = None  # absent if tokens are counted only
     messages: list[Any]
@@ -205,7 +203,7 @@ class Messages(AgentProtocol):
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
-        request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
+        request, params = read_fields(body, _Request, REFUSED)
         reader = _Reader()
         messages = reader.conversation(request)
         tools = read_tools(request.tools, reader.notes, reader.tool)

@@ -84,18 +84,13 @@ def _choices(form: type[Strict], path: str) -> str | None:
 
 
 def read_fields(
-    body: Mapping[str, Any],
-    form: type[FormT],
-    *,
-    ignored: Iterable[str],
-    refused: Mapping[str, str],
+    body: Mapping[str, Any], form: type[FormT], refused: Mapping[str, str]
 ) -> tuple[FormT, dict[str, Any]]:
     """Read the fields of a body. A field that is null counts as absent.
 
     Args:
         body: The decoded body.
-        form: Form of the fields that the protocol reads.
-        ignored: Fields that do not change the answer.
+        form: Form of the fields that the protocol reads. Those that it ignores do not change the answer.
         refused: A way out for each field that is known and not supported.
 
     Returns:
@@ -107,7 +102,7 @@ def read_fields(
     fields = {name: value for name, value in body.items() if value is not None}
     own = set(form.__struct_fields__)
     sampled = SAMPLING - own - refused.keys()
-    for name in sorted(fields.keys() - own - sampled - set(ignored)):
+    for name in sorted(fields.keys() - own - sampled - set(form.ignored)):
         if name in refused:
             raise InputError("this field is not supported", where=name, remedy=refused[name])
         raise InputError("unknown field of this request", where=name)

@@ -26,13 +26,6 @@ from mmrender.gateway.response_events import ResponseEvents
 from mmrender.gateway.writing import AgentProtocol
 from mmrender.messages import Message, ToolCall, text_of
 
-IGNORED: Final = frozenset({
-    *("client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "truncation"),
-    "user",
-})  # fmt: skip
-"""Fields that do not change the answer. A prompt that is too long is refused, whatever `truncation` says."""
-
 REFUSED: Final[Mapping[str, str]] = {
     "access_programs": "Leave it out",
     "background_options": "Leave it out",
@@ -74,6 +67,12 @@ class _Text(Strict, kw_only=True):
 
 
 class _Request(Strict, kw_only=True):
+    # A prompt that is too long is refused, whatever `truncation` says.
+    ignored = frozenset({
+        *("client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options"),
+        *("truncation", "user"),
+    })  # fmt: skip
     model: str = ""
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -166,7 +165,7 @@ class Responses(AgentProtocol):
 
     def read(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Call:
         """Read a request. See `AgentProtocol`."""
-        request, params = read_fields(body, _Request, ignored=IGNORED, refused=REFUSED)
+        request, params = read_fields(body, _Request, REFUSED)
         notes: dict[str, None] = {}
         messages = _Conversation(notes).read(request)
         tools = read_tools(request.tools, notes, lambda tool, where: _tools(tool, where, notes))

@@ -27,7 +27,7 @@ def fields(title, *, effect=None):
     ("title", "module"), [("Chat completions", chat), ("Responses", responses), ("Messages", messages)]
 )
 def test_the_page_lists_every_field(title, module):
-    assert fields(title, effect="no effect") == module.IGNORED
+    assert fields(title, effect="no effect") == module._Request.ignored
     assert fields(title, effect="refused") == module.REFUSED.keys()
     assert set(module._Request.__struct_fields__) <= fields(title)
 
