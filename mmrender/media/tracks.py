@@ -16,12 +16,11 @@ from blake3 import blake3
 
 from mmrender.errors import MediaDecodeError, ProcessorError, located
 from mmrender.media.audio import LoadedAudio, Samples, check_form, check_length, load_audio, resampled
-from mmrender.media.decode import open_container
 from mmrender.media.item import TensorItem, expand_into, tensor_specs
 from mmrender.media.policy import MediaPolicy
 from mmrender.media.processor import AudioProcessor, Prepared, TokenRun
 from mmrender.media.sources import read_source
-from mmrender.media.video import as_array
+from mmrender.media.video import as_array, open_container
 from mmrender.messages import Modality, VideoPart
 from mmrender.sidecar import MediaItem, Repeat, feature_count
 

@@ -12,11 +12,11 @@ from PIL import Image
 from adapter_models import HALF, TOKENS, _write, model, square
 from kit import error_of, user
 from mmrender.errors import MissingDependencyError, ProcessorError
-from mmrender.media.decode import Timeline
 from mmrender.media.processor import ProcessorFiles
 from mmrender.media.processors.adapted_videos import AdaptedVideoProcessor, _video_tensors
 from mmrender.media.processors.registry import DeferredProcessor, load_processor
 from mmrender.media.processors.watched import WatchedProcessor, errors_named
+from mmrender.media.video import Timeline
 from mmrender.model.files import ModelDir
 from mmrender.renderer import Renderer
 from mmrender.sidecar import Repeat, Text

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from mmrender.caching import cached_property
 from mmrender.errors import MediaError, ProcessorError
-from mmrender.media.decode import Timeline
 from mmrender.media.item import ProcessedItem
 from mmrender.media.levels import compacted
 from mmrender.media.pixels import media_identity
@@ -31,7 +30,7 @@ from mmrender.media.processors.adapter import (
 )
 from mmrender.media.processors.reference import build_video_reference
 from mmrender.media.processors.watched import ChosenError, Run, WatchedProcessor, as_numpy
-from mmrender.media.video import Video
+from mmrender.media.video import Timeline, Video
 
 _BLANK, _TIMES = np.zeros((8, 128, 128, 3), np.uint8), Timeline(8, 1.0, indices=tuple(range(8)))
 """A video of eight seconds for probes. Its frames count as sampled: some processors sample more frames."""

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from mmrender.errors import MediaError, ProcessorError, importing
-from mmrender.media.decode import Timeline
 from mmrender.media.levels import PixelArithmetic
 from mmrender.media.pixels import media_identity, resized_planes, rgb_planes
 from mmrender.media.processor import Prepared, ProcessorFiles, VideoProcessor, digest_settings
@@ -30,7 +29,7 @@ from mmrender.media.processors.patches import (
     patch_numbers,
     smart_resize,
 )
-from mmrender.media.video import Frames, Video
+from mmrender.media.video import Frames, Timeline, Video
 from mmrender.sidecar import Expansion, MediaItem, Repeat, Text
 
 _SAMPLING: Mapping[str, Any] = {
