@@ -93,16 +93,16 @@ def settle_kinds(trajectory: Trajectory) -> None:
     extras = ((step.index, step.extra.get(EXTRA, {})) for step in trajectory.steps)
     records = {index: record for index, record in extras if "matching" in record}
     main = _main_root(records.values())
+    main_root = None if main is None else msgspec.convert(main["root"], ready(Root))
     for record in records.values():
         if (named := _named_kind(record)) is not None:
             record["kind"] = named
         elif "root" not in record:
             record["kind"] = records[record["from"]]["kind"]
-        elif main is None or record is main:
+        elif main_root is None or record is main:
             record["kind"] = "main"
         else:
-            roots = (msgspec.convert(each["root"], ready(Root)) for each in (record, main))
-            record["kind"] = _kind_of_root(*roots)
+            record["kind"] = _kind_of_root(msgspec.convert(record["root"], ready(Root)), main_root)
 
 
 def note_kind(trajectory: Trajectory, step: Step) -> None:
