@@ -337,13 +337,13 @@ class ImagePlan:
 
     async def requests(self, *, anew: bool = False) -> list[dict[str, Any]]:
         """Return `prompts` without the data that the server has, or `anew` with all data."""
-        hashes = self.process.facts.hashes
-        known = {name for name in self.names if hashes.get(name) and not anew}
-        if self.by_hash and known.issuperset(self.names):  # a thread would take longer
-            return self.prompts(known)
-        # Requests that are too long stay split.
-        leaves_out = self.by_hash and not (anew and self.max_bytes is None)
-        return await asyncio.to_thread(self.prompts, known if leaves_out else None)
+        hashes, known = self.process.facts.hashes, None
+        if self.by_hash and not (anew and self.max_bytes is None):  # requests that are too long stay split
+            names = set(self.names)
+            known = {name for name in names if hashes.get(name) and not anew}
+            if known == names:  # a thread would take longer
+                return self.prompts(known)
+        return await asyncio.to_thread(self.prompts, known)
 
     def may_be_miss(self, error: EngineError) -> bool:
         """Whether a request failed because the server lacked an image.

@@ -153,10 +153,6 @@ class Fleet:
 
     # --- control calls ---
 
-    def bound_of(self, call: Method) -> float | None:
-        """Return the seconds that an engine may take for a call."""
-        return self.timeouts.update if call in _LONG else self.timeouts.pause
-
     async def tell(
         self, replicas: Iterable[Replica], call: Method, /, *, within: float | None = None, **arguments: Any
     ) -> Results:
@@ -166,7 +162,8 @@ class Fleet:
         """
         self.enter()
         asked = list(replicas)
-        seconds = self.bound_of(call) if within is None else within
+        bound = self.timeouts.update if call in _LONG else self.timeouts.pause
+        seconds = bound if within is None else within
         tells = (self._tell(each, call, arguments, seconds) for each in asked)
         return dict(zip(asked, await asyncio.gather(*tells), strict=True))
 
