@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 from blake3 import blake3
 from tokenizers import Tokenizer as Engine
-from tokenizers import normalizers
+from tokenizers import models, normalizers
 
 from mmrender.caching import FileCache, cache_folder, digest_of_code, release_of
 from mmrender.errors import MissingDependencyError, MMRenderError, TokenizerError
@@ -34,7 +34,6 @@ from mmrender.model.vocabulary import (
     check_merges,
     check_tekken,
     check_work,
-    declared_added,
     find_vocabulary,
     read_bounded,
     read_ranks,
@@ -281,7 +280,9 @@ def _engine_of_slow(model: ModelDir, reference: Any, has_prefix: bool) -> Engine
 
 def _from_merges(model: ModelDir, files: tuple[Path, ...], trust_remote_code: bool) -> Candidate:
     vocab, merges = files
-    check_merges(vocab, merges, declared_added(model))
+    declared = Engine(models.BPE())
+    declare_added(declared, model)
+    check_merges(vocab, merges, {token.content for token in declared.get_added_tokens_decoder().values()})
     reference = _reference(model, trust_remote_code)
     engine, parse = _engine_of(reference, vocab), partial(_parsed, reference)
 

@@ -177,7 +177,9 @@ def special_tokens(model: ModelDir, file: Path, base: int) -> dict[str, int]:
     listed = model.tokenizer_config.get("added_tokens_decoder")
     entries = listed.items() if isinstance(listed, Mapping) else ()
     try:
-        texts = {int(key): _content(entry) for key, entry in entries}
+        texts = {
+            int(key): str(entry["content"] if isinstance(entry, Mapping) else entry) for key, entry in entries
+        }
     except (ValueError, KeyError) as error:
         where = str(model.path / "tokenizer_config.json")
         raise TokenizerError("cannot read added_tokens_decoder", where=where, got=str(error)) from error
@@ -191,20 +193,6 @@ def special_tokens(model: ModelDir, file: Path, base: int) -> dict[str, int]:
             remedy="Pass trust_remote_code=True to run the model's own tokenizer, or save a tokenizer.json",
         )
     return {texts.get(index, f"<|reserved_token_{index}|>"): index for index in range(base, last + 1)}
-
-
-def declared_added(model: ModelDir) -> set[str]:
-    """Return the texts of added tokens that any file of a directory declares."""
-    listed = model.token_settings.get("added_tokens_decoder")
-    entries = listed.values() if isinstance(listed, Mapping) else ()
-    extra = model.token_settings.get("extra_special_tokens")
-    more = extra if isinstance(extra, list) else ()
-    numbered = model.read_json("added_tokens.json")
-    return {*map(_content, [*entries, *more]), *model.special_tokens.values(), *numbered}
-
-
-def _content(entry: object) -> str:
-    return str(entry["content"] if isinstance(entry, Mapping) else entry)
 
 
 class _Token(msgspec.Struct):
