@@ -11,7 +11,6 @@ is proved in the same comparison, and checked against the length of every text.
 
 import json
 import random
-import re
 import threading
 from array import array
 from collections.abc import Collection, Iterable, Iterator
@@ -23,7 +22,7 @@ from tokenizers import Tokenizer as Engine
 from tokenizers import models
 
 from mmcodecs.forks import watch_forks
-from mmrender.model.vocabulary import BLANK
+from mmrender.model.vocabulary import BLANK, BYTE_TOKEN
 
 _NAME = "fastokens"
 _SERVED = f"tokenizers {tokenizers.__version__}"
@@ -31,7 +30,6 @@ _WORTH = 1 << 20
 """Characters that `tokenizers` encodes before the fast engine is loaded. Loading takes as long."""
 _NEAR = 256
 """Characters up to which the places of tokens are counted one by one, rather than all at once."""
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>\Z")
 _UNCOUNTABLE = -(1 << 40)
 """Length of a token with unknown text. No sum with it is the length of a text."""
 
@@ -217,7 +215,7 @@ def _byte_lengths(engine: Engine) -> list[int]:
 
 
 def _utf8_length(token: str) -> int:
-    return 1 if _BYTE_TOKEN.match(token) else len(token.encode("utf-8", "surrogatepass"))
+    return 1 if BYTE_TOKEN.match(token) else len(token.encode("utf-8", "surrogatepass"))
 
 
 _SAMPLE = (

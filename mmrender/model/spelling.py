@@ -12,7 +12,7 @@ from typing import cast
 
 from mmrender.caching import cached_property
 from mmrender.model.tokenizer import Match, Tokenizer
-from mmrender.model.vocabulary import BLANK
+from mmrender.model.vocabulary import BLANK, BYTE_TOKEN
 
 _BLOCK = 128
 """Characters whose bytes are counted together."""
@@ -33,7 +33,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_fallback(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if BYTE_TOKEN.match(token):
         return bytes.fromhex(token[3:5])
     return token.replace(BLANK, " ").encode()
 

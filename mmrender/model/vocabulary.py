@@ -29,6 +29,8 @@ Format: TypeAlias = Literal["tekken", "tiktoken", "sentencepiece", "merges"]
 
 BLANK = "\u2581"
 """SentencePiece's blank."""
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
+"""A token of SentencePiece that stands for a byte."""
 EXPECTED = "tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json with merges.txt"
 """Files of which a model directory has one, in the order of precedence."""
 

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers
 
-from mmrender.model.spelling import TokenSpeller, TokenText
+from mmrender.model.spelling import TokenSpeller, TokenText, _byte_fallback
 from mmrender.model.tokenizer import Tokenizer
 from parsing_cases import byte_level, sentence_piece
 
@@ -53,3 +53,7 @@ def test_a_vocabulary_of_words_is_decoded_token_by_token() -> None:
     source = text_of(Tokenizer(engine), [1, 2])
     assert source.text == "hellothere"
     assert source.tokens_of(5, 10) == (1, 2)
+
+
+def test_two_hexadecimal_digits_spell_a_byte_and_other_characters_themselves() -> None:
+    assert [_byte_fallback(token) for token in ("<0x0A>", "<0x0a>", "<0xZZ>")] == [b"\n", b"\n", b"<0xZZ>"]
