@@ -44,7 +44,7 @@ class Trial(NamedTuple):
     """One substitution, and its statement if it explains the sample.
 
     Attributes:
-        statement: The finding.
+        statement: The finding, maybe with `{}` for the completions that numbers fit, which else follow it.
         sample: The changed sample, with the sampler's numbers at its loss mask; None for unchanged.
         inputs: Change of the model's inputs.
         positions: Change of their positions alone, which runs beside others in a batch.
@@ -54,6 +54,8 @@ class Trial(NamedTuple):
         fitted: Number of the sampler's numbers that were used to find it.
         parts: A trial for each completion that differs, of which it consists.
         row: Name of its row.
+        expected: Numbers of one completion that follow from the trainer's own distribution without a forward:
+            float32 `(m,)`, aligned to the view; NaN for tokens without expectation.
     """
 
     statement: str
@@ -66,25 +68,12 @@ class Trial(NamedTuple):
     fitted: int = 0
     parts: "Sequence[Trial]" = ()
     row: str = ""
+    expected: Any = None
 
     @property
     def is_alone(self) -> bool:
         """Whether it cannot share a batch with others."""
         return bool(self.parts or self.inputs or self.model)
-
-
-class Recorded(NamedTuple):
-    """Numbers of one completion that follow from the trainer's own distribution under one hypothesis.
-
-    Attributes:
-        statement: Maybe with `{}` for the completions that they fit, which else follow it.
-        expected: float32 of shape `(m,)`, aligned to the view; NaN for tokens without expectation.
-        fitted: Number of the sampler's numbers that were used.
-    """
-
-    statement: str
-    expected: Float32Array
-    fitted: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,10 +176,7 @@ class Case:
     @cached_property
     def free(self) -> npt.NDArray[np.bool_]:
         """Marks the tokens of prompts, placeholders left out."""
-        free = ~self.sample.loss_mask
-        for span in self.sample.media_spans:
-            free[span.start : span.stop] = False
-        return free
+        return outside_media(self.sample) & ~self.sample.loss_mask
 
     @cached_property
     def suspects(self) -> list[MediaSpan]:
@@ -342,6 +328,14 @@ def part(sample: TrainingSample, start: int, stop: int, *, sampled: bool = True)
 def cut(sample: TrainingSample, stop: int) -> TrainingSample:
     """Return the first tokens of a sample."""
     return replace(part(sample, 0, stop), allowed=sample.aligned.cut(0, stop).allowed)
+
+
+def outside_media(sample: TrainingSample) -> npt.NDArray[np.bool_]:
+    """Mark the tokens outside images and clips."""
+    marks = np.ones(len(sample), np.bool_)
+    for span in sample.media_spans:
+        marks[span.start : span.stop] = False
+    return marks
 
 
 def plain(ids: Sequence[int] | npt.NDArray[Any]) -> TrainingSample:

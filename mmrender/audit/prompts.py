@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.audit.case import Array, Case, Edit, Trial, edited, joined, part, scopes
+from mmrender.audit.case import Case, Edit, Trial, edited, joined, outside_media, part, scopes
 from mmrender.audit.report import sampled_runs
 from mmrender.audit.vocabulary import configured, name_of, pieces, said, specials
 from mmrender.sidecar import common_prefix
@@ -376,9 +376,8 @@ def texts(case: Case) -> Iterator[Trial]:
     sample, (by_text, texts) = case.sample, pieces(case)
     # Completions of earlier turns are text of later prompts.
     since, _ = case.prompt_of(case.departing_runs[0])
-    ids, free = sample.token_ids, ~sample.loss_mask | (np.arange(len(sample)) < since)
-    for span in sample.media_spans:
-        free[span.start : span.stop] = False
+    ids, is_prompt = sample.token_ids, ~sample.loss_mask | (np.arange(len(sample)) < since)
+    free = outside_media(sample) & is_prompt
     named: dict[str, dict[int, Edit]] = {}
     spelled = [(token, texts[token]) for token in specials(case)]
     for at in range(len(sample) - 1) if texts else ():
@@ -439,7 +438,8 @@ def _seen(sample: TrainingSample, stop: int) -> tuple[bytes, list[str]]:
 def alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
     """Yield the sample as something else builds it, with other media alone or with another text."""
     for name, other in case.alternatives.items():
-        is_same = np.array_equal(_text_of(case.sample), _text_of(other))
+        own, theirs = (one.token_ids[outside_media(one)] for one in (case.sample, other))
+        is_same = np.array_equal(own, theirs)
         if is_same == of_media and int(other.loss_mask.sum()) == len(case.compared.positions):
             logprobs = np.zeros(len(other), np.float32)
             logprobs[other.loss_mask] = case.compared.sampler
@@ -448,9 +448,3 @@ def alternatives(of_media: bool, case: Case) -> Iterator[Trial]:
             text = f"the sampler saw the images or clips of {name}" if of_media else text
             since = min(first, *(span.start for span in case.sample.media_spans), len(case.sample))
             yield Trial(text, replace(other, logprobs=logprobs), since=since)
-
-
-def _text_of(sample: TrainingSample) -> Array:
-    """Return the tokens outside images and clips."""
-    places = [at for span in sample.media_spans for at in range(span.start, span.stop)]
-    return np.delete(sample.token_ids, places)

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mmrender.audit.case import Case, Recorded
+from mmrender.audit.case import Case, Trial
 from mmrender.audit.computed import replaced
 from mmrender.audit.report import Comparison, Float32Array, sampled_runs
 from mmrender.audit.weights import as_given
@@ -91,7 +91,7 @@ def views(case: Case) -> list[View]:
     return found
 
 
-def forms(view: View) -> Iterator[Recorded]:
+def forms(view: View) -> Iterator[Trial]:
     """Yield other forms of the numbers, and numbers of other tokens."""
     own, logs = view.trainer, view.logits.log_softmax(-1)
     entropy = (logs.exp() * logs).sum(-1).cpu().numpy()
@@ -116,10 +116,10 @@ def forms(view: View) -> Iterator[Recorded]:
         forms["log-probabilities were recorded in reverse order"] = own[::-1]
         if len(own) % 2 == 0:
             forms["log-probabilities of neighbours were exchanged"] = own[np.arange(len(own)) ^ 1]
-    yield from (Recorded(text, values) for text, values in forms.items())
+    yield from (Trial(text, expected=values) for text, values in forms.items())
 
 
-def missing(view: View) -> Iterator[Recorded]:
+def missing(view: View) -> Iterator[Trial]:
     """Yield one number in place of many, or of all below it."""
     sampler, departing = view.sampler, view.departing
     values = {0.0 if value == 0 else value for value in sampler[departing].tolist()}
@@ -128,37 +128,37 @@ def missing(view: View) -> Iterator[Recorded]:
     expected, count = np.where(departing, np.float32(value), view.trainer), int(departing.sum())
     text = f"{value:g} was recorded in place of {count} log-probabilities"
     if (sampler == np.float32(value)).all() or (count > 3 and value.is_integer()):
-        yield Recorded(text, expected)
+        yield Trial(text, expected=expected)
     elif value == 0:  # a remarkable number by itself
         text += ": they are missing, or the sampler had one token to choose from"
-        yield Recorded(text, expected, -1)
+        yield Trial(text, expected=expected, fitted=-1)
     elif value.is_integer() and abs(value) >= _REMARKABLE:
-        yield Recorded(f"{text}: a placeholder for none", expected, -1)
+        yield Trial(f"{text}: a placeholder for none", expected=expected, fitted=-1)
     elif count > 1 and view.trainer[departing].max() < value - view.case.tolerance:
-        yield Recorded(f"log-probabilities below {value:g} were recorded as that", expected)
+        yield Trial(f"log-probabilities below {value:g} were recorded as that", expected=expected)
     elif count > 1 and view.trainer[departing].min() > value + view.case.tolerance:
-        yield Recorded(f"log-probabilities above {value:g} were recorded as that", expected)
+        yield Trial(f"log-probabilities above {value:g} were recorded as that", expected=expected)
 
 
-def rounded(view: View) -> Iterator[Recorded]:
+def rounded(view: View) -> Iterator[Trial]:
     """Yield numbers that have the digits of a shorter dtype or of few decimals only."""
     bits, own = np.ascontiguousarray(view.sampler).view(np.uint32), view.trainer
     for name, zero, unit in (("bfloat16", 16, 2.0**-8), ("float16", 13, 2.0**-11)):
         bound = 8 * unit * np.maximum(1, np.abs(own)) + view.case.tolerance
         if not (bits & ((1 << zero) - 1)).any() and (np.abs(view.sampler - own) <= bound).all():
             text = f"log-probabilities were computed or recorded in {name}"
-            yield Recorded(text, view.sampler.copy())
+            yield Trial(text, expected=view.sampler.copy())
             return
     for count in range(4):
-        yield Recorded(f"log-probabilities were rounded to {count} decimals", np.round(own, count))
+        yield Trial(f"log-probabilities were rounded to {count} decimals", expected=np.round(own, count))
     for count in range(1, 5):
         digits = [float(f"{value:.{count}g}") for value in own.tolist()]
         text = f"log-probabilities were rounded to {count} significant digits"
-        yield Recorded(text, np.asarray(digits, np.float32))
+        yield Trial(text, expected=np.asarray(digits, np.float32))
         with np.errstate(divide="ignore"):
             logs = np.log(np.round(np.exp(own.astype(np.float64)), count + 1))
         text = f"probabilities were rounded to {count + 1} decimals before their logarithm"
-        yield Recorded(text, logs.astype(np.float32))
+        yield Trial(text, expected=logs.astype(np.float32))
 
 
 def _laid(values: Float32Array, source: npt.NDArray[np.integer]) -> Float32Array:
@@ -171,52 +171,54 @@ def _moved(by: int) -> str:
     return f"{abs(by)} place(s) {'later' if by > 0 else 'earlier'} than their tokens"
 
 
-def shifted(view: View) -> Iterator[Recorded]:
+def shifted(view: View) -> Iterator[Trial]:
     """Yield log-probabilities a few places off: within the completion, among all, and with the prompt's."""
     for by in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)[1:]:
         where = f"{_moved(by)} (shifted)"
         text = f"the log-probabilities of {{}} are {where}"
-        yield Recorded(text, _laid(view.trainer, np.arange(len(view.rows)) - by))
+        yield Trial(text, expected=_laid(view.trainer, np.arange(len(view.rows)) - by))
         among = f"the log-probabilities are {where} from {{}} on"
-        yield Recorded(among, _laid(view.case.compared.trainer, view.rows - by))
-        yield Recorded(f"{text}, the prompt's among them", _laid(view.case.everything, view.positions - by))
+        yield Trial(among, expected=_laid(view.case.compared.trainer, view.rows - by))
+        yield Trial(
+            f"{text}, the prompt's among them", expected=_laid(view.case.everything, view.positions - by)
+        )
 
 
-def late(view: View) -> Iterator[Recorded]:
+def late(view: View) -> Iterator[Trial]:
     """Yield numbers of chunks that came in another order, twice or never, from the first difference on."""
     own, (first, last) = np.arange(len(view.rows)), view.bounds
     for by in range(1, last - first):
         order = np.concatenate([own[:first], np.roll(own[first:last], by), own[last:]])
         what = f"log-probabilities {first} to {last - 1} are two chunks in each other's place"
-        yield Recorded(what, view.trainer[order], 1)
+        yield Trial(what, expected=view.trainer[order], fitted=1)
     for by in (by for by in range(-_MAX_LATE, _MAX_LATE + 1) if by and first):
         what = "a chunk of them came twice" if by > 0 else "a chunk of them was lost"
         text = f"the log-probabilities are {_moved(by)} from token {first} on, as if {what},"
-        yield Recorded(text, _laid(view.trainer, own - np.where(own >= first, by, 0)), 1)
+        yield Trial(text, expected=_laid(view.trainer, own - np.where(own >= first, by, 0)), fitted=1)
 
 
-def of_another(view: View) -> Iterator[Recorded]:
+def of_another(view: View) -> Iterator[Trial]:
     """Yield the numbers of another completion, of this sample or of another one."""
     case, own = view.case, np.arange(len(view.rows))
     runs = [case.compared.trainer[case.rows_of(number)] for number in range(len(case.runs))]
     for by in range(1, len(runs)):
         others = np.concatenate([*runs[by:], *runs[:by]])
         text = f"the log-probabilities of completions are in another order, from completion {by} on,"
-        yield Recorded(text, others[view.rows])
+        yield Trial(text, expected=others[view.rows])
     for peer in [case.compared, *case.peers]:
         name = peer.sample.sample_id or "another sample"
         of = "" if peer is case.compared else f" of {name}"
         if of:  # one after another, whatever the lengths of the completions
             text = f"the log-probabilities are the numbers of {name}"
-            yield Recorded(text, _laid(peer.trainer, view.rows))
+            yield Trial(text, expected=_laid(peer.trainer, view.rows))
         for other, (start, stop) in enumerate(sampled_runs(peer.sample.loss_mask)):
             if peer is not case.compared or other != view.number:
                 values = peer.trainer[(peer.positions >= start) & (peer.positions < stop)]
                 text = f"{{}} has the log-probabilities of completion {other}{of}"
-                yield Recorded(text, _laid(values, own))
+                yield Trial(text, expected=_laid(values, own))
 
 
-def scaled(view: View) -> Iterator[Recorded]:
+def scaled(view: View) -> Iterator[Trial]:
     """Yield numbers after a factor, an offset or an epsilon."""
     usable = view.departing & np.isfinite(view.sampler) & (view.trainer < -view.case.tolerance)
     if usable.sum() < 3:
@@ -233,10 +235,10 @@ def scaled(view: View) -> Iterator[Recorded]:
     share = float(np.median((theirs - ours) / (means[usable] - ours)))
     text = f"{share:.3g} of the mean over the vocabulary was mixed in (label smoothing)"
     numbers[text] = (1 - share) * own + share * means
-    yield from (Recorded(text, one.astype(np.float32), 1) for text, one in numbers.items())
+    yield from (Trial(text, expected=one.astype(np.float32), fitted=1) for text, one in numbers.items())
 
 
-def of_other_weights(view: View) -> Iterator[Recorded]:
+def of_other_weights(view: View) -> Iterator[Trial]:
     """Yield completions that other weights began or ended, as of requests continued after an update."""
     case, places, (first, last) = view.case, np.arange(len(view.rows)), view.bounds
     for name, given in case.weights.items():
@@ -247,4 +249,4 @@ def of_other_weights(view: View) -> Iterator[Recorded]:
         begun, ended = f"the first {last} tokens of {{}}", f"the tokens of {{}} from {first} on"
         for text, of in {begun: places < last, ended: places >= first}.items():
             expected = np.where(of, values[view.rows], view.trainer)
-            yield Recorded(f"{text} are of the weights of {name}", expected, 1)
+            yield Trial(f"{text} are of the weights of {name}", expected=expected, fitted=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mmrender.audit import computed, images, pixels, positions, prompts, recorded, sampling, tokens, weights
-from mmrender.audit.case import Case, Recorded, Trial
+from mmrender.audit.case import Case, Trial
 from mmrender.audit.recorded import View
 from mmrender.audit.report import STAGES, Finding, Stage
 from mmrender.trajectory.sample import TrainingSample
@@ -49,7 +49,7 @@ class Row:
         """Yield the changes to try for a case, a forward each."""
         return chain.from_iterable(test(case) for test in _TESTS.get(self.name, ()))
 
-    def readings(self, view: View) -> list[Recorded]:
+    def readings(self, view: View) -> list[Trial]:
         """Return the numbers to try for a completion, without a forward."""
         return [*chain.from_iterable(test(view) for test in _READINGS.get(self.name, ()))]
 
@@ -88,7 +88,7 @@ _TESTS: Final[Mapping[str, tuple[Callable[[Case], Iterable[Trial]], ...]]] = {
     "stale prefix": (weights.stale_prefix,),
 }
 """Changes to try, by row."""
-_READINGS: Final[Mapping[str, tuple[Callable[[View], Iterable[Recorded]], ...]]] = {
+_READINGS: Final[Mapping[str, tuple[Callable[[View], Iterable[Trial]], ...]]] = {
     "logits dtype": (sampling.of_rounded_logits,),
     "soft cap": (partial(sampling.stepped, "soft cap"),),
     "temperature": (partial(sampling.stepped, "temperature"),),

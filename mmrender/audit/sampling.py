@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from mmrender.audit.case import Case, Recorded, minimum
+from mmrender.audit.case import Case, Trial, minimum
 from mmrender.audit.recorded import View
 from mmrender.audit.vocabulary import configured, name_of
 
@@ -28,13 +28,13 @@ _LIKE: Final = 0.6
 """Correlation of probabilities that chance makes once in thirty times."""
 
 
-def of_rounded_logits(view: View) -> Iterator[Recorded]:
+def of_rounded_logits(view: View) -> Iterator[Trial]:
     """Yield the distribution of logits that were rounded."""
     import torch
 
     for name, dtype in {"bfloat16": torch.bfloat16, "float16": torch.float16}.items():
         text = f"logits were rounded to {name} before their softmax"
-        yield Recorded(text, view.under(view.logits.to(dtype).float()))
+        yield Trial(text, expected=view.under(view.logits.to(dtype).float()))
 
 
 _Step: TypeAlias = tuple[str, Callable[[Any, float, Any], Any], float, float, bool, float]
@@ -63,7 +63,7 @@ _STEPS: Final[Mapping[str, Sequence[_Step]]] = {
 }
 
 
-def stepped(name: str, view: View) -> Iterator[Recorded]:
+def stepped(name: str, view: View) -> Iterator[Trial]:
     """Yield the distribution after a step of the sampler with one number, the best of a search."""
     chosen = np.flatnonzero(view.departing & np.isfinite(view.sampler))
     if len(chosen) < 3:
@@ -80,10 +80,10 @@ def stepped(name: str, view: View) -> Iterator[Recorded]:
 
         value = minimum(losses, low, high, points=24, enough=before, own=own)
         expected = view.under(rule(view.logits, value, counts))
-        yield Recorded(f"the log-probabilities are those {text} {value:.4g}", expected, 1)
+        yield Trial(f"the log-probabilities are those {text} {value:.4g}", expected=expected, fitted=1)
 
 
-def decayed(view: View) -> Iterator[Recorded]:
+def decayed(view: View) -> Iterator[Trial]:
     """Yield the distribution after a growth of the stop token's logit from some token on.
 
     At each token the others' numbers show the growth. Its logarithm is a line, of the factor and the start.
@@ -107,10 +107,10 @@ def decayed(view: View) -> Iterator[Recorded]:
                 expected = view.trainer - np.log1p(share * np.expm1(grown)) + grown * (ids == stop)
                 what = f"the logit of the stop token {name_of(view.case, stop)} grew by {factor:.4g} a token"
                 text = f"{what} after {start} tokens (exponential_decay_length_penalty)"
-                yield Recorded(text, expected.astype(np.float32), 2)
+                yield Trial(text, expected=expected.astype(np.float32), fitted=2)
 
 
-def truncated(view: View) -> Iterator[Recorded]:
+def truncated(view: View) -> Iterator[Trial]:
     """Yield the distribution cut to its likeliest tokens, in the way that all tokens allow."""
     import torch
 
@@ -154,18 +154,18 @@ def truncated(view: View) -> Iterator[Recorded]:
                 rule = f"several of top_k (up to {size}), top_p and min_p"
         if rule:
             at = "" if temperature == 1.0 else f" at temperature {temperature:g}"
-            yield Recorded(f"the log-probabilities are those after {rule}{at}", expected)
+            yield Trial(f"the log-probabilities are those after {rule}{at}", expected=expected)
 
 
-def other_support(view: View) -> Iterator[Recorded]:
+def other_support(view: View) -> Iterator[Trial]:
     """Yield the distribution over the first tokens of the vocabulary, over padding too, or without some."""
     if not view.is_rich:
         return
     own, probabilities, case = view.under(view.logits), view.logits.softmax(-1).cpu().numpy(), view.case
 
-    def without(text: str, lost: Any, fitted: int = 0) -> Recorded:
+    def without(text: str, lost: Any, fitted: int = 0) -> Trial:
         """Return the numbers of a distribution that lost a share of its mass at each token."""
-        return Recorded(text, (own - np.log((1 - lost).clip(1e-12))).astype(np.float32), fitted)
+        return Trial(text, expected=(own - np.log((1 - lost).clip(1e-12))).astype(np.float32), fitted=fitted)
 
     banned_by = "forbidden (logit_bias, bad_words) and could not be sampled"
     named = {name: one for name, one in vars(case.trainer.model.config).items() if isinstance(one, int)}
@@ -234,7 +234,7 @@ def _banned(case: Case) -> list[int]:
     return sorted(int(possible[one]) for one in best[1])
 
 
-def biased(view: View) -> Iterator[Recorded]:
+def biased(view: View) -> Iterator[Trial]:
     """Yield the distribution after a bias on one token, which all numbers that differ must allow.
 
     With a bias `b` on a token of probability `p`, those of others are divided by `1 + p (e^b - 1)`.
@@ -256,10 +256,10 @@ def biased(view: View) -> Iterator[Recorded]:
         bias, logits = float(np.log1p(slopes[token])), view.logits.clone()
         logits[:, token] += bias
         text = f"token {token} had a bias of {bias:.3g} on its logit (logit_bias)"
-        yield Recorded(text, view.under(logits), 2)
+        yield Trial(text, expected=view.under(logits), fitted=2)
 
 
-def restricted(view: View) -> Iterator[Recorded]:
+def restricted(view: View) -> Iterator[Trial]:
     """Yield tokens of which a grammar or mask allowed only a few.
 
     Engines renormalise over the allowed tokens, so their numbers are never below the model's, and 0 if one
@@ -273,7 +273,7 @@ def restricted(view: View) -> Iterator[Recorded]:
             "the sampler was restricted to a part of the vocabulary, as by a grammar or forbidden tokens: "
             f"the sampler is higher at all {int(departing.sum())} tokens, and certain of {certain},"
         )
-        yield Recorded(text, np.where(departing, sampler, view.trainer))
+        yield Trial(text, expected=np.where(departing, sampler, view.trainer))
 
 
 def _is_over_one_set(view: View) -> bool:

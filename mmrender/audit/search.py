@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from mmrender.audit.case import Array, Case, Recorded, Trial
+from mmrender.audit.case import Array, Case, Trial
 from mmrender.audit.inspect import shown_by
 from mmrender.audit.noise import Noise
 from mmrender.audit.recorded import View, views
@@ -287,7 +287,7 @@ class Search:
             fits += [fit for fit in found if self._rules_out_chance(fit.digits, trial)]
         return fits
 
-    def _nearest(self, row: Row, view: View) -> Recorded | None:
+    def _nearest(self, row: Row, view: View) -> Trial | None:
         """Return the reading of a row that is the nearest to a completion's numbers."""
         readings = row.readings(view)
         self._tries[row.name] = max(self._tries[row.name], len(readings))
@@ -427,11 +427,11 @@ def _digits(case: Case, left: float) -> float:
     return float(np.log10(max(before / max(left, case.tolerance / 10), 1.0)))
 
 
-def _left_over(view: View, recorded: Recorded) -> float:
+def _left_over(view: View, trial: Trial) -> float:
     """Return the largest difference that a reading leaves. It is infinite for too few tokens."""
-    covered = ~np.isnan(recorded.expected)
+    covered = ~np.isnan(trial.expected)
     with np.errstate(invalid="ignore"):
-        left = np.abs(recorded.expected - view.sampler)[covered]
+        left = np.abs(trial.expected - view.sampler)[covered]
     enough = 0 < (covered & view.departing).sum() >= (~covered).sum()
     return float(left.max()) if enough and np.isfinite(left).all() else np.inf
 
