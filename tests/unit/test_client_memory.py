@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from kit import error_of, raised
+from kit import error_of, raised, until
 from mmrender.client.http import HTTPTransport
 from mmrender.client.resolve import as_transport, server_root
 from mmrender.client.transport import RetryPolicy, Transport, TransportConfig
@@ -48,7 +48,7 @@ def test_delays_meet_deadlines_and_cancellation(sentence: Any) -> None:
 
     async def cancel() -> None:
         task = asyncio.create_task(transport.request("POST", "/generate"))
-        await asyncio.sleep(0)
+        await until(lambda: len(transport.asked) == 2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -470,10 +470,10 @@ async def test_budgets(renderer):
         with pytest.raises(SessionBudgetError, match="tokens"):
             await agent.turn("two")
         session = await here.open_session(max_turns=3)
-        both = await asyncio.gather(
-            *(session.answer(ask(user("hello"), n=2)) for _ in range(3)), return_exceptions=True
-        )
-        assert [isinstance(each, SessionBudgetError) for each in both] == [False, True, True]
+        calls = [session.answer(ask(user("hello"), n=2)) for _ in range(3)]
+        # The first of them, whichever it is, has the turns.
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(each, SessionBudgetError) for each in ends) == 2
 
 
 async def test_sessions_set_parameters_of_requests(renderer):

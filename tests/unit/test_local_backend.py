@@ -269,7 +269,7 @@ def test_a_model_that_is_closed_or_dropped_is_freed(tiny_model, tmp_path, prompt
     async def closing():
         backend = LocalBackend(tiny_model)
         task = asyncio.ensure_future(backend.generate(request(prompts["text"], **ENDLESS)))
-        await asyncio.sleep(0)
+        await until(lambda: backend._running)
         model = weakref.ref(backend.model)
         await backend.aclose()
         await backend.aclose()
@@ -435,7 +435,7 @@ def test_cancelling_ends_the_work(tiny_model, prompts):
 async def test_aborting_gives_what_there_is_and_frees_the_id(backend, prompts):
     endless = request(prompts["text"], "long", **ENDLESS)
     task = asyncio.ensure_future(backend.generate(endless))
-    await asyncio.sleep(0)
+    await until(lambda: "long" in backend._running)
     with pytest.raises(EngineStateError, match=r"^long: a request of this id is in flight$"):
         await backend.generate(endless)
     while not backend.abort("long"):
