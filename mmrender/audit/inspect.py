@@ -1,6 +1,6 @@
 """Faults that a sample shows by itself, or by which of its tokens differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +78,22 @@ def shown_by(compared: Comparison, tolerance: float) -> Finding | None:
         return None
     evidence = f"{int(beyond.sum())} of {len(beyond)} tokens, and all other tokens agree"
     return finding_of(row, text, evidence, sample, token=token)
+
+
+def shown_by_peers(compared: Comparison, peers: Sequence[Comparison], tolerance: float) -> Finding | None:
+    """Report weights all of whose samples differ, if all samples of other weights agree."""
+    sets: dict[bool, list[set[str]]] = {True: [], False: []}
+    for one in (compared, *peers):
+        sets[bool(one.beyond(tolerance).any())].append({span.version for span in one.sample.weight_versions})
+    apart, alike = (set[str]().union(*sets[differs]) for differs in (True, False))
+    counts = len(sets[True]), len(sets[False])
+    if min(counts) < 2 or apart & alike or not all(sets[True] + sets[False]):
+        return None
+    names, others = (", ".join(map(repr, sorted(versions))) for versions in (apart, alike))
+    text = f"all samples of the weights {names} differ, and those of {others} agree"
+    token = int(compared.positions[compared.beyond(tolerance).argmax()])
+    evidence = f"{counts[0]} samples differ, {counts[1]} agree"
+    return finding_of("weights", text, evidence, compared.sample, token=token)
 
 
 def _some(positions: npt.NDArray[np.intp]) -> str:

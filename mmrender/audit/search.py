@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from mmrender.audit.case import Array, Case, Trial
-from mmrender.audit.inspect import shown_by
+from mmrender.audit.inspect import shown_by, shown_by_peers
 from mmrender.audit.noise import Noise
 from mmrender.audit.recorded import View, views
 from mmrender.audit.report import STAGES, UNKNOWN, Comparison, Finding, described
@@ -103,6 +103,7 @@ class Search:
         self._likenesses: dict[str, Effect] = {}
         self._trials = {row.name: _of_row(case, row) for row in ROWS.values()}
 
+    @np.errstate(over="ignore")  # a token that was not allowed is less likely than float32 has numbers for
     def finding(self) -> Finding:
         """Return the stage, and the cause if a row explains the sample."""
         case = self.case
@@ -125,7 +126,8 @@ class Search:
         if likely:
             return self.named(likely)
         self.places = self._weighed()
-        return self._two() or self.unknown(self.places)
+        found = self._two() or shown_by_peers(case.compared, case.peers, case.tolerance)
+        return found or self.unknown(self.places)
 
     def _by_stage(self) -> list[Fit]:
         """Return the trials that fit, the likeliest stage first, and all others that are not hopeless."""

@@ -18,10 +18,10 @@ from mmrender.audit import TrainerModel, Watch, audit
 from mmrender.audit.case import ChangedItem, with_items
 from mmrender.audit.computed import _cached_in as cached_in
 from mmrender.audit.computed import changed_weights, in_dtype
-from mmrender.audit.inspect import inspect_sample
+from mmrender.audit.inspect import inspect_sample, shown_by_peers
 from mmrender.audit.noise import Noise, measure_noise
 from mmrender.audit.recorded import View
-from mmrender.audit.report import sampled_runs
+from mmrender.audit.report import Comparison, sampled_runs
 from mmrender.audit.rows import ROWS
 from mmrender.audit.sampling import truncated
 from mmrender.audit.trainer import parts_of
@@ -30,7 +30,7 @@ from mmrender.client.local import LocalBackend
 from mmrender.client.probe import probe_weights
 from mmrender.client.types import EngineRequest
 from mmrender.sidecar import MultiModalData
-from mmrender.trajectory.engine_data import AllowedTokens
+from mmrender.trajectory.engine_data import AllowedTokens, WeightVersionSpan
 from mmrender.trajectory.sample import TrainingSample
 
 TOLERANCE = 1e-3
@@ -251,6 +251,19 @@ def test_a_fault_of_all_rollouts_is_shared_and_named_whatever_is_called_an_alarm
     assert [(one.cause, one.shared) for one in report.findings] == [("form", True)] * 3
     for one in report.findings:
         assert f"all samples, here {one.sample_id}: recording, form" in report.text()
+
+
+def test_weights_are_named_by_the_samples_that_they_sampled(samples):
+    def compared(version, shift):
+        sample = replace(samples[0], weight_versions=(WeightVersionSpan(version, 0, len(samples[0])),))
+        return Comparison.of(sample, sample.logprobs[sample.loss_mask] + np.float32(shift))
+
+    fresh, stale = compared("step-0", 0), [compared(f"step-{step}", 0.5) for step in (1, 2)]
+    found = shown_by_peers(stale[0], [fresh, stale[1], fresh], TOLERANCE)
+    statement = "all samples of the weights 'step-1', 'step-2' differ, and those of 'step-0' agree"
+    assert (found.stage, found.cause, found.statement) == ("model", "weights", statement)
+    assert shown_by_peers(stale[0], [fresh, stale[1]], TOLERANCE) is None  # one sample may agree by chance
+    assert shown_by_peers(stale[0], [fresh, stale[1], compared("step-2", 0)], TOLERANCE) is None
 
 
 @pytest.mark.parametrize("temperature", [0.97, 1.6])
