@@ -131,7 +131,7 @@ def test_what_an_engine_refuses_is_not_asked_again():
 
 @pytest.mark.parametrize("kind", ["error", "drop_logprobs"])
 def test_attempts_are_bounded(kind):
-    case = setup([Fault(kind, 0)] * 50, policy=patient(attempts=4))
+    case = setup([Fault(kind, 0)] * 50, policy=patient(attempts=4, attempt_timeout=None))
     with pytest.raises((EngineStatusError, EngineReplyError)):
         run(case.client.generate(batch([LONG])))
     assert len(case.journal) == 4
@@ -287,7 +287,7 @@ async def test_an_engine_that_failed_within_a_weight_update_gets_no_work_until_a
     """Also where all have failed: what they hold may be half of the one and half of the other."""
 
     engines = [Faulty(f"engine{index}", {"control": "fail late"}) for index in range(count)]
-    client = client_of(*engines, attempts=2)
+    client = client_of(*engines, attempts=2, attempt_timeout=None)
     with pytest.raises(EngineStatusError):
         await WAYS[way](client)
     for call in (client.check_health(), client.generate(batch([[2, 5]]))):

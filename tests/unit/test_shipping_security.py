@@ -83,6 +83,7 @@ async def test_tls_lets_in_whose_certificate_is_known(tmp_path):
         await outsider.aclose(0)
         outsider = Sender(url, ssl=stranger, timing=PATIENT)
         await outsider.send("let me in")
+        await until(lambda: outsider._last_error is not None or outsider._task.done())
         with pytest.raises(ShippingError, match=r"unknown ca|does not know this side's certificate"):
             await outsider.connect(0.3)
         await outsider.aclose(0)
