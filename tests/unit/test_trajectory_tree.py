@@ -230,6 +230,7 @@ BAD = {
     "tool": lambda t: call(t, tools=[{"name": ""}]),
     "tool data": lambda t: call(t, tools=[{"name": "f", "x": {1j: 2}}]),
     "reward": lambda t: call(t, reward=[1.0, 2.0]),
+    "reward as text": lambda t: call(t, reward="1"),
     "extra": lambda t: call(t, extra={1: 2}),
 }  # fmt: skip
 
