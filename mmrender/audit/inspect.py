@@ -1,26 +1,67 @@
 """Faults that a sample shows by itself, or by which of its tokens differ."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mmrender.audit.report import Comparison, Finding, sampled_runs
 from mmrender.audit.rows import finding_of
-from mmrender.audit.trainer import bare
-from mmrender.training import ModelFamily
-from mmrender.training.collate import usable
+from mmrender.errors import PlaceholderError
 from mmrender.trajectory.sample import TrainingSample
 from mmrender.trajectory.step import are_finite
 
+_MAX_SHIFT: Final = 8
 
-def inspect_sample(sample: TrainingSample, family: ModelFamily) -> list[Finding]:
+
+def inspect_sample(sample: TrainingSample) -> list[Finding]:
     """Return the faults of one sample's tokens, placeholder ranges and masks, before any model runs."""
-    _, faults = usable([bare(sample)] if len(sample) else [], replace(family, max_sample_tokens=None))
-    statement = "the placeholder ranges do not fit the tokens"
-    found = [finding_of("placeholders", statement, reason, sample) for reason in faults.values()]
+    try:
+        found = [*_range_faults(sample)]
+    except PlaceholderError as error:
+        statement = "the placeholder ranges do not fit the tokens"
+        found = [finding_of("placeholders", statement, str(error), sample)]
     return [*found, *_mask_faults(sample)]
+
+
+def _range_faults(sample: TrainingSample) -> Iterator[Finding]:
+    """Yield ranges that cover other tokens than features, and feature tokens that no range covers."""
+    spans, ids = sample.media_spans, sample.token_ids
+    features: dict[str, list[npt.NDArray[np.int32]]] = {}
+    for span in spans:
+        features.setdefault(span.modality, []).append(ids[span.start : span.stop][span.range.is_embed])
+    # The feature token is the commonest one in the ranges of a modality.
+    pads = {modality: int(np.bincount(np.concatenate(held)).argmax()) for modality, held in features.items()}
+    covered = np.zeros(len(sample), np.bool_)
+    for span in spans:
+        covered[span.start : span.stop] = True
+        pad, places = pads[span.modality], span.start + np.flatnonzero(span.range.is_embed)
+        misses = int((ids[places] != pad).sum())
+        if misses:
+            moves = sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)
+            inside = (by for by in moves if places[0] + by >= 0 and places[-1] + by < len(ids))
+            shift = next((by for by in inside if (ids[places + by] == pad).all()), None)
+            moved = f", and the run that fits begins {shift:+d} place(s) from it" if shift else ""
+            text = f"the placeholder range of {span.modality} {span.position} covers other tokens{moved}"
+            evidence = f"{misses} of {len(places)} tokens in [{span.start}, {span.stop}) are not {pad}"
+            yield finding_of("placeholders", text, evidence, sample, image=span.position)
+    edges = [edge for span in spans for edge in (span.start - 1, span.stop)]
+    for modality, pad in pads.items():
+        stray = np.flatnonzero((ids == pad) & ~covered)
+        sampled = stray[sample.loss_mask[stray]]
+        text = f"a placeholder token of {modality}s lies outside every placeholder range"
+        if len(sampled):
+            text = (
+                f"the model sampled the placeholder token of {modality}s, but no {modality} belongs to it; "
+                "a trainer that finds images by token id takes it for one"
+            )
+        # Next to a range, a shifted range has been reported already.
+        if len(sampled) or (len(stray) and not np.isin(stray, edges).any()):
+            shown = _some(sampled if len(sampled) else stray)
+            yield finding_of(
+                "placeholders", text, f"token {pad} at {shown} is in no placeholder range", sample
+            )
 
 
 def _mask_faults(sample: TrainingSample) -> Iterator[Finding]:

@@ -63,8 +63,7 @@ def audit(
         progress: Called with a text at the start of each stage.
     """
     progress(f"comparing samples: {len(samples)}")
-    faults = [inspect_sample(sample, trainer.family) for sample in samples]
-    free = [_unrestricted(sample) for sample in samples]
+    faults, free = [inspect_sample(sample) for sample in samples], [_unrestricted(one) for one in samples]
     named = [sample.sample_id or f"samples[{index}]" for index, sample in enumerate(samples)]
     left_out = tuple((name, why) for name, (_, why) in zip(named, free, strict=True) if why)
     unread: list[tuple[str, str]] = []
