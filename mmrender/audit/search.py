@@ -391,7 +391,7 @@ class Search:
         """Locate the difference if no row explains it."""
         case, compared, place = self.case, self.case.compared, places[0]
         rows = [row.name for row in ROWS.values() if row.stage == place.stage and not row.shows]
-        statement = f"unknown, in {place.name}, beyond what {', '.join(rows[:-1])} and {rows[-1]} explain"
+        statement = f"unknown, in {place.name}: no row explains the numbers"
         evidence = f"largest difference {compared.largest:.4g}, arithmetic {case.tolerance:.3g}"
         if case.departure > 0 and (suspects := compared.suspects(case.departure)):
             before = compared.of_rows(slice(case.departure)).largest
@@ -404,7 +404,7 @@ class Search:
             place.stage,
             UNKNOWN,
             statement,
-            f"{evidence}; {self.count} changes tried",
+            f"{evidence}; {self.count} changes tried, of this stage by {', '.join(rows)}",
             case.sample.sample_id,
             remedy=KINDS[place.stage].fact,
             image=case.image_at(place.since),

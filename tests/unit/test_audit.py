@@ -224,7 +224,8 @@ def test_other_weights_are_not_blamed_on_an_image(samples, trainer):
     (finding,) = report.findings
     assert (finding.stage, finding.cause) == ("recording", "unknown")
     assert finding.token == np.flatnonzero(wrong[0].loss_mask)[0]
-    assert "beyond what missing, form, " in finding.statement
+    assert finding.statement.endswith(": no row explains the numbers")
+    assert "changes tried, of this stage by missing, form, " in finding.evidence
     assert finding.remedy == "record log-probabilities as the server reports them"
 
 
