@@ -39,7 +39,6 @@ _NO_IDS: Final[Int32Array] = np.zeros(0, np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
 _LARGEST: Final = 3.0e38
 """Bounds finite numbers. SGLang writes the smallest float32, -3.4e38, in place of minus infinity."""
-_NOT_A_NUMBER: Final = np.full(1, np.nan)
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _TOOLS: Final[LRUCache[bytes, Tools]] = LRUCache(256)
 """Tool definitions that are shared, by the digest of their msgpack. Agents of one kind have equal ones."""
@@ -437,9 +436,9 @@ def check_numbers(value: Any, count: int | None, where: str, *, reward: bool = F
         return None
     try:
         given = np.asarray(value)
-        numbers = given.astype(np.float64, copy=False) if given.dtype.kind not in "SUc" else _NOT_A_NUMBER
+        numbers = np.asarray(np.nan if given.dtype.kind in "SUc" else given, np.float64)
     except (TypeError, ValueError):
-        numbers = _NOT_A_NUMBER
+        numbers = np.full(1, np.nan)
     fits = numbers.shape == (count,) or (reward and numbers.ndim == 0)
     if not fits or not are_finite(numbers).all():
         expected = "" if count is None else f"{count} finite numbers, one for each sampled token"
