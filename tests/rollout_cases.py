@@ -79,8 +79,10 @@ class ScriptedBackend:
         ids = list(said) if not isinstance(said, str) else self.renderer.tokenizer.encode(said)
         if not self.cut and self.stop_reason is None:
             ids = [*ids, stop]
+        room = request.sampling_params["max_tokens"]
+        reason = "length" if self.cut or len(ids) > room else "stop"
+        ids = ids[:room]
         logprobs = [-0.5 - 0.001 * (token % 100) for token in ids]
-        reason = "length" if self.cut else "stop"
         usage = Usage(len(request.prompt_ids), len(ids))
         return EngineResponse(ids, logprobs, reason, usage, stop_reason=self.stop_reason)
 

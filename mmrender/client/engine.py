@@ -16,6 +16,7 @@ from typing import Any, Final, Unpack
 import numpy as np
 
 from mmrender.caching import cached_property
+from mmrender.client.reply import check_response
 from mmrender.client.resolve import BackendName, as_transport, resolve_backend
 from mmrender.client.sampling import complete_sampling
 from mmrender.client.server_facts import Process, facts_of
@@ -149,8 +150,10 @@ class Engine:
         except EngineConnectionError:
             raise
         except EngineError as error:
-            facts.limits_failed_at[key] = time.monotonic()
-            _log.warning("prompts are not checked for length before they are sent: %s", error)
+            now = time.monotonic()
+            if now >= facts.limits_failed_at.get(key, 0.0) + _PAUSE:  # concurrent turns fail together
+                _log.warning("prompts are not checked for length before they are sent: %s", error)
+            facts.limits_failed_at[key] = now
             return None
         return limit
 
@@ -196,7 +199,8 @@ class Engine:
         )
         try:
             request = self.tokens.added_to(request)
-            return await self.backend.generate(request, self.transport, on_tokens=on_tokens)
+            response = await self.backend.generate(request, self.transport, on_tokens=on_tokens)
+            return check_response(response, request, where=self.backend.name)
         except (EngineError, PromptTooLongError) as error:
             has_length = isinstance(error, PromptTooLongError) and error.prompt_len is not None
             if has_length or not self.backend.is_overflow_error(error):

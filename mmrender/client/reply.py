@@ -29,6 +29,10 @@ LOGPROB_SENTINEL: Final = -9999.0
 """vLLM's number for a missing logprob."""
 _ROUNDING: Final = 1e-4
 """Distance above 0 that rounding may add to the logprob of a certain token."""
+_LISTS: Final = (
+    ("completion_ids", int | np.integer, "token ids"),
+    ("logprobs", float | int | np.floating, "numbers"),
+)
 _REASONS: Final[Mapping[str, FinishReason]] = {
     "stop": "stop",
     "length": "length",
@@ -205,6 +209,30 @@ def finish_reason_in(reported: str | None, *, where: str) -> FinishReason:
     return reason
 
 
+def check_response(response: object, request: EngineRequest, *, where: str) -> EngineResponse:
+    """Require of the response of any engine, as of one of the user's own, what is required of a server's.
+
+    `where` is the engine's name in errors.
+    """
+    if not isinstance(response, EngineResponse):
+        got = type(response).__name__
+        raise EngineReplyError("not a response", where=where, expected="an EngineResponse", got=got)
+    for name, kinds, noun in _LISTS:
+        values = getattr(response, name)
+        if not isinstance(values, list | tuple) or not all(
+            issubclass(kind, kinds) for kind in {*map(type, values)}
+        ):
+            raise EngineReplyError(
+                "the engine's response is malformed",
+                where=f"{where} {name}",
+                expected=f"a list of {noun}",
+                got=repr(values)[:80],
+            )
+    finish_reason_in(response.finish_reason, where=where)
+    check_tokens(response.completion_ids, response.logprobs, request, where=where)
+    return response
+
+
 def check_completion(
     ids: Sequence[int],
     entries: Sequence[LogprobEntry],
@@ -214,9 +242,31 @@ def check_completion(
     named: bool = True,
     before: int = 0,
 ) -> list[float]:
+    """Check tokens and logprobs, and with `named` that each entry names its token. Return the logprobs."""
+    logprobs = check_tokens(ids, [entry.logprob for entry in entries], request, where=where, before=before)
+    if named and [entry.token_id for entry in entries] != ids:
+        for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
+            if entry.id != token:
+                raise EngineReplyError(
+                    "a logprob belongs to another token",
+                    where=f"{where} logprobs[{index}]",
+                    expected=f"the token {token}, as token_id or token 'token_id:{token}'",
+                    got=repr(entry)[:200] if entry.id is None else f"the token {entry.id}",
+                )
+    return logprobs
+
+
+def check_tokens(
+    ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    request: EngineRequest,
+    *,
+    where: str,
+    before: int = 0,
+) -> list[float]:
     """Require tokens within the budget and the vocabulary, and return a finite logprob for each.
 
-    With `named` each entry must name its token. `before` counts the tokens of earlier chunks.
+    `before` counts the tokens of earlier chunks.
     """
     budget = request.sampling_params.get("max_tokens")
     if budget is not None and before + len(ids) > budget:
@@ -226,9 +276,9 @@ def check_completion(
             expected=f"at most {budget}",
             got=str(before + len(ids)),
         )
-    if len(entries) != len(ids):
-        raise _miscounted("logprobs", len(entries), len(ids), f"{where} token_ids")
-    values = np.array([entry.logprob for entry in entries], np.float64)  # None becomes nan
+    if len(logprobs) != len(ids):
+        raise _miscounted("logprobs", len(logprobs), len(ids), f"{where} token_ids")
+    values = np.array(logprobs, np.float64)  # None becomes nan
     usable = are_finite(values) & (values <= _ROUNDING) & (values != LOGPROB_SENTINEL)
     if not usable.all():
         index = int(usable.argmin())
@@ -236,7 +286,7 @@ def check_completion(
             f"the engine returned an unusable logprob for the token {ids[index]}",
             where=f"{where} logprobs[{index}]",
             expected="a finite number of at most 0",
-            got=repr(entries[index].logprob),
+            got=repr(logprobs[index]),
         )
     size = request.vocab_size
     end = math.inf if size is None else size
@@ -248,17 +298,8 @@ def check_completion(
             expected="an id of 0 or more" if size is None else f"an id from 0 to {size - 1}",
             got=repr(ids[index]),
         )
-    if named and [entry.token_id for entry in entries] != ids:
-        for index, (token, entry) in enumerate(zip(ids, entries, strict=True)):
-            if entry.id != token:
-                raise EngineReplyError(
-                    "a logprob belongs to another token",
-                    where=f"{where} logprobs[{index}]",
-                    expected=f"the token {token}, as token_id or token 'token_id:{token}'",
-                    got=repr(entry)[:200] if entry.id is None else f"the token {entry.id}",
-                )
-    logprobs: list[float] = values.tolist()
-    return logprobs
+    checked: list[float] = values.tolist()
+    return checked
 
 
 def _miscounted(noun: str, count: int, expected: int, where: str) -> EngineReplyError:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrender.client.reply import LogprobEntry, check_completion
+from mmrender.client.reply import check_response, check_tokens
 from mmrender.client.sampling import MAX_BIAS, PARAMETERS, token_budget
 from mmrender.client.types import EngineRequest, EngineResponse, FinishReason, OnTokens, Usage
 from mmrender.engines.interface import InferenceEngineInterface
@@ -130,7 +130,7 @@ class Continuation:
             new_ids: Sequence[int], new_logprobs: Sequence[float], reason: FinishReason | None, /
         ) -> None:
             nonlocal ending
-            _check(new_ids, new_logprobs, request, len(ids))
+            check_tokens(new_ids, new_logprobs, request, where=engine.name, before=len(ids))
             ids.extend(new_ids)
             logprobs.extend(new_logprobs)
             ending = reason or ending
@@ -147,7 +147,7 @@ class Continuation:
             piece = await engine.complete(
                 request, session_id=session_id, on_tokens=on_tokens if streams else None
             )
-            _check(piece.completion_ids, piece.logprobs, request)
+            check_response(piece, request, where=engine.name)
         except BaseException as error:
             if ids or ending != "abort":  # tokens that were shown count
                 self.add(EngineResponse(ids, logprobs, ending, Usage(len(request.prompt_ids), len(ids))))
@@ -256,12 +256,6 @@ def _cut(piece: EngineResponse, kept: int, stop: str, length: int) -> EngineResp
         experts = experts.cut(experts.start, length - 1)  # the last token has no row
     fields = {**values.cut(0, kept).fields(), "routed_experts": experts}
     return replace(piece, **fields, finish_reason="stop", stop_reason=stop)
-
-
-def _check(ids: Sequence[int], logprobs: Sequence[float], request: EngineRequest, before: int = 0) -> None:
-    """Check tokens of a piece as a server's, since any engine may be the user's."""
-    entries = [LogprobEntry(value) for value in logprobs]
-    check_completion(ids, entries, request, where="the engine's", named=False, before=before)
 
 
 def join_experts(

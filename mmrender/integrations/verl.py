@@ -25,7 +25,7 @@ import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from mmrender.client.exchange import check_request
-from mmrender.client.reply import LogprobEntry, check_completion
+from mmrender.client.reply import check_tokens
 from mmrender.client.sampling import spell, spell_in_process
 from mmrender.client.transport import NullTransport, Transport
 from mmrender.client.types import (
@@ -123,8 +123,7 @@ class ServerBackend(RendererBackend):
         if output.num_preempted is not None:
             self.num_preempted = max(self.num_preempted, 0) + output.num_preempted
         sampled = list(map(int, output.token_ids))
-        entries = [LogprobEntry(value) for value in output.log_probs or ()]
-        logprobs = check_completion(sampled, entries, request, where=where, named=False)
+        logprobs = check_tokens(sampled, output.log_probs or (), request, where=where)
         experts = None
         if request.routed_experts:
             if output.routed_experts is None:

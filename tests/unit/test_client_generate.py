@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from engine_cases import patient
 from kit import assistant, error_of, raised, user
 from mmrender import Renderer, generate
 from mmrender.client.engine import Engine
@@ -18,6 +19,7 @@ from mmrender.client.resolve import resolve_backend
 from mmrender.client.sampling import DEFAULT_MAX_TOKENS
 from mmrender.client.server_facts import forget
 from mmrender.client.types import EngineRequest, EngineResponse, Usage
+from mmrender.engines import InferenceEngineClient
 from mmrender.errors import (
     EngineReplyError,
     EngineStatusError,
@@ -30,6 +32,7 @@ from mmrender.sidecar import MultiModalData, collapse
 from mmrender.testing.memory_transport import MemoryTransport
 from mmrender.trajectory.engine_data import RoutedExperts, WeightVersionSpan
 from rollout_cases import TOOLS, call
+from scripted_engine import ScriptedEngine
 
 PHOTO = Image.linear_gradient("L").convert("RGB").resize((160, 96))
 QUESTION = [user("Which animal says moo?")]
@@ -254,6 +257,41 @@ def test_a_bridge_goes_on_with_its_sidecar_and_attribution(renderer):
     assert third.prompt_attribution is None
 
 
+OWN = EngineResponse([5, 6], [-0.5, -0.5], "stop", Usage(3, 2))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        {"completion_ids": [5, 6]},
+        replace(OWN, completion_ids=np.array([5, 6])),
+        replace(OWN, logprobs=None),
+        replace(OWN, logprobs=[-9999.0, 0.0]),
+        replace(OWN, completion_ids=[5] * 9, logprobs=[-0.5] * 9),
+        replace(OWN, finish_reason="done"),
+    ],
+    ids=["form", "ids", "no logprobs", "sentinel", "budget", "reason"],
+)
+def test_the_response_of_an_engine_of_ones_own_is_checked_as_a_servers(renderer, sentence, response):
+    class Own(Scripted):
+        async def generate(self, request, transport, *, on_tokens=None):
+            return response
+
+    options = {"sampling_params": {"max_tokens": 8}}
+    assert str(refused(EngineReplyError, renderer, Own(), **options)) == sentence
+
+    class First(ScriptedEngine):
+        async def complete(self, request, **options):
+            self.asked.append(request)
+            return response
+
+    engines = First("first"), ScriptedEngine("second")
+    client = InferenceEngineClient(engines, **patient(attempt_timeout=None))
+    (ids,) = asyncio.run(client.generate({"prompt_token_ids": [[1]], **options}))["response_ids"]
+    assert len(ids) == len(engines[1].asked) * 8 == 8
+    assert engines[0].asked
+
+
 def test_prompts_that_are_refused(renderer, sentence):
     prompt = renderer.render(WITH_PHOTO, add_generation_prompt=True)
     (found,) = prompt.multi_modal_data.mm_placeholders["image"]
@@ -278,7 +316,7 @@ def test_a_long_prompt_is_refused_before_it_is_sent_by_the_callers_limit_first(r
     assert str(error) == sentence
     assert not engine.requests
     forget(engine.server)
-    engine.limit = length
+    engine.limit, engine.completion = length, [5]
     assert run(renderer, engine).prompt_ids
     assert engine.requests[0].sampling_params["max_tokens"] == 1
     engine = Scripted(limit=5)
@@ -291,10 +329,17 @@ def test_a_long_prompt_is_refused_before_it_is_sent_by_the_callers_limit_first(r
 @pytest.mark.parametrize("limit", [None, EngineStatusError("forbidden", status=403), EngineReplyError("odd")])
 def test_without_a_limit_the_engine_decides(renderer, limit, caplog):
     engine = Scripted(limit=limit)
+    asked = Engine(engine, engine.server, model="tiny", renderer=renderer)
+
+    async def turns():
+        await asyncio.gather(*(asked.turn(asked.prompt([1], MultiModalData())) for _ in range(3)))
+
     with caplog.at_level(logging.WARNING, "mmrender.client"):
-        run(renderer, engine)
+        asyncio.run(turns())
     assert engine.requests[0].sampling_params["max_tokens"] == DEFAULT_MAX_TOKENS
-    assert ("not checked for length" in caplog.text) == (limit is not None)
+    assert caplog.text.count("not checked for length") == (
+        limit is not None
+    )  # once for all that asked together
 
 
 def test_the_engines_overflow_reply_is_the_same_error(renderer):
