@@ -176,7 +176,7 @@ def _decode(data: bytes, policy: MediaPolicy) -> tuple[Samples, int]:
     """Decode encoded audio to the average of its channels, and its rate."""
     with _importing("soundfile"):
         import soundfile
-    kind = format_name(data[:64])
+    kind = format_name(data)
     if kind not in AUDIO_FORMATS:
         raise MediaDecodeError(
             "this is not audio that can be decoded",

@@ -285,7 +285,7 @@ def open_container(data: bytes, policy: MediaPolicy) -> Iterator[Any]:
     """Open an encoded video as PyAV's container. Raises as `decoder`, also for errors within the context."""
     with importing("av", "video", "an encoded video", otherwise="decode it yourself and pass its frames"):
         import av
-    kind = format_name(data[:64])
+    kind = format_name(data)
     if kind not in CONTAINERS:
         raise MediaDecodeError(
             "this is not a video that can be decoded",

@@ -3,6 +3,8 @@
 Needs rich, of the extra `cli`.
 """
 
+from collections import Counter
+
 from rich.table import Table
 from rich.text import Text
 
@@ -90,11 +92,13 @@ def message_table(rendered: RenderedTokens) -> Table:
     for heading in ("message", "role", "tokens", "sampled", "media"):
         table.add_column(heading, justify="left" if heading == "role" else "right")
     counts = rendered.tokens_per_message
+    ranges = rendered.multi_modal_data.mm_placeholders.values()
+    starts = {one.offset for several in ranges for one in several}  # a sound track has its video's
+    shown = Counter(rendered.message_indices[start] for start in starts)
     for index, role in enumerate(rendered.roles):
         spans = [span for span in rendered.spans if span.message == index]
         sampled = sum(span.stop - span.start for span in spans if span.sampled)
-        media = sum(span.kind in MODALITIES for span in spans)
-        table.add_row(str(index), role, str(counts[index]), str(sampled or ""), str(media or ""))
+        table.add_row(str(index), role, str(counts[index]), str(sampled or ""), str(shown[index] or ""))
     outside = len(rendered) - sum(counts)
     if outside:
         table.add_row("", "template", str(outside), "", "")

@@ -210,3 +210,22 @@ def test_doctor_compares_with_the_tokenizer_that_transformers_builds(tiny_model,
     assert found.startswith("no: Qwen2Tokenizer encodes 'Hello world' as [")
     honest = diagnose(Renderer.from_pretrained(tiny_model, image_backend="pil"), tiny_model)
     assert honest["tokenizer"]["equals the Transformers tokenizer"] is True
+
+
+def test_a_video_in_pieces_is_one_medium():
+    data = MultiModalData.of(
+        [(PlaceholderRange(0, 5, embed_spans=((0, 2), (3, 5))), _Item((2, 2, 4), "video"))]
+    )
+    kinds = ("video", 0, 2), ("template", 2, 3), ("video", 3, 5)
+    spans = tuple(TokenSpan(start, stop, 0, kind, False) for kind, start, stop in kinds)
+    rendered = RenderedTokens([0] * 5, spans, ("user",), (None,), data)
+    assert printed(message_table(rendered)).splitlines()[2].split() == [
+        "0",
+        "│",
+        "user",
+        "│",
+        "5",
+        "│",
+        "│",
+        "1",
+    ]
