@@ -143,12 +143,20 @@ class MediaProcessor(ABC):
             return self.videos
         if modality == "audio" and self.audio is not None:
             return self.audio
-        is_video = modality == "video"
+        if modality == "audio":
+            expected, remedy = (
+                "a feature extractor, and a placeholder of the template",
+                "Pass a transcript as text.",
+            )
+        elif "image" in self.placeholder:
+            expected, remedy = "images", "Pass the frames as images."
+        else:
+            expected, remedy = "text and audio", "Remove the video"
         raise ProcessorError(
-            f"{'videos are' if is_video else 'audio is'} not supported for {self.name}",
+            f"{'audio is' if modality == 'audio' else 'videos are'} not supported for {self.name}",
             where=where,
-            expected="images" if is_video else "a feature extractor, and a placeholder of the template",
-            remedy="Pass the frames as images." if is_video else "Pass a transcript as text.",
+            expected=expected,
+            remedy=remedy,
         )
 
     def load_part(

@@ -237,7 +237,7 @@ class VLMGenerator:
         if error is None:
             return trajectory
         if not isinstance(error, Exception):
-            problem = f"the environment ended by {type(error).__name__}"
+            problem = f"the environment or the engine ended it by {type(error).__name__}"
             ended = MMRenderError(problem, where=f"rollout {rollout.name}", got=str(error) or None)
             ended.__cause__, error = error, ended
         if self.failures == "raise":

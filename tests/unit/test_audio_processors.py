@@ -307,10 +307,12 @@ def test_a_second_clip_is_refused_where_a_prompt_takes_one(opened, sentence):
     assert error_of(MediaError, renderer.render, messages) == sentence
 
 
-def test_an_image_for_a_model_of_audio_is_refused(opened, sentence):
+def test_images_and_videos_for_a_model_of_audio_are_refused(opened, sentence):
     renderer, _ = opened["qwen2_audio"]
     messages = [asked("See", shown(noise()))]
     assert error_of(MMRenderError, renderer.render, messages) == sentence
+    film = {"type": "video", "video": np.zeros((2, 28, 28, 3), np.uint8)}
+    assert error_of(ProcessorError, renderer.render, [asked(film)]) == sentence
 
 
 def test_audio_for_a_model_of_images_is_refused(tiny_model, sentence):

@@ -192,7 +192,7 @@ def test_an_environment_ends_its_own_rollout_only_and_keeps_its_turns(renderer, 
 
     generator.environments["0"] = make
     out = generate(generator, batch)
-    problem = f"rollout 0_0: the environment ended by {ending.partition(',')[0]}{ENDINGS[ending][1]}"
+    problem = f"rollout 0_0: the environment or the engine ended it by {ending.partition(',')[0]}{ENDINGS[ending][1]}"
     assert out["errors"] == [f"MMRenderError: {problem}", None, None, None]
     assert [row[-1] for row in out["rewards"][1:]] == [1.0, 2.0, 3.0]
     assert bool(out["response_ids"][0]) == (where != "reset")  # sampled turns are kept, and not trained on
