@@ -20,7 +20,7 @@ from mmrender.client.reply import check_response
 from mmrender.client.resolve import BackendName, as_transport, resolve_backend
 from mmrender.client.sampling import complete_sampling
 from mmrender.client.server_facts import Process, facts_of
-from mmrender.client.transport import Server, Transport
+from mmrender.client.transport import Server
 from mmrender.client.types import (
     EngineRequest,
     EngineResponse,
@@ -125,8 +125,7 @@ class Engine:
         max_prompt_len: int | None = None,
     ) -> None:
         self.backend = resolve_backend(backend, model)
-        own: Transport | None = getattr(self.backend, "transport", None) if server is None else None
-        self.transport = as_transport(server) if own is None else own
+        self.transport = as_transport(getattr(self.backend, "transport", None) if server is None else server)
         self.model = model
         self.renderer = renderer
         self._max_prompt_len = max_prompt_len

@@ -154,7 +154,10 @@ class OnTokens(Protocol):
 
 @runtime_checkable
 class RendererBackend(Protocol):
-    """The wire of one engine."""
+    """The wire of one engine.
+
+    A backend without a server of its own has a `transport`, `mmrender.client.transport.NullTransport()`.
+    """
 
     @property
     def name(self) -> str:

@@ -286,6 +286,9 @@ def test_the_response_of_an_engine_of_ones_own_is_checked_as_a_servers(renderer,
             return response
 
     engines = First("first"), ScriptedEngine("second")
+    own = Own()
+    own.transport = "http://127.0.0.1:1"  # taken as the `client` is
+    assert raised(EngineReplyError, run, renderer, own, client=None, **options)
     client = InferenceEngineClient(engines, **patient(attempt_timeout=None))
     (ids,) = asyncio.run(client.generate({"prompt_token_ids": [[1]], **options}))["response_ids"]
     assert len(ids) == len(engines[1].asked) * 8 == 8
