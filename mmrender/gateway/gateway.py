@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from mmrender.caching import cached_property
 from mmrender.errors import EngineStateError, importing
@@ -18,6 +20,7 @@ from mmrender.gateway.sessions import Sessions
 
 with importing(None, "serve", "the gateway"):
     import uvicorn
+    from uvicorn.server import HANDLED_SIGNALS
 
 Result = TypeVar("Result")
 
@@ -34,6 +37,47 @@ def _log_in_one_line(record: logging.LogRecord) -> bool:
     if isinstance(error, StreamBrokenError):
         record.msg, record.args, record.exc_info = str(error), (), None
     return True
+
+
+class _Server(uvicorn.Server):
+    """A server whose signals end all servers of its thread. The last one restores their handlers.
+
+    Servers of uvicorn restore handlers when each ends, so servers that end in the order in which they began
+    would leave the handler of a server that has ended, which ignores the signal.
+    """
+
+    _serving: ClassVar[list["_Server"]] = []
+    _handlers: ClassVar[dict[int, Any]] = {}
+    _caught: ClassVar[list[int]] = []
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take signals while the server runs, if it runs in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        if not self._serving:
+            self._caught.clear()
+            self._handlers.update(
+                {number: signal.signal(number, self._end_all) for number in HANDLED_SIGNALS}
+            )
+        self._serving.append(self)
+        try:
+            yield
+        finally:
+            self._serving.remove(self)
+            if not self._serving:
+                for number, handler in self._handlers.items():
+                    signal.signal(number, handler)
+        if not self._serving:
+            for number in reversed(self._caught):  # as uvicorn does
+                signal.raise_signal(number)
+
+    @classmethod
+    def _end_all(cls, number: int, frame: Any) -> None:
+        cls._caught.append(number)
+        for server in cls._serving:
+            server.handle_exit(number, frame)
 
 
 class Gateway(Sessions):
@@ -158,7 +202,7 @@ class Gateway(Sessions):
             timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
         )
         logging.getLogger("uvicorn.error").addFilter(_log_in_one_line)  # once, however often
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         return listener, self._server
 
     async def _serve(

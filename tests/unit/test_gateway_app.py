@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import signal
 import socket
 import threading
 import time
@@ -519,7 +520,11 @@ def test_an_aliased_model_is_another_servers_and_is_not_recorded(renderer):
     assert [keys for _, keys, _ in received] == [(None, None), bearer, ("Bearer secret", "secret")]
 
 
-def test_several_gateways_serve_in_one_loop(renderer):
+@pytest.mark.parametrize("ends", ["cancelled", "signal"])
+def test_several_gateways_serve_in_one_loop(renderer, ends):
+    """Handlers of signals are as before, also if the gateways end in the order in which they began."""
+    noted = []
+
     async def run():
         scripts = [Script(renderer) for _ in range(2)]
         gateways = [script.gateway() for script in scripts]
@@ -531,12 +536,22 @@ def test_several_gateways_serve_in_one_loop(renderer):
         for event in ready:
             await event.wait()
         answers = await asyncio.gather(*[asyncio.to_thread(call, gateway) for gateway in gateways])
-        for task in tasks:
+        if ends == "signal":
+            signal.raise_signal(signal.SIGTERM)
+        for task in tasks if ends == "cancelled" else ():
             task.cancel()
+            await asyncio.wait([task])
         await asyncio.gather(*tasks, return_exceptions=True)
         return [status for status, _ in answers]
 
-    assert asyncio.run(run()) == [200, 200]
+    before = signal.signal(signal.SIGTERM, lambda number, _: noted.append(number))
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert asyncio.run(run()) == [200, 200]
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert noted == ([signal.SIGTERM] if ends == "signal" else [])
 
 
 def test_token_ids_as_keys_of_sampling_parameters_are_kept(renderer, tmp_path):
